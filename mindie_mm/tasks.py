@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -114,13 +116,19 @@ async def in_thread(work: Callable[[], T], give_up: Callable[[], object] | None 
 
     When cancelled, wait for work that has begun, so that it does not write into a directory that is being removed. Work
     that has not begun is not run. `give_up` is called before that wait, to shorten it.
+
+    While the interpreter shuts down there are no threads, and the work blocks the event loop.
     """
     is_wanted = True
 
     def begin() -> T | None:
         return work() if is_wanted else None
 
-    running = asyncio.ensure_future(asyncio.to_thread(begin))
+    in_context = partial(contextvars.copy_context().run, begin)
+    try:
+        running = asyncio.get_running_loop().run_in_executor(None, in_context)
+    except RuntimeError:  # the interpreter shuts down
+        return work()
     try:
         return cast("T", await asyncio.shield(running))
     except asyncio.CancelledError:

@@ -279,6 +279,7 @@ class Decoders:
         """End a process that is not served any more, learn how it ended, and try its item again or fail it."""
         self._processes.remove(process)
         self._nursery.kill(process.pid)  # nothing, if it has ended
+        self._nursery.expect(process.status)
         status = await process.status
         await process.channel.close()
         if process.killed:

@@ -138,6 +138,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
             nursery.serve()
         except (EOFError, ConnectionError):
             nursery.end()
+            os._exit(0)  # the libraries' own end takes a second, for which the tokenizer would wait
 
 
 def load_processor(setup: DecoderSetup) -> Processor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -17,6 +19,11 @@ from mindie_mm.environment import single_threaded
 from mindie_mm.errors import InputError, ProcessDied
 from mindie_mm.ipc import Channel, Child, open_channel
 from mindie_mm.restarts import Starter, logged
+
+_log = logging.getLogger(__name__)
+
+ANSWER_LIMIT_S = 30.0
+"""Time in seconds that a nursery has for what takes milliseconds. One that takes longer hangs, and is killed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +38,7 @@ class NewDecoder:
 
 
 class NurseryClient:
-    """A nursery process, which is started again when it dies. Its decoders die with it."""
+    """A nursery process, which is started again when it dies or hangs. Its decoders die with it."""
 
     def __init__(self, setup: DecoderSetup, scratch_bytes: int, on_down: Callable[[str], object]) -> None:
         """Prepare a nursery. Use `open` to start it.
@@ -80,6 +87,7 @@ class NurseryClient:
             os.close(file)
             theirs.close()
         self._forking.append(born)
+        self.expect(born)
         channel = await open_channel(ours)
         try:
             pid, status = await born
@@ -89,8 +97,22 @@ class NurseryClient:
         return NewDecoder(pid, channel, scratch, status)
 
     def kill(self, pid: int) -> None:
-        """Kill a decoder, if it still runs."""
-        self._tell(Kill(pid))
+        """Kill a decoder, if it still runs. If the nursery does not do so in time, both are killed."""
+        if (status := self._statuses.get(pid)) is not None:
+            self._tell(Kill(pid))
+            self.expect(status)
+
+    def expect(self, told: asyncio.Future[Any]) -> None:
+        """Kill the nursery if it has not told `told` within the limit."""
+        child = self._child
+        assert child is not None
+
+        def look() -> None:
+            if not told.done():
+                _log.error("the decoders' nursery has not answered for %g s and is killed", ANSWER_LIMIT_S)
+                child.kill()
+
+        asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, look)
 
     async def close(self) -> None:
         """End the nursery and its decoders."""
@@ -99,6 +121,7 @@ class NurseryClient:
             await asyncio.gather(self._keeper, return_exceptions=True)
         if self._child is not None:
             await self._child.end()
+            self._forget(f"the decoders' nursery was ended with status {self._child.status}")
 
     def _tell(self, message: ToNursery, *descriptors: int) -> None:
         assert self._child is not None
@@ -132,13 +155,17 @@ class NurseryClient:
             self._up.clear()
             assert self._child is not None
             await self._child.end()
-            died = ProcessDied(f"the decoders' nursery died with status {self._child.status}")
-            while self._forking:
-                if not (born := self._forking.popleft()).done():
-                    born.set_exception(died)
-            while self._statuses:  # the kernel kills them with their parent
-                self._statuses.popitem()[1].set_result(None)
+            self._forget(f"the decoders' nursery died with status {self._child.status}")
             await starter.again(self._restart)
+
+    def _forget(self, why: str) -> None:
+        """Answer everybody who waits for a nursery that has ended."""
+        while self._forking:
+            if not (born := self._forking.popleft()).done():
+                born.set_exception(ProcessDied(why))
+        while self._statuses:  # the kernel kills decoders with their parent
+            if not (status := self._statuses.popitem()[1]).done():
+                status.set_result(None)
 
     async def _receive(self, starter: Starter) -> None:
         """Pass messages on until the nursery dies."""

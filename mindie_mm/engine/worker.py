@@ -134,8 +134,11 @@ class Worker:
     async def start(cls, config: WorkerConfig, *, in_process: bool = False) -> Self:
         """Start tokenizers and engine in parallel. If one fails, raise its error and clean up.
 
-        `in_process` tokenizes on a thread of this process. Raises UnsupportedCheckpoint, SharedMemoryError,
-        DeviceError, InputError or ProcessDied.
+        `in_process` tokenizes in this process, with decoders only if `config.decoders` is not 0.
+
+        Raises:
+            UnsupportedCheckpoint, SharedMemoryError, DeviceError, InputError, ProcessDied: A part cannot be started.
+
         """
         checkpoint = Checkpoint.open(config.model)
         path = checkpoint.path
@@ -284,6 +287,6 @@ async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: boo
     if not in_process:
         return await AsyncTokenizer.start(path, config)
     # Late: a service's own process never needs torch, and starts seconds earlier without it.
-    from mindie_mm.tokenize.local import LocalTokenizer
+    from mindie_mm.tokenize.local import DecodingTokenizer, LocalTokenizer
 
-    return await LocalTokenizer.start(path, config)
+    return await (DecodingTokenizer if config.decoders else LocalTokenizer).start(path, config)

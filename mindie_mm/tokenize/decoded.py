@@ -9,7 +9,7 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from mindie_mm import faults
-from mindie_mm.config import MediaCaps
+from mindie_mm.config import ContentFormat, MediaCaps
 from mindie_mm.decode import Decoders, Group
 from mindie_mm.decode.digest import content_digest, parcel_digest
 from mindie_mm.decode.messages import Item
@@ -19,16 +19,38 @@ from mindie_mm.errors import InputError, LimitExceeded, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media import cancellation
 from mindie_mm.media.caps import Work, decodes_to_count, under
+from mindie_mm.models import family_of
+from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.family import Processor
 from mindie_mm.nn.splice import ITEM
 from mindie_mm.shm import Block
 from mindie_mm.tasks import gather_in_order, in_thread, off_loop
 from mindie_mm.tokenize.media_stage import MediaStage, PromptMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
+from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.room import Room
 
 _LEAST_FEATURE_BYTES = 16
 """Number of bytes that a feature's share of the arrays takes at least, in any family."""
+
+
+def read_prompts(
+    checkpoint: Checkpoint,
+    family_name: str | None,
+    content_format: ContentFormat,
+    caps: MediaCaps,
+    decoders: Decoders,
+    room: Room,
+    preprocessed: Preprocessed,
+) -> Prompts:
+    """Return the prompts of a checkpoint, whose media `decoders` write. Raise UnsupportedCheckpoint."""
+    family = family_of(checkpoint, family_name)
+
+    def make_stage(processor: Processor) -> Decoded:
+        return Decoded(Planner(processor, family.__name__), decoders, room, caps, preprocessed)
+
+    return Prompts(checkpoint, family, make_stage, content_format)
 
 
 class Decoded(MediaStage):

@@ -1,54 +1,37 @@
-"""The tokenizer stage on a thread of the caller's process, in place of the pool's processes."""
+"""The tokenizer stage in the caller's process, in place of a tokenizer process."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 from mindie_mm.config import WorkerConfig
+from mindie_mm.decode import Decoders
+from mindie_mm.decode.messages import DecoderSetup
 from mindie_mm.environment import default_spool
 from mindie_mm.media import cancellation
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.restarts import Restarts
 from mindie_mm.shm import Arena, collect
-from mindie_mm.tasks import WorkThread
+from mindie_mm.tasks import WorkThread, in_thread
+from mindie_mm.tokenize.answer import answer
+from mindie_mm.tokenize.decoded import read_prompts
 from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.room import Room
 from mindie_mm.tokenize.tokenizer import Tokenizer
 from mindie_mm.tokenize.wires import NativeWire
 
 
-class LocalTokenizer:
-    """One tokenizer on a thread. Its inputs may hold objects of this process, such as PIL images."""
-
-    def __init__(self, tokenizer: Tokenizer, thread: WorkThread) -> None:
-        """Hold a tokenizer and its thread. Use `start` to create them."""
-        self._tokenizer = tokenizer
-        self.shown_tokens = tokenizer.shown_tokens
-        """As `Tokenizer.shown_tokens`."""
-        self._thread = thread
-
-    @classmethod
-    async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
-        """Read the checkpoint and create the arena. Raise UnsupportedCheckpoint or SharedMemoryError.
-
-        Without `config.decoders`, items are decoded on the thread. Then `max_decode_bytes` and `max_decode_s` do not
-        apply, because they would limit the caller's own process.
-        """
-        thread = WorkThread("mindie_mm-tokenizer")
-        try:
-            await thread.run(partial(collect, [default_spool()]))  # no service does this here
-            return cls(await thread.run(partial(_tokenizer, model_path, config)), thread)
-        except BaseException:
-            thread.stop()
-            raise
+class _InCaller:
+    """What both tokenizers of this module tell of themselves."""
 
     @property
     def pids(self) -> list[int]:
@@ -62,6 +45,31 @@ class LocalTokenizer:
 
     def check(self) -> None:
         """Nothing: it lives as long as its caller."""
+
+
+class LocalTokenizer(_InCaller):
+    """One tokenizer on a thread. Its inputs may hold objects of this process, such as PIL images."""
+
+    def __init__(self, tokenizer: Tokenizer, thread: WorkThread) -> None:
+        """Hold a tokenizer and its thread. Use `start` to create them."""
+        self._tokenizer = tokenizer
+        self.shown_tokens = tokenizer.shown_tokens
+        """As `Tokenizer.shown_tokens`."""
+        self._thread = thread
+
+    @classmethod
+    async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
+        """Read the checkpoint and create the arena. Raise UnsupportedCheckpoint or SharedMemoryError.
+
+        `max_decode_bytes` and `max_decode_s` do not apply, because they would limit the caller's own process.
+        """
+        thread = WorkThread("mindie_mm-tokenizer")
+        try:
+            await thread.run(partial(collect, [default_spool()]))  # no service does this here
+            return cls(await thread.run(partial(_tokenizer, model_path, config)), thread)
+        except BaseException:
+            thread.stop()
+            raise
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
         """Return the request's prompt. Errors are those of Tokenizer. A request that is cancelled ends soon."""
@@ -82,25 +90,68 @@ class LocalTokenizer:
         self._tokenizer.close()
 
 
-def _tokenizer(path: Path, config: WorkerConfig) -> Tokenizer:
-    """Return a tokenizer with an arena, which decodes by itself unless `config.decoders` asks for processes."""
-    make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
-    preprocessed = Preprocessed(config.preprocessed_cache_bytes)
-    with ExitStack() as undo:
-        if config.decoders:
-            room = Room(make(), config.arena_wait_s, is_own=True)
+class DecodingTokenizer(_InCaller):
+    """Many requests at once in the caller's event loop, with decoders. Inputs are those of LocalTokenizer."""
+
+    def __init__(self, prompts: Prompts, decoders: Decoders) -> None:
+        """Hold prompts and the decoders that write their media. Use `start` to create them."""
+        self._prompts = prompts
+        self._decoders = decoders
+        self.shown_tokens = prompts.shown_tokens
+        """As `Tokenizer.shown_tokens`."""
+
+    @classmethod
+    async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
+        """Start `config.decoders` decoders, read the checkpoint and create the arena.
+
+        Raises:
+            UnsupportedCheckpoint: The checkpoint cannot be served.
+            SharedMemoryError: The arena cannot be created.
+            ProcessDied: The decoders cannot be started.
+
+        """
+        checkpoint, preprocessed = Checkpoint.open(model_path), Preprocessed(config.preprocessed_cache_bytes)
+        async with AsyncExitStack() as undo:
+            await in_thread(partial(collect, [default_spool()]))  # no service does this here
+            arena = Arena.create(config.arena_bytes, quota_bytes=config.arena_request_bytes)
+            room = Room(arena, config.arena_wait_s, is_own=True)
             undo.callback(room.close)
-            tokenizer = Tokenizer.with_decoders(Checkpoint.open(path), config, room, preprocessed)
-        else:
-            wire = NativeWire(preprocessed=preprocessed, make=make)
-            undo.callback(wire.close)
-            wire.open()
-            tokenizer = Tokenizer.from_pretrained(
-                path,
-                wire,
-                family=config.family,
-                caps=config.media,
-                content_format=config.chat_template_content_format,
+            decoders = Decoders(DecoderSetup(str(checkpoint.path), config.family, config.media), arena.capacity_bytes)
+            await decoders.open(config.decoders)
+            undo.push_async_callback(decoders.close)
+            content_format = config.chat_template_content_format
+            read = partial(
+                read_prompts, checkpoint, config.family, content_format, config.media, decoders, room, preprocessed
             )
+            tokenizer = cls(await in_thread(read), decoders)
+            undo.pop_all()
+        return tokenizer
+
+    async def tokenize(self, request: TokenizeRequest) -> Prompt:
+        """Return the request's prompt. Errors are those of Tokenizer. A request that is cancelled ends at once."""
+        return await answer(self._prompts, request)
+
+    async def close(self) -> None:
+        """End the decoders, then remove the arena."""
+        try:
+            await self._decoders.close()
+        finally:
+            self._prompts.stage.close()
+
+
+def _tokenizer(path: Path, config: WorkerConfig) -> Tokenizer:
+    """Return a tokenizer with an arena."""
+    make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
+    with ExitStack() as undo:
+        wire = NativeWire(preprocessed=Preprocessed(config.preprocessed_cache_bytes), make=make)
+        undo.callback(wire.close)
+        wire.open()
+        tokenizer = Tokenizer.from_pretrained(
+            path,
+            wire,
+            family=config.family,
+            caps=config.media,
+            content_format=config.chat_template_content_format,
+        )
         undo.pop_all()
     return tokenizer

@@ -22,13 +22,11 @@ from mindie_mm.decode.messages import DecoderSetup
 from mindie_mm.environment import fault_folder
 from mindie_mm.errors import MindieMMError, RequestAborted, WorldError
 from mindie_mm.ipc import Channel, ChildChannel, Failure, Lifeline, open_channel
-from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.family import Processor
 from mindie_mm.shm import Arena, collect
 from mindie_mm.tasks import task_group
 from mindie_mm.tokenize.answer import answer
-from mindie_mm.tokenize.decoded import Decoded
+from mindie_mm.tokenize.decoded import read_prompts
 from mindie_mm.tokenize.messages import (
     Cancel,
     Failed,
@@ -41,7 +39,6 @@ from mindie_mm.tokenize.messages import (
     TokenizeRequest,
     ToProcess,
 )
-from mindie_mm.tokenize.planning import Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.room import Room
@@ -157,11 +154,6 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
 
 
 def _read_checkpoint(setup: Setup, decoders: Decoders, room: Room) -> Prompts:
-    checkpoint = Checkpoint.open(setup.model)
-    family = family_of(checkpoint, setup.family)
-    preprocessed = Preprocessed(setup.preprocessed_cache_bytes)
-
-    def make_stage(processor: Processor) -> Decoded:
-        return Decoded(Planner(processor, family.__name__), decoders, room, setup.media, preprocessed)
-
-    return Prompts(checkpoint, family, make_stage, setup.chat_template_content_format)
+    checkpoint, preprocessed = Checkpoint.open(setup.model), Preprocessed(setup.preprocessed_cache_bytes)
+    content_format = setup.chat_template_content_format
+    return read_prompts(checkpoint, setup.family, content_format, setup.media, decoders, room, preprocessed)

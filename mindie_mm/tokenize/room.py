@@ -36,7 +36,7 @@ class _Waiter:
     @property
     def has_blocks(self) -> bool:
         """Whether the request got its blocks, which nobody may have taken yet."""
-        return self.blocks.done() and not self.blocks.cancelled() and self.blocks.exception() is None
+        return self.blocks.done() and self.blocks.exception() is None
 
 
 class Room:
@@ -93,17 +93,17 @@ class Room:
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
         try:
-            async with asyncio.timeout(self._wait_s):
-                return await waiter.blocks
-        except TimeoutError:
-            if waiter.has_blocks:  # they came at the last moment
+            await asyncio.wait([waiter.blocks], timeout=self._wait_s)
+            if not waiter.blocks.done():
+                self._serve_all()  # room may have been freed since the last look
+            if waiter.blocks.done():
                 return waiter.blocks.result()
             in_vain = True
             why = self.arena.why_full()
             raise ArenaFull(
                 f"no room for {nbytes} bytes of media within {self._wait_s:g} s: {why}. Try again, or start the "
                 "service with a larger --arena-bytes"
-            ) from None
+            )
         except asyncio.CancelledError:
             if waiter.has_blocks:
                 for block in waiter.blocks.result():

@@ -10,7 +10,7 @@ from mindie_mm.tokenize.prompt import Prompt
 
 
 class TokenizerStage(Protocol):
-    """Where prompts are made: the pool's processes, or a thread."""
+    """Where prompts are made: a tokenizer process, or the caller's own."""
 
     shown_tokens: list[str]
     """As `Tokenizer.shown_tokens`."""

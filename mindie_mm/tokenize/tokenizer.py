@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, get_args
@@ -10,7 +12,7 @@ from typing import Any, Self, TypeVar, get_args
 import torch
 from transformers.utils import get_json_schema
 
-from mindie_mm.config import ContentFormat, MediaCaps, WorkerConfig
+from mindie_mm.config import ContentFormat, MediaCaps
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.messages import DecoderSetup
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
@@ -23,7 +25,7 @@ from mindie_mm.nn.family import Family, Processor
 from mindie_mm.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
 from mindie_mm.tokenize.answer import answer
-from mindie_mm.tokenize.decoded import Decoded
+from mindie_mm.tokenize.decoded import read_prompts
 from mindie_mm.tokenize.in_process import InProcess
 from mindie_mm.tokenize.media_stage import MediaStage
 from mindie_mm.tokenize.messages import TokenizeRequest
@@ -42,14 +44,16 @@ _PLAIN = PromptOptions()
 class Tokenizer:
     """A checkpoint's tokenizer and preprocessing, with shared memory to preprocess into. A context manager.
 
-    Not for use by several threads at once.
+    Not for use by several threads at once. Without `with`, its decoders end at `close` or with the interpreter.
     """
 
     def __init__(self, prompts: Prompts, loop: LoopThread | None = None, decoders: Decoders | None = None) -> None:
         """Hold the maker of prompts. Use `from_pretrained` to create one."""
         self._prompts = prompts
         self._loop = loop
-        self._decoders = decoders
+        self._end_decoders: Callable[[], object] = lambda: None
+        if loop is not None and decoders is not None:
+            self._end_decoders = weakref.finalize(self, loop.close, decoders.close)
         self._closed = False
         self.shown_tokens = prompts.shown_tokens
         """As `Prompts.shown_tokens`."""
@@ -76,7 +80,8 @@ class Tokenizer:
             family: As in `family_of`.
             caps: Limits on media items.
             content_format: Form in which the chat template gets the content of messages.
-            decoders: Number of processes that decode the items of a prompt in parallel. 0: decode in this process.
+            decoders: Number of processes that decode the items of a prompt in parallel. 0: decode in this process,
+                where `caps.max_decode_bytes` and `caps.max_decode_s` do not apply.
 
         Raises:
             InputError: The arguments do not go together.
@@ -97,34 +102,17 @@ class Tokenizer:
                 wire = NativeWire(arena)
             make = partial(_in_process, found, wire=wire, caps=caps)
             return cls(Prompts(checkpoint, found, make, content_format))
-        room = Room(arena or Arena.create(ARENA_BYTES), is_own=arena is None)
-        try:
-            config = WorkerConfig(
-                family=family, decoders=decoders, media=caps, chat_template_content_format=content_format
-            )
-            return cls.with_decoders(checkpoint, config, room, Preprocessed())
-        except BaseException:
-            room.close()
-            raise
-
-    @classmethod
-    def with_decoders(
-        cls, checkpoint: Checkpoint, config: WorkerConfig, room: Room, preprocessed: Preprocessed
-    ) -> Self:
-        """Return a tokenizer with `config.decoders` decoders, which closes `room`. Errors as `from_pretrained`."""
-        family, loop = family_of(checkpoint, config.family), LoopThread("tokenizer")
-        decoders = Decoders(DecoderSetup(str(checkpoint.path), config.family, config.media), room.arena.capacity_bytes)
-
-        def make_stage(processor: Processor) -> MediaStage:
-            return Decoded(Planner(processor, family.__name__), decoders, room, config.media, preprocessed)
-
-        try:
-            loop.run(decoders.open(config.decoders))
-            prompts = Prompts(checkpoint, family, make_stage, config.chat_template_content_format)
-        except BaseException:
-            loop.close(decoders.close)
-            raise
-        return cls(prompts, loop, decoders)
+        with ExitStack() as undo:
+            room = Room(arena or Arena.create(ARENA_BYTES), is_own=arena is None)
+            undo.callback(room.close)
+            processes = Decoders(DecoderSetup(str(checkpoint.path), family, caps), room.arena.capacity_bytes)
+            loop = LoopThread("tokenizer")
+            undo.callback(loop.close, processes.close)
+            loop.run(processes.open(decoders))
+            prompts = read_prompts(checkpoint, family, content_format, caps, processes, room, Preprocessed())
+            tokenizer = cls(prompts, loop, processes)
+            undo.pop_all()
+        return tokenizer
 
     @property
     def has_template(self) -> bool:
@@ -226,9 +214,10 @@ class Tokenizer:
         if self._closed:
             return
         self._closed = True
-        if self._loop is not None and self._decoders is not None:
-            self._loop.close(self._decoders.close)
-        self._prompts.stage.close()
+        try:
+            self._end_decoders()
+        finally:
+            self._prompts.stage.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,9 +1,11 @@
-"""A tokenizer's memory is limited while it decodes, and a decoder that crashes costs one request."""
+"""A decoder's memory is limited, and what its items do to it costs their own requests alone."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx2
 import psutil
@@ -31,11 +33,10 @@ CAPS = {
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    """A service with caps of its own, and the fault points' folder."""
+    """A service with caps of its own."""
     folder = tmp_path_factory.mktemp("limited")
-    (folder / "faults").mkdir()
     settings = {"arena_bytes": 64 * MiB, "kv_cache_bytes": 64 * MiB, "spool": folder / "spool", **CAPS}
-    with running_service(settings, folder / "log", environment={"MINDIE_MM_FAULTS": str(folder / "faults")}) as service:
+    with running_service(settings, folder / "log") as service:
         yield service
         assert service.wait_until_free()["blocks"] == 0
         assert service.stop() == 0, (folder / "log").read_text()[-2000:]
@@ -46,19 +47,28 @@ def tokenizer(service: RunningService) -> psutil.Process:
     return next(child for child in children if "mindie_mm.tokenize.process" in child.cmdline())
 
 
+def decoders(service: RunningService) -> list[psutil.Process]:
+    (nursery,) = tokenizer(service).children()
+    return nursery.children()
+
+
+def answer(service: RunningService, body: dict[str, Any]) -> httpx2.Response:
+    return httpx2.post(service.url + CHAT, json=body, timeout=300)
+
+
 def ask(service: RunningService, kind: str, data: bytes) -> httpx2.Response:
-    return httpx2.post(service.url + CHAT, json=with_bytes(kind, data), timeout=300)
+    return answer(service, with_bytes(kind, data))
 
 
 def said(service: RunningService, kind: str, data: bytes) -> str:
-    answer = ask(service, kind, data)
-    assert answer.status_code == 400, answer.text
-    message: str = answer.json()["error"]["message"]
+    found = ask(service, kind, data)
+    assert found.status_code == 400, found.text
+    message: str = found.json()["error"]["message"]
     return message
 
 
 def _spooled(service: RunningService) -> int:
-    """Requests whose picture is there for a tokenizer."""
+    """Return the number of requests whose picture is there for a tokenizer."""
     return len(list((service.log.parent / "spool").glob("*/image/*")))
 
 
@@ -84,9 +94,9 @@ def test_caps_of_a_request(kind: str, message: str, limited: RunningService) -> 
     body = with_bytes(kind, data)
     content = body["messages"][0]["content"]
     content.insert(0, content[0])
-    answer = httpx2.post(limited.url + CHAT, json=body, timeout=300)
-    assert answer.status_code == 400, answer.text
-    assert re.search(message.replace("(", r"\(", 1).replace(")", r"\)", 1), answer.json()["error"]["message"])
+    found = answer(limited, body)
+    assert found.status_code == 400, found.text
+    assert re.search(message.replace("(", r"\(", 1).replace(")", r"\)", 1), found.json()["error"]["message"])
 
 
 def test_a_decoder_that_takes_too_much_memory_costs_its_request(limited: RunningService) -> None:
@@ -97,3 +107,42 @@ def test_a_decoder_that_takes_too_much_memory_costs_its_request(limited: Running
     assert "takes more memory than the limit (--max-decode-bytes)" in said(limited, "image", heavy)
     assert tokenizer(limited).pid == pid
     assert ask(limited, "image", good).json()["choices"] == right
+
+
+def test_pictures_and_texts_are_answered_beside_pictures_that_take_too_much_memory(limited: RunningService) -> None:
+    good, heavy = encoded(photograph(size=(200, 150)), "PNG"), encoded(Image.new("RGBA", (7000, 7000)), "PNG")
+    text = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
+    bodies = [with_bytes("image", heavy), with_bytes("image", good), text] * 3
+    right = [answer(limited, body).json()["choices"] for body in bodies[1:3]]
+    number, pid = len(decoders(limited)), tokenizer(limited).pid
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = [*pool.map(lambda body: answer(limited, body), bodies)]
+    assert [found.status_code for found in answers] == [400, 200, 200] * 3
+    for found in answers[::3]:
+        message = found.json()["error"]["message"]
+        assert "media item 0 (image)" in message
+        assert "takes more memory than the limit (--max-decode-bytes)" in message
+    assert [found.json()["choices"] for found in answers[1::3]] == [right[0]] * 3
+    assert [found.json()["choices"] for found in answers[2::3]] == [right[1]] * 3
+    wait_until(lambda: len(decoders(limited)) == number)
+    assert tokenizer(limited).pid == pid
+    assert answer(limited, bodies[1]).json()["choices"] == right[0]
+
+
+def test_requests_whose_decoders_are_killed_are_answered(limited: RunningService) -> None:
+    good = encoded(photograph(size=(200, 150)), "PNG")
+    right = ask(limited, "image", good).json()["choices"]
+    before, pid = decoders(limited), tokenizer(limited).pid
+    for decoder in before:
+        decoder.suspend()
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask, limited, "image", good) for _ in range(4)]
+        wait_until(lambda: _spooled(limited) == 4)
+        for decoder in before:
+            decoder.kill()
+        answers = [one.result() for one in asked]
+    assert [found.status_code for found in answers] == [200] * 4
+    assert all(found.json()["choices"] == right for found in answers)
+    wait_until(lambda: len(decoders(limited)) == len(before))
+    assert not set(before) & set(decoders(limited))
+    assert tokenizer(limited).pid == pid

@@ -220,6 +220,52 @@ async def test_a_decoder_that_dies_at_once_is_replaced(bench: Bench) -> None:
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindie_mm.decode.nursery_client.ANSWER_LIMIT_S", 0.3)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_decoders_that_die_while_the_nursery_hangs_are_replaced(bench: Bench) -> None:
+    before, nursery = await bench.whole(), bench.nursery
+    with stopped(nursery.pid, before[0]):
+        item = asyncio.create_task(bench.plan(SMALL))
+        await until(lambda: busy(bench.decoders))
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        assert await item
+    assert not set(before) & set(await bench.whole())
+    assert bench.nursery != nursery
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_nursery_that_hangs_over_a_fork_is_killed_and_its_successor_forks(bench: Bench) -> None:
+    before, nursery = await bench.whole(), bench.nursery
+    with stopped(nursery.pid), pytest.raises(ProcessDied, match="the decoders' nursery died with status -9"):
+        await bench.decoders._nursery.fork()
+    born = await bench.decoders._nursery.fork()
+    assert psutil.Process(born.pid).ppid() != nursery.pid
+    await born.channel.close()
+    assert await born.status == 0
+    await until(lambda: not set(before) & set(bench.decoders.pids))
+    assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_decoder_of_a_cancelled_item_ends_though_the_nursery_hangs(bench: Bench) -> None:
+    before, nursery = await bench.whole(), bench.nursery
+    with stopped(nursery.pid, *before):
+        item = asyncio.create_task(bench.plan(SMALL))
+        await until(lambda: busy(bench.decoders))
+        (pid,) = busy(bench.decoders)
+        item.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await item
+        await until(lambda: not psutil.pid_exists(pid))
+    assert not set(before) & set(await bench.whole())
+    assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+
+
 async def test_no_item_waits_for_decoders_that_cannot_be_started(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -317,19 +317,20 @@ atexit.register(ask, "last")
 from PIL import Image
 from mindie_mm import LLM, MindieMMError, SamplingParams
 PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
-llm = LLM({path!r})
+llm = LLM({path!r}, decoders={decoders})
 ask("first")
 atexit.register(ask, "at exit")
 threading.Thread(target=work).start()
 """
 
 
-def test_a_script_on_standard_input_gets_answers_until_it_ends(random_checkpoint):
+@pytest.mark.parametrize("decoders", [0, 2])
+def test_a_script_on_standard_input_gets_answers_until_it_ends(random_checkpoint, decoders):
     """The script has no main guard and closes nothing. Workers do not import __main__ again, and nothing is left.
 
     A thread may outlive the main one. What is registered before the LLM is there comes when it has gone.
     """
-    script = SCRIPT.format(path=str(random_checkpoint))
+    script = SCRIPT.format(path=str(random_checkpoint), decoders=decoders)
     ended = subprocess.run([sys.executable], input=script, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     said = ["first 3", "late 3", "at exit 3", "last the LLM is closed: the interpreter is shutting down"]

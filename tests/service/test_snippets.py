@@ -68,6 +68,12 @@ def test_a_picture_through_llm(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("checkout", "copied_workers")
+def test_pictures_that_decoders_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    run(snippet(PYTHON_PAGE, "python", "decoders=2"))
+    assert "circle" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("checkout", "copied_workers")
 def test_several_inputs_and_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(PYTHON_PAGE, "python", "llm.chat"))
     first, second, chat = capsys.readouterr().out.splitlines()

@@ -268,6 +268,27 @@ async def test_blocks_that_come_at_the_moment_of_the_deadline_are_not_lost(
     asking.room.close()
 
 
+async def test_room_that_is_freed_between_the_last_look_and_the_deadline_is_given_in_order(
+    arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mindie_mm.tokenize.room._POLL_S", 300.0)  # the line looks once, when it begins
+    asking = Asking(arena, tmp_path)
+    held = asking.at_once(60)
+    first = asking.waiting(30)
+    await turn()
+    asking.room._wait_s = 0.1
+    others = [asking.waiting(30), asking.waiting(30)]
+    await turn()
+    asking.free(held)
+    asking.free(await soon(first))
+    asking.free(await soon(others[0]))
+    with pytest.raises(ArenaFull):
+        await others[1]
+    assert stats(arena).full == 1
+    assert arena.num_blocks == 0
+    asking.room.close()
+
+
 @pytest.mark.parametrize("served", [False, True])
 async def test_a_cancelled_request_leaves_nothing(asking: Asking, served: bool) -> None:
     held = asking.at_once(60)

@@ -1,0 +1,261 @@
+"""LLM and Tokenizer with decoders in a caller's own process: a script, standard input, a running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from mindie_mm import LLM, SamplingParams
+from mindie_mm.config import WorkerConfig
+from mindie_mm.decode import Decoders
+from mindie_mm.engine.worker import Worker
+from mindie_mm.errors import InputError
+from mindie_mm.shm import Arena, release
+from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.local import DecodingTokenizer
+from mindie_mm.tokenize.messages import TokenizeRequest
+from tests.decode.conftest import busy, stopped
+from tests.media_samples import encoded, photograph
+from tests.warm import SUBPROCESS
+from tests.watching import wait_until
+
+CAT = photograph("chelsea.png", (150, 120))
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+HEAD = """
+import os, signal, sys, threading, time
+import psutil
+from PIL import Image
+from mindie_mm import LLM, SamplingParams, Tokenizer
+
+PICTURE = Image.linear_gradient("L").convert("RGB")
+
+def make(decoders):
+    if {kind!r} == "LLM":
+        made = LLM({path!r}, decoders=decoders)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        return made, lambda: made.generate([[{{"image": PICTURE}}, {{"text": "What?"}}]] * 3, params)[2].token_ids
+    made = Tokenizer.from_pretrained({path!r}, decoders=decoders)
+    items = [{{"image": PICTURE}}, {{"image": PICTURE}}, {{"text": "What?"}}]
+    return made, lambda: [id for id in made.tokenize(items, {path_file!r}).tolist() if id >= 0]
+
+made, ask = make(2)
+processes = psutil.Process().children(recursive=True)
+print(*[process.pid for process in processes], flush=True)
+"""
+
+ENDS_WITHOUT_CLOSE = """
+import asyncio
+
+async def main():
+    return ask()
+
+found = asyncio.run(main())
+print(found == make(0)[1](), len(found) > 3, flush=True)
+"""
+
+INTERRUPTED = """
+decoders = [process for process in processes if "mindie_mm.decode.nursery" in process.parent().cmdline()]
+for decoder in decoders:
+    decoder.suspend()
+
+def interrupt():
+    while psutil.Process().children(recursive=True) == processes and not is_decoding():
+        time.sleep(0.01)
+    os.killpg(os.getpgrp(), signal.SIGINT)
+
+def is_decoding():
+    stage = (made._worker.tokenizer_stage if {kind!r} == "LLM" else made)._prompts.stage
+    return any(process.job for process in stage.decoders._processes)
+
+threading.Thread(target=interrupt, daemon=True).start()
+ask()
+"""
+
+
+def run_script(script: str, kind: str, checkpoint: Path, folder: Path) -> tuple[int, list[str], str]:
+    """Run a script on standard input. Return its status, its lines and stderr. None of its processes is left."""
+    text = (HEAD + script).format(kind=kind, path=str(checkpoint), path_file=str(folder / "shm_name.txt"))
+    ended = subprocess.run(
+        [sys.executable], input=text, capture_output=True, text=True, timeout=120, check=False, start_new_session=True
+    )
+    assert ended.stdout, ended.stderr
+    pids, *said = ended.stdout.splitlines()
+    assert len(pids.split()) == (4 if kind == "LLM" else 3), "two decoders, their nursery, and an LLM's engine"
+    wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids.split()))
+    assert "Task was destroyed" not in ended.stderr
+    return ended.returncode, said, ended.stderr
+
+
+@pytest.mark.parametrize("kind", ["Tokenizer", "LLM"])
+def test_a_script_that_closes_nothing_leaves_nothing(kind: str, random_checkpoint: Path, tmp_path: Path) -> None:
+    """It has no main guard, asks inside a running event loop, and finds what it finds without decoders."""
+    status, said, errors = run_script(ENDS_WITHOUT_CLOSE, kind, random_checkpoint, tmp_path)
+    assert status == 0, errors
+    assert said == ["True True"]
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("kind", ["Tokenizer", "LLM"])
+def test_ctrl_c_while_a_decoder_hangs_ends_a_script_and_leaves_nothing(
+    kind: str, random_checkpoint: Path, tmp_path: Path
+) -> None:
+    """The terminal signals all of the group."""
+    status, _, errors = run_script(INTERRUPTED, kind, random_checkpoint, tmp_path)
+    assert status == -signal.SIGINT, errors
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert errors.count("Traceback") == 1, errors
+
+
+@pytest.fixture
+def tokenizer(random_checkpoint: Path, arena: Arena, copied_workers: None) -> Iterator[Tokenizer]:
+    with Tokenizer.from_pretrained(random_checkpoint, arena=arena, decoders=2) as tokenizer:
+        yield tokenizer
+
+
+def decoders_of(tokenizer: Tokenizer) -> Decoders:
+    stage: Any = tokenizer._prompts.stage
+    decoders: Decoders = stage.decoders
+    return decoders
+
+
+def processes_of(decoders: Decoders) -> list[int]:
+    """Return the pids of the decoders and their nursery."""
+    return [*decoders.pids, psutil.Process(decoders.pids[0]).ppid()]
+
+
+def test_an_interrupt_in_the_midst_of_decoding_ends_the_item_alone(
+    tokenizer: Tokenizer, arena: Arena, tmp_path: Path
+) -> None:
+    items = [{"image": CAT}, {"text": "What?"}]
+    right = tokenizer.tokenize(items, tmp_path / "shm_name.txt").clamp(min=-1)
+    release(tmp_path / "shm_name.txt")
+    decoders = decoders_of(tokenizer)
+
+    def interrupt() -> None:
+        wait_until(lambda: busy(decoders))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = decoders.pids
+    with stopped(*before):
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            tokenizer.tokenize(items, tmp_path / "shm_name.txt")
+        thread.join()
+        assert arena.num_blocks == 0
+    wait_until(lambda: len(decoders.pids) == 2 and decoders.pids != before)
+    assert (tokenizer.tokenize(items, tmp_path / "shm_name.txt").clamp(min=-1) == right).all()
+    release(tmp_path / "shm_name.txt")
+
+
+def test_a_closed_tokenizer_has_no_process_and_says_that_it_is_closed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pids = processes_of(decoders_of(tokenizer))
+    tokenizer.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(InputError, match="the tokenizer is closed"):
+        tokenizer.tokenize([{"image": CAT}], tmp_path / "shm_name.txt")
+    tokenizer.close()
+
+
+@pytest.mark.usefixtures("copied_workers")
+def test_a_tokenizer_that_nobody_refers_to_ends_its_decoders(random_checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(random_checkpoint, decoders=2)
+    pids = processes_of(decoders_of(tokenizer))
+    del tokenizer
+    gc.collect()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+@pytest.fixture(scope="module")
+def llms(random_checkpoint: Path) -> Iterator[tuple[LLM, LLM]]:
+    """One that decodes by itself, and one with two decoders."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        LLM(random_checkpoint) as alone,
+    ):
+        patch.setattr("mindie_mm.ipc.subprocess", SUBPROCESS)
+        with LLM(random_checkpoint, decoders=2) as decoding:
+            yield alone, decoding
+
+
+def test_an_llm_with_decoders_takes_all_forms_of_media(llms: tuple[LLM, LLM], tmp_path: Path) -> None:
+    data = encoded(CAT)
+    (tmp_path / "cat.jpg").write_bytes(data)
+    url = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+    forms = [CAT, np.asarray(CAT), data, url, tmp_path / "cat.jpg"]
+    inputs = [[{"image": form}, {"text": "What?"}] for form in forms]
+    videos = [[{"video": [CAT] * 4}, {"text": "What?"}], [{"video": np.stack([np.asarray(CAT)] * 4)}]]
+    alone, decoding = [
+        [output.token_ids for output in llm.generate([*inputs, *videos, "Hello"], PARAMS)] for llm in llms
+    ]
+    assert decoding == alone
+
+
+def test_a_wrong_input_of_an_llm_with_decoders_fails_alone(llms: tuple[LLM, LLM]) -> None:
+    inputs = [[{"image": CAT}], [{"image": b"junk"}], "Hello"]
+    alone, decoding = [llm.generate(inputs, PARAMS, on_error="return") for llm in llms]
+    assert [str(output.error) for output in decoding] == [str(output.error) for output in alone]
+    assert [output.token_ids for output in decoding] == [output.token_ids for output in alone]
+
+
+def test_a_text_does_not_wait_for_a_picture_in_an_llm_with_decoders(llms: tuple[LLM, LLM]) -> None:
+    _, llm = llms
+    stage: Any = llm._worker.tokenizer_stage
+    with stopped(*stage._decoders.pids):
+        done = threading.Event()
+        picture = threading.Thread(target=lambda: (llm.generate([[{"image": CAT}]], PARAMS), done.set()))
+        picture.start()
+        wait_until(lambda: busy(stage._decoders))
+        assert llm.generate(["Hello"], PARAMS)[0].token_ids
+        assert not done.is_set()
+    picture.join(300)
+    assert done.is_set()
+
+
+@pytest.mark.usefixtures("copied_workers")
+def test_a_closed_llm_has_no_process_and_says_that_it_is_closed(random_checkpoint: Path) -> None:
+    llm = LLM(random_checkpoint, decoders=2)
+    stage: Any = llm._worker.tokenizer_stage
+    pids = processes_of(stage._decoders)
+    llm.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(InputError, match="the LLM is closed"):
+        llm.generate([[{"image": CAT}]], PARAMS)
+
+
+@pytest.mark.usefixtures("copied_workers")
+async def test_a_cancelled_request_of_a_worker_in_the_callers_process_ends_its_decoder(
+    random_checkpoint: Path, tmp_path: Path
+) -> None:
+    config = WorkerConfig(model=random_checkpoint, decoders=2, arena_bytes=2**24)
+    async with await Worker.start(config, in_process=True) as worker:
+        stage = worker.tokenizer_stage
+        assert isinstance(stage, DecodingTokenizer)
+        before = stage._decoders.pids
+        with stopped(*before):
+            request = TokenizeRequest(items=[{"image": CAT}], path_file=str(tmp_path / "shm_name.txt"))
+            task = asyncio.create_task(stage.tokenize(request))
+            async with asyncio.timeout(300):
+                while not busy(stage._decoders):  # noqa: ASYNC110 - no event tells of it
+                    await asyncio.sleep(0.002)
+            (pid,) = busy(stage._decoders)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            async with asyncio.timeout(300):
+                while psutil.pid_exists(pid):  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.002)
