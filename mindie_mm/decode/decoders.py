@@ -35,6 +35,9 @@ _log = logging.getLogger(__name__)
 
 _CLOSED = "the decoders are closed"
 
+_MAX_REPLY_BYTES = 2**20
+"""Maximum size of a reply in bytes. A decoder that was taken over must not fill the tokenizer's memory."""
+
 _FAULTS_OF_THE_ITEM = {
     signal.SIGSEGV,
     signal.SIGBUS,
@@ -242,12 +245,13 @@ class Decoders:
         """Pass replies to their callers until the process dies."""
         while True:
             try:
-                reply = self._decoder.decode(await process.channel.recv())
+                reply = self._decoder.decode(await process.channel.recv(_MAX_REPLY_BYTES))
             except EOFError:
                 return
-            starter.proved()
             job = process.job
-            assert job is not None, "a decoder answers what it was asked"
+            if job is None or isinstance(reply, Written if job.layout is None else Facts):
+                raise ValueError(f"a {type(reply).__name__} answers nothing that the decoder was asked")
+            starter.proved()
             if not isinstance(reply, Written) or job.reply.done():  # else `write` copies the arrays first
                 process.job = None
             if isinstance(reply, Facts):
@@ -271,6 +275,7 @@ class Decoders:
     async def _bury(self, process: _Process) -> None:
         """Learn how a process has ended whose channel is closed, and try its item again or fail it."""
         self._processes.remove(process)
+        self._nursery.kill(process.pid)  # it lives on if it has closed the channel itself, or has sent a wrong message
         status = await process.status
         await process.channel.close()
         if process.killed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import struct
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 
 from mindie_mm.config import MediaCaps
 from mindie_mm.decode import Decoders, Group
-from mindie_mm.decode.messages import DecoderSetup
+from mindie_mm.decode.messages import DecoderSetup, Written
 from mindie_mm.errors import MediaError, NoProcess, ProcessDied
 from mindie_mm.inputs import Media
 from tests.decode.conftest import Bench, busy, item_of, packed, same, stopped, until
@@ -22,6 +23,10 @@ from tests.media_samples import encoded, photograph
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 SMALL = Media("image", encoded(photograph("chelsea.png", (150, 120))))
+
+
+def framed(message: bytes) -> bytes:
+    return struct.pack("!i", len(message)) + message
 
 
 async def died(bench: Bench, number: int, *pids: int) -> None:
@@ -217,6 +222,32 @@ async def test_a_decoder_that_dies_at_once_is_replaced(bench: Bench) -> None:
                 os.kill(pid, signal.SIGKILL)
         await until(lambda before=before: not set(before) & set(bench.decoders.pids))
         await bench.whole()
+    assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        framed(msgspec.msgpack.encode(Written())),
+        framed(b"no msgpack"),
+        struct.pack("!i", 2**31 - 1),
+        struct.pack("!i", -1),
+        b"",
+    ],
+    ids=["a reply to nothing", "no message", "a message too long", "a negative length", "a closed channel"],
+)
+async def test_a_decoder_that_breaks_the_protocol_is_replaced(bench: Bench, message: bytes) -> None:
+    """It was taken over and lives on. No item waits for it, and its own item is planned again."""
+    await bench.whole()
+    with stopped(*bench.decoders.pids):
+        item = asyncio.create_task(bench.plan(SMALL))
+        await until(lambda: busy(bench.decoders))
+        (process,) = (process for process in bench.decoders._processes if process.job is not None)
+        reader = process.channel._reader
+        reader.feed_data(message) if message else reader.feed_eof()
+        await until(lambda: not psutil.pid_exists(process.pid))
+    await item
+    assert process.pid not in await bench.whole()
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
