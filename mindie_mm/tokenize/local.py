@@ -1,4 +1,4 @@
-"""The tokenizer stage on a thread of the caller's process, in place of the pool's processes."""
+"""The tokenizer stage on a thread of the caller's process, in place of a process of its own."""
 
 from __future__ import annotations
 
@@ -64,7 +64,12 @@ class LocalTokenizer:
         """Nothing: it lives as long as its caller."""
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """Return the request's prompt. Errors are those of Tokenizer. A request that is cancelled ends soon."""
+        """Return the request's prompt. Errors are those of Tokenizer. A request that is cancelled ends soon.
+
+        With decoders, requests do not wait for each other.
+        """
+        if self._tokenizer.has_decoders:
+            return await self._tokenizer.answer_beside(request)
         given_up = threading.Event()
         try:
             return await self._thread.run(partial(self._answer, request, given_up))
@@ -77,7 +82,7 @@ class LocalTokenizer:
             return self._tokenizer.answer(request)
 
     async def close(self) -> None:
-        """Wait for the request in progress, then remove the arena."""
+        """End the requests in progress, then remove the arena. Without decoders, wait for the one in progress."""
         self._thread.close()
         self._tokenizer.close()
 

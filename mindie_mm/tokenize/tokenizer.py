@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -217,6 +218,19 @@ class Tokenizer:
     def answer(self, request: TokenizeRequest) -> Prompt:
         """Return the prompt of `request`."""
         return self.run(answer(self._prompts, request))
+
+    @property
+    def has_decoders(self) -> bool:
+        """Whether items are decoded in processes of their own."""
+        return self._loop is not None
+
+    async def answer_beside(self, request: TokenizeRequest) -> Prompt:
+        """Return the prompt of `request`, made beside other requests. Any thread may call this if `has_decoders`.
+
+        When cancelled, the decoders that work on the request are killed.
+        """
+        assert self._loop is not None
+        return await asyncio.wrap_future(self._loop.submit(partial(answer, self._prompts, request)))
 
     def close(self) -> None:
         """Remove the arena that this tokenizer made, and end its decoders. Idempotent.
