@@ -8,6 +8,7 @@ import signal
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, cast
 
 import msgspec
@@ -37,6 +38,12 @@ _CLOSED = "the decoders are closed"
 
 _MAX_REPLY_BYTES = 2**20
 """Maximum size of a reply in bytes. A decoder that was taken over must not fill the tokenizer's memory."""
+
+_HANG_S = 60.0
+"""Time in seconds without any processor time after which a decoder that has an item hangs.
+
+The decoder is killed within twice this time. `limit_processor_time` ends a decoder that spins.
+"""
 
 _FAULTS_OF_THE_ITEM = {
     signal.SIGSEGV,
@@ -135,6 +142,7 @@ class Decoders:
             await self.close()
             raise
         self._tasks += [asyncio.create_task(self._keep(process)) for process in processes]
+        self._tasks.append(asyncio.create_task(self._end_hanging()))
 
     @property
     def pids(self) -> list[int]:
@@ -272,6 +280,19 @@ class Decoders:
                 starter.proved()  # the item was the cause, so the next decoder starts without a pause
             process = await starter.again(self._fork)
 
+    async def _end_hanging(self) -> None:
+        """Kill decoders that hang, until cancelled. Their items are tried again."""
+        before: dict[_Process, tuple[_Job | None, int]] = {}
+        while True:
+            await asyncio.sleep(_HANG_S)
+            working = [process for process in self._processes if process.job and not process.job.reply.done()]
+            after = {process: (process.job, _processor_ticks(process.pid)) for process in working}
+            for process, work in after.items():
+                if work == before.get(process):
+                    _log.error("decoder %d has done nothing for %g s, and is killed", process.pid, _HANG_S)
+                    self._nursery.kill(process.pid)
+            before = after
+
     async def _bury(self, process: _Process) -> None:
         """Learn how a process has ended whose channel is closed, and try its item again or fail it."""
         self._processes.remove(process)
@@ -317,6 +338,15 @@ class Decoders:
         while self._waiting:
             for job in self._waiting.popitem()[1]:
                 _fail(job.reply, NoProcess(why))
+
+
+def _processor_ticks(pid: int) -> int:
+    """Return the processor time of a process in clock ticks, or -1 if the process has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return int(fields[11]) + int(fields[12])
 
 
 def _fail(future: asyncio.Future[Any], error: MindieMMError) -> None:

@@ -271,6 +271,21 @@ async def test_no_item_waits_for_decoders_that_cannot_be_started(
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
+async def test_an_item_whose_decoder_hangs_is_tried_again(
+    random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mindie_mm.decode.decoders._HANG_S", 1.0)
+    decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
+    try:
+        pids = decoders.pids
+        with stopped(*pids), packed(SMALL) as parcel:
+            items = [decoders.plan(Group(), item_of(SMALL, parcel), parcel.descriptor) for _ in range(2)]
+            assert [facts.num_features for facts in await asyncio.gather(*items)] == [20, 20]
+        assert not set(pids) & set(decoders.pids)
+    finally:
+        await decoders.close()
+
+
 async def test_closing_ends_all_processes_in_the_midst_of_items(random_checkpoint: Path) -> None:
     decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
     pids = [*decoders.pids, psutil.Process(decoders.pids[0]).ppid()]
