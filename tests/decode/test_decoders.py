@@ -271,6 +271,21 @@ async def test_no_item_waits_for_decoders_that_cannot_be_started(
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
+async def test_no_item_waits_long_for_a_nursery_that_dies_at_every_start(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.whole()
+    with monkeypatch.context() as patch:
+        patch.setattr("mindie_mm.decode.nursery_client.RESTART_WAIT_S", 0.0)
+        patch.setattr(bench.decoders._nursery, "_setup", "no JSON")
+        bench.nursery.kill()
+        await until(lambda: not bench.decoders.pids)
+        with pytest.raises(NoProcess, match=r"no decoder is alive; the last one did not start: .*before it was ready"):
+            await bench.plan(SMALL)
+    await bench.whole()
+    assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+
+
 async def test_an_item_whose_decoder_hangs_is_tried_again(
     random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
