@@ -168,10 +168,18 @@ class Channel:
             return
         self._writer.write(message)
 
-    async def recv(self) -> bytes:
-        """Return the next message. Raise EOFError if the peer is gone."""
+    async def recv(self, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
+        """Return the next message.
+
+        Raises:
+            EOFError: The peer is gone.
+            ValueError: The message is longer than `max_bytes`. Nothing more can be received then.
+
+        """
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if not 0 <= length <= max_bytes:
+                raise ValueError(f"a message of {length} bytes; the limit is {max_bytes}")
             return await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EOFError("the peer is gone") from error

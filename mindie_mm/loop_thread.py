@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mindie_mm.errors import InputError, WorldError
@@ -58,7 +59,7 @@ class LoopThread:
 
         if self._forked:
             work.close()
-            raise InputError(f"the {self._owner} belongs to process {self._pid}, from which this process was forked")
+            raise self._forked_error()
         if not self._call(begin):
             work.close()
             raise self._closed_error()
@@ -71,6 +72,20 @@ class LoopThread:
         if tasks[0].cancelled():
             raise self._closed_error()
         return tasks[0].result()
+
+    def submit(self, make: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Start what `make` returns, and return the future of its result. Cancelling the future cancels the work.
+
+        Raises:
+            InputError: As `run`, before the work has begun.
+
+        """
+        if self._forked:
+            raise self._forked_error()
+        with self._lock:
+            if self._closed:
+                raise self._closed_error()
+            return asyncio.run_coroutine_threadsafe(self._tracked(make), self._loop)
 
     def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Cancel running work, run `last`, and end the thread, even if this call is interrupted.
@@ -103,12 +118,22 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(function)
             return not self._closed
 
+    async def _tracked(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await make()
+
     async def _end(self, last: Callable[[], Awaitable[None]] | None) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if last is not None:
             await last()
+
+    def _forked_error(self) -> InputError:
+        return InputError(f"the {self._owner} belongs to process {self._pid}, from which this process was forked")
 
     def _closed_error(self) -> InputError:
         """Return the error for calls after the end. The interpreter ends the loop at its exit."""

@@ -8,6 +8,7 @@ import signal
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, cast
 
 import msgspec
@@ -34,6 +35,15 @@ from mindie_mm.tasks import gather, off_loop
 _log = logging.getLogger(__name__)
 
 _CLOSED = "the decoders are closed"
+
+_MAX_REPLY_BYTES = 2**20
+"""Maximum size of a reply in bytes. A decoder that was taken over must not fill the tokenizer's memory."""
+
+_HANG_S = 60.0
+"""Time in seconds without any processor time after which a decoder that has an item hangs.
+
+The decoder is killed within twice this time. `limit_processor_time` ends a decoder that spins.
+"""
 
 _FAULTS_OF_THE_ITEM = {
     signal.SIGSEGV,
@@ -132,6 +142,7 @@ class Decoders:
             await self.close()
             raise
         self._tasks += [asyncio.create_task(self._keep(process)) for process in processes]
+        self._tasks.append(asyncio.create_task(self._end_hanging()))
 
     @property
     def pids(self) -> list[int]:
@@ -247,17 +258,16 @@ class Decoders:
         """
         while True:
             try:
-                reply = self._decoder.decode(await process.channel.recv())
+                reply = self._decoder.decode(await process.channel.recv(_MAX_REPLY_BYTES))
             except EOFError:
                 return
-            starter.proved()
             job = process.job
-            is_plan = isinstance(reply, Facts)
-            if job is None or (not isinstance(reply, Refused) and is_plan != (job.layout is None)):
-                raise ValueError(f"decoder {process.pid} gave an answer to nothing that it was asked")
+            if job is None or isinstance(reply, Written if job.layout is None else Facts):
+                raise ValueError(f"a {type(reply).__name__} answers nothing that the decoder was asked")
+            starter.proved()
             if not isinstance(reply, Written) or job.reply.done():  # else `write` copies the arrays first
                 process.job = None
-            if is_plan:
+            if isinstance(reply, Facts):
                 process.planned = job.item
                 process.kept_for = job.group if job.group.keeps_decoder else None
             if not job.reply.done():
@@ -275,10 +285,23 @@ class Decoders:
                 starter.proved()  # the item was the cause, so the next decoder starts without a pause
             process = await starter.again(self._fork)
 
+    async def _end_hanging(self) -> None:
+        """Kill decoders that hang, until cancelled. Their items are tried again."""
+        before: dict[_Process, tuple[_Job | None, int]] = {}
+        while True:
+            await asyncio.sleep(_HANG_S)
+            working = [process for process in self._processes if process.job and not process.job.reply.done()]
+            after = {process: (process.job, _processor_ticks(process.pid)) for process in working}
+            for process, work in after.items():
+                if work == before.get(process):
+                    _log.error("decoder %d has done nothing for %g s, and is killed", process.pid, _HANG_S)
+                    self._nursery.kill(process.pid)
+            before = after
+
     async def _bury(self, process: _Process) -> None:
         """End a process that is not served any more, learn how it ended, and try its item again or fail it."""
         self._processes.remove(process)
-        self._nursery.kill(process.pid)  # nothing, if it has ended
+        self._nursery.kill(process.pid)  # it lives on if it has closed the channel itself, or has sent a wrong message
         self._nursery.expect(process.status)
         status = await process.status
         await process.channel.close()
@@ -321,6 +344,15 @@ class Decoders:
         while self._waiting:
             for job in self._waiting.popitem()[1]:
                 _fail(job.reply, NoProcess(why))
+
+
+def _processor_ticks(pid: int) -> int:
+    """Return the processor time of a process in clock ticks, or -1 if the process has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return int(fields[11]) + int(fields[12])
 
 
 def _fail(future: asyncio.Future[Any], error: MindieMMError) -> None:

@@ -18,7 +18,7 @@ from mindie_mm.decode.scratch import Scratch, make_file
 from mindie_mm.environment import single_threaded
 from mindie_mm.errors import InputError, ProcessDied
 from mindie_mm.ipc import Channel, Child, open_channel
-from mindie_mm.restarts import Starter, logged
+from mindie_mm.restarts import RESTART_WAIT_S, Starter, logged
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class NurseryClient:
         Args:
             setup: Settings of the decoders.
             scratch_bytes: Size of a decoder's scratch memory.
-            on_down: Function that is called with the reason when no nursery can be started any more.
+            on_down: Function that is called with the reason when no nursery can be started, or none within
+                `RESTART_WAIT_S`.
 
         """
         self._setup = msgspec.json.encode(setup).decode()
@@ -61,6 +62,7 @@ class NurseryClient:
         """Callers that wait for a `Forked`, in order."""
         self._statuses: dict[int, asyncio.Future[int | None]] = {}
         """Exit statuses that the nursery has not told yet, by pid."""
+        self._starter = Starter("the decoders' nursery")
         self._keeper: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -76,7 +78,8 @@ class NurseryClient:
 
     async def fork(self) -> NewDecoder:
         """Fork a decoder. Wait for a nursery if there is none. Raise ProcessDied if the nursery dies meanwhile."""
-        await self._up.wait()
+        while not self._up.is_set():  # it may have died between the event and this task's turn
+            await self._up.wait()
         ours, theirs = socket.socketpair()
         file = make_file(self._scratch_bytes)
         born: asyncio.Future[tuple[int, asyncio.Future[int | None]]] = asyncio.get_running_loop().create_future()
@@ -140,23 +143,23 @@ class NurseryClient:
     async def _restart(self) -> None:
         try:
             await self._start()
-        except InputError as error:
-            self.why_down = f"no decoder is alive; the last one did not start: {error}"
-            self._on_down(self.why_down)
+        except Exception as error:
+            if isinstance(error, InputError) or not self._starter.patience_s(RESTART_WAIT_S):
+                self.why_down = f"no decoder is alive; the last one did not start: {error}"
+                self._on_down(self.why_down)
             raise
         self.why_down = ""
 
     async def _keep(self) -> None:
         """Serve the nursery and its successors until cancelled."""
-        starter = Starter("the decoders' nursery")
         while True:
             with logged("the decoders' nursery cannot be served"):
-                await self._receive(starter)
+                await self._receive()
             self._up.clear()
             assert self._child is not None
             await self._child.end()
             self._forget(f"the decoders' nursery died with status {self._child.status}")
-            await starter.again(self._restart)
+            await self._starter.again(self._restart)
 
     def _forget(self, why: str) -> None:
         """Answer everybody who waits for a nursery that has ended."""
@@ -167,7 +170,7 @@ class NurseryClient:
             if not (status := self._statuses.popitem()[1]).done():
                 status.set_result(None)
 
-    async def _receive(self, starter: Starter) -> None:
+    async def _receive(self) -> None:
         """Pass messages on until the nursery dies."""
         decoder = msgspec.msgpack.Decoder[FromNursery](FromNursery)
         assert self._child is not None
@@ -176,7 +179,7 @@ class NurseryClient:
                 message = decoder.decode(await self._child.channel.recv())
             except EOFError:
                 return
-            starter.proved()
+            self._starter.proved()
             if isinstance(message, Ended):
                 self._statuses.pop(message.pid).set_result(message.status)
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import suppress
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -14,19 +14,24 @@ _Arrays = Mapping[str, NDArray[Any]]
 
 
 class Preprocessed:
-    """Arrays of media items by the digest of their content. The least recently used ones make room."""
+    """Arrays of media items by the digest of their content. The least recently used ones make room.
+
+    Several threads may use a cache at once. Arrays are copied without the lock, because an event loop may wait for it.
+    """
 
     def __init__(self, capacity_bytes: int = 0) -> None:
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
         self._items = OrderedDict[bytes, _Arrays]()
+        self._lock = Lock()
 
     def copy(self, digest: bytes, arrays: _Arrays) -> bool:
         """Copy the arrays kept under `digest` into those of the same names. Return False if none are kept."""
-        kept = self._items.get(digest)
-        if kept is None:
-            return False
-        self._items.move_to_end(digest)
+        with self._lock:
+            kept = self._items.get(digest)
+            if kept is None:
+                return False
+            self._items.move_to_end(digest)
         for name, array in kept.items():
             arrays[name][...] = array
         return True
@@ -36,11 +41,17 @@ class Preprocessed:
         nbytes = _nbytes(arrays)
         if nbytes > self._capacity_bytes or digest in self._items:
             return
-        while self._used_bytes + nbytes > self._capacity_bytes:
-            _, dropped = self._items.popitem(last=False)
-            self._used_bytes -= _nbytes(dropped)
-        with suppress(MemoryError):  # the item itself is done, and goes on without a copy
-            self._items[digest] = {name: np.array(array) for name, array in arrays.items()}
+        try:
+            copied = {name: np.array(array) for name, array in arrays.items()}
+        except MemoryError:  # the item itself is done, and goes on without a copy
+            return
+        with self._lock:
+            if digest in self._items:  # another thread was faster
+                return
+            while self._used_bytes + nbytes > self._capacity_bytes:
+                _, dropped = self._items.popitem(last=False)
+                self._used_bytes -= _nbytes(dropped)
+            self._items[digest] = copied
             self._used_bytes += nbytes
 
 

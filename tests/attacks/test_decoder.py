@@ -16,6 +16,7 @@ from tests.attacks.conftest import CHAT, with_bytes
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
+from tests.watching import wait_until
 from tools.serving import RunningService
 
 MiB = 2**20

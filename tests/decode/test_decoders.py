@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import struct
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 
 from mindie_mm.config import MediaCaps
 from mindie_mm.decode import Decoders, Group
-from mindie_mm.decode.messages import DecoderSetup
+from mindie_mm.decode.messages import DecoderSetup, Written
 from mindie_mm.errors import MediaError, NoProcess, ProcessDied
 from mindie_mm.inputs import Media
 from tests.decode.conftest import Bench, busy, item_of, packed, same, stopped, until
@@ -22,6 +23,10 @@ from tests.media_samples import encoded, photograph
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 SMALL = Media("image", encoded(photograph("chelsea.png", (150, 120))))
+
+
+def framed(message: bytes) -> bytes:
+    return struct.pack("!i", len(message)) + message
 
 
 async def died(bench: Bench, number: int, *pids: int) -> None:
@@ -266,6 +271,32 @@ async def test_a_decoder_of_a_cancelled_item_ends_though_the_nursery_hangs(bench
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        framed(msgspec.msgpack.encode(Written())),
+        framed(b"no msgpack"),
+        struct.pack("!i", 2**31 - 1),
+        struct.pack("!i", -1),
+        b"",
+    ],
+    ids=["a reply to nothing", "no message", "a message too long", "a negative length", "a closed channel"],
+)
+async def test_a_decoder_that_breaks_the_protocol_is_replaced(bench: Bench, message: bytes) -> None:
+    """It was taken over and lives on. No item waits for it, and its own item is planned again."""
+    await bench.whole()
+    with stopped(*bench.decoders.pids):
+        item = asyncio.create_task(bench.plan(SMALL))
+        await until(lambda: busy(bench.decoders))
+        (process,) = (process for process in bench.decoders._processes if process.job is not None)
+        reader = process.channel._reader
+        reader.feed_data(message) if message else reader.feed_eof()
+        await until(lambda: not psutil.pid_exists(process.pid))
+    await item
+    assert process.pid not in await bench.whole()
+    assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+
+
 async def test_no_item_waits_for_decoders_that_cannot_be_started(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,18 +317,34 @@ async def test_no_item_waits_for_decoders_that_cannot_be_started(
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
-@pytest.mark.parametrize(
-    "said", [b"\0\0\0\3abc", b"\0\0\0\x0d\x81\xa4type\xa7written"], ids=["noise", "an answer to nothing"]
-)
-async def test_a_decoder_that_sends_what_none_sends_is_killed(bench: Bench, said: bytes) -> None:
-    """As one might that an item has taken over."""
-    before = await bench.whole()
-    taken_over = bench.decoders._processes[0]
-    taken_over.channel._reader.feed_data(said)
-    await until(lambda: not psutil.pid_exists(taken_over.pid))
-    after = await bench.whole()
-    assert len({*before} & {*after}) == 1
+async def test_no_item_waits_long_for_a_nursery_that_dies_at_every_start(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.whole()
+    with monkeypatch.context() as patch:
+        patch.setattr("mindie_mm.decode.nursery_client.RESTART_WAIT_S", 0.0)
+        patch.setattr(bench.decoders._nursery, "_setup", "no JSON")
+        bench.nursery.kill()
+        await until(lambda: not bench.decoders.pids)
+        with pytest.raises(NoProcess, match=r"no decoder is alive; the last one did not start: .*before it was ready"):
+            await bench.plan(SMALL)
+    await bench.whole()
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+
+
+async def test_an_item_whose_decoder_hangs_is_tried_again(
+    random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mindie_mm.decode.decoders._HANG_S", 1.0)
+    decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
+    try:
+        pids = decoders.pids
+        with stopped(*pids), packed(SMALL) as parcel:
+            items = [decoders.plan(Group(), item_of(SMALL, parcel), parcel.descriptor) for _ in range(2)]
+            assert [facts.num_features for facts in await asyncio.gather(*items)] == [20, 20]
+        assert not set(pids) & set(decoders.pids)
+    finally:
+        await decoders.close()
 
 
 async def test_closing_ends_all_processes_in_the_midst_of_items(random_checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,3 +135,23 @@ def test_a_video(run: Run) -> None:
     run.keep(2**21)
     video = {"video": encode_video(moving_frames(8), fps=4)}
     assert_equal(run.arrays(video), run.arrays(video))
+
+
+def test_threads_that_keep_and_copy_at_once_leave_the_cache_whole() -> None:
+    """Its size is that of what it keeps, and every copy has the content of its digest."""
+    kept = Preprocessed(8 * 2**20)
+    contents = [bytes([number]) * 32 for number in range(12)]
+
+    def use(seed: int) -> None:
+        draws = np.random.default_rng(seed)
+        for number in draws.integers(0, len(contents), 200):
+            copied = {"pixel_values": np.zeros(2**20, np.uint8)}
+            if kept.copy(contents[number], copied):
+                assert (copied["pixel_values"] == number).all()
+            kept.keep(contents[number], {"pixel_values": np.full(2**20, number, np.uint8)})
+
+    with ThreadPoolExecutor() as threads:
+        for done in [threads.submit(use, seed) for seed in range(6)]:
+            done.result()
+    found = [digest for digest in contents if kept.copy(digest, {"pixel_values": np.empty(2**20, np.uint8)})]
+    assert len(found) == 8
