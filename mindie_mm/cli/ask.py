@@ -70,7 +70,7 @@ def command(
     }
     found = configured(model, flags)
     SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # first, as it needs no checkpoint
-    default = defaults_of(found.worker)
+    default = defaults_of(found.worker.model, found.worker.family, found.worker.generation_config)
     params = default.stating(max_tokens=max_tokens, temperature=temperature).check(math.inf)
     level = found.service.log_level if "log_level" in found.origins else "warning"
     logs.configure(logs.LogSettings(found.service.log_format, level), "ask")

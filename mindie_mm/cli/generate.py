@@ -79,7 +79,7 @@ def command(
     # The environment may name the checkpoint and family of a service. The rows have their own.
     own = Path(settings.model) if settings.model else None
     config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
-    default = defaults_of(config)
+    default = defaults_of(config.model, config.family, config.generation_config)
     params = default.stating(max_tokens=max_tokens, temperature=temperature)
     rows, errors = asyncio.run(generate(dataset, output, config, params, limit, other_model=other_model))
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")

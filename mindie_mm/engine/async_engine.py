@@ -41,11 +41,9 @@ _log = logging.getLogger(__name__)
 class AsyncEngine:
     """An engine process and its client. If the process dies, its requests fail and another process is started."""
 
-    def __init__(
-        self, model: Path | None, config: EngineConfig, family: str | None, end_token_ids: tuple[int, ...] | None
-    ) -> None:
+    def __init__(self, start: Start) -> None:
         """Prepare an engine. Use `start` to create one."""
-        self._start = Start(None if model is None else str(model), config, family, end_token_ids)
+        self._start = start
         self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress]] = {}
         """Requests that the engine has not finished. Their callers may not have read all of the progress yet."""
@@ -72,12 +70,13 @@ class AsyncEngine:
         config: EngineConfig,
         family: str | None = None,
         end_token_ids: tuple[int, ...] | None = None,
+        generation_config: str = "vllm",
     ) -> Self:
         """Start the process and wait until it accepts requests.
 
         Raises the error of the process: UnsupportedCheckpoint, DeviceError, InputError or ProcessDied.
         """
-        engine = cls(model, config, family, end_token_ids)
+        engine = cls(Start(None if model is None else str(model), config, family, end_token_ids, generation_config))
         await engine._launch()
         engine._keeper = asyncio.create_task(engine._keep())
         return engine

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint import Checkpoint
 from mindie_mm.nn.end_tokens import ids_of
 
@@ -58,11 +56,13 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
     return _params(_file_in(source), Path(source))
 
 
-def defaults_of(config: WorkerConfig) -> SamplingParams:
+def defaults_of(model: str | Path | None, family_name: str | None, source: str) -> SamplingParams:
     """Return the settings of requests that state none. Errors are those of `default_sampling` and `family_of`."""
-    checkpoint, source = Checkpoint.open(config.model), config.generation_config
+    from mindie_mm.models import family_of, reading  # late: the service's own process never needs torch
+
+    checkpoint = Checkpoint.open(model)
     if source == "auto":
-        family = family_of(checkpoint, config.family)
+        family = family_of(checkpoint, family_name)
         with reading(checkpoint, family):
             checkpoint = family.translated(checkpoint)
     return default_sampling(checkpoint, source)

@@ -25,6 +25,8 @@ class Start(msgspec.Struct, frozen=True):
     """As `WorkerConfig.family`."""
     end_token_ids: tuple[int, ...] | None = None
     """As `load_model` takes them."""
+    generation_config: str = "vllm"
+    """As `WorkerConfig.generation_config`."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -130,6 +132,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Tokens in one of its blocks."""
     max_output_len: int | None = None
     """Most tokens of output, where they take none of the prompt's room."""
+    default_sampling: SamplingParams = SamplingParams()
+    """Sampling settings of requests that state none."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

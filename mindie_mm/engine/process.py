@@ -15,6 +15,7 @@ from mindie_mm import faults
 from mindie_mm.device import slow_dtype
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
+from mindie_mm.engine.default_sampling import defaults_of
 from mindie_mm.engine.detokenizer import load_tokenizer
 from mindie_mm.engine.grammar import Grammars
 from mindie_mm.engine.memory_profile import kv_cache_bytes
@@ -70,11 +71,12 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
             channel.send(msgspec.msgpack.encode(message))
 
     try:
+        default_sampling = defaults_of(start.model, start.family, start.generation_config)
         engine = _load(start, ranks)
     except MindieMMError as error:
         return send(Failure.of(error))
     faults.point("loaded")
-    send(engine.ready)
+    send(msgspec.structs.replace(engine.ready, default_sampling=default_sampling))
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
     mounts: dict[int, ExitStack] = {}
     while True:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from mindie_mm.config import WorkerConfig
 from mindie_mm.engine.async_engine import AsyncEngine
-from mindie_mm.engine.default_sampling import defaults_of, log_default_sampling, stated_end_tokens
+from mindie_mm.engine.default_sampling import log_default_sampling, stated_end_tokens
 from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
 from mindie_mm.engine.messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.retry import PromptSource, Use, generated, tokenized
@@ -117,7 +117,6 @@ class Worker:
         tokenizer_stage: TokenizerStage,
         engine: AsyncEngine,
         tokenizer: Tokenizer,
-        default_params: SamplingParams,
     ) -> None:
         self.config = config
         self.tokenizer_stage = tokenizer_stage
@@ -125,8 +124,6 @@ class Worker:
         self.tokenizer = tokenizer
         self._spool = absolute(default_spool())
         self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
-        self.default_sampling = default_params
-        """Sampling settings of requests that state none."""
         self.media_remade = 0
         """Media items that were preprocessed again, because their blocks were freed or lost."""
 
@@ -142,10 +139,8 @@ class Worker:
         """
         checkpoint = Checkpoint.open(config.model)
         path = checkpoint.path
-        # Before the processes start, because a wrong value ends the start.
-        default_params = defaults_of(config)
-        end_token_ids = stated_end_tokens(config.generation_config)
-        log_default_sampling(default_params, config.generation_config)
+        source = config.generation_config
+        end_token_ids = stated_end_tokens(source)  # before the processes start, because a wrong folder ends the start
 
         async def started(start: Coroutine[Any, Any, Part]) -> Part:
             part = await start
@@ -156,12 +151,18 @@ class Worker:
             async with task_group() as group:
                 stage = group.create_task(started(_start_tokenizers(config, path, in_process=in_process)))
                 engine = group.create_task(
-                    started(AsyncEngine.start(path, config.engine, config.family, end_token_ids))
+                    started(AsyncEngine.start(path, config.engine, config.family, end_token_ids, source))
                 )
             tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
-            worker = cls(config, stage.result(), engine.result(), tokenizer, default_params)
+            worker = cls(config, stage.result(), engine.result(), tokenizer)
+            log_default_sampling(worker.default_sampling, source)
             parts.pop_all()
             return worker
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """Sampling settings of requests that state none."""
+        return self.engine.info.default_sampling
 
     async def answer(
         self, request: TokenizeRequest, params: SamplingParams, request_id: str, *, whole: bool = False

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from mindie_mm.config import EngineConfig, WorkerConfig
+from mindie_mm.config import EngineConfig
 from mindie_mm.device import open_device
 from mindie_mm.engine.default_sampling import defaults_of
 from mindie_mm.engine.kv_cache_size import useful_bytes
@@ -126,7 +126,7 @@ class Seq2SeqContract(FamilyContract):
         stated = json.loads(file.read_text()) if file.is_file() else {}
         file.write_text(json.dumps(stated | {"repetition_penalty": 1.8}))
         self.change_text_config(other, repetition_penalty=1.8)
-        penalty = defaults_of(WorkerConfig(model=other)).repetition_penalty
+        penalty = defaults_of(other, None, "auto").repetition_penalty
         assert penalty == 1.8
         engine = self.engine(load_model(other, device="cpu", dtype="float32"))
         outputs, errors = run(engine, [*tokenized.values()], max_tokens=count, repetition_penalty=penalty)
