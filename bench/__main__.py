@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("preprocess", "decoders", "shm", "engine", "models", "batch", "serve")
+NAMES = ("preprocess", "decoders", "full_arena", "shm", "engine", "models", "batch", "serve")
 
 
 def main() -> None:

@@ -250,19 +250,25 @@ class Decoders:
         process.channel.send_with(self._encoder.encode(message), descriptors)
 
     async def _receive(self, process: _Process, starter: Starter) -> None:
-        """Pass replies to their callers until the process dies."""
+        """Pass replies to their callers until the process dies.
+
+        Raises:
+            ValueError: The process sends what no decoder sends. It may have been taken over by an item.
+
+        """
         while True:
             try:
                 reply = self._decoder.decode(await process.channel.recv(_MAX_REPLY_BYTES))
             except EOFError:
                 return
             job = process.job
-            if job is None or isinstance(reply, Written if job.layout is None else Facts):
-                raise ValueError(f"a {type(reply).__name__} answers nothing that the decoder was asked")
+            is_plan = isinstance(reply, Facts)
+            if job is None or (not isinstance(reply, Refused) and is_plan != (job.layout is None)):
+                raise ValueError(f"decoder {process.pid} gave an answer to nothing that it was asked")
             starter.proved()
             if not isinstance(reply, Written) or job.reply.done():  # else `write` copies the arrays first
                 process.job = None
-            if isinstance(reply, Facts):
+            if is_plan:
                 process.planned = job.item
                 process.kept_for = job.group if job.group.keeps_decoder else None
             if not job.reply.done():
@@ -294,9 +300,9 @@ class Decoders:
             before = after
 
     async def _bury(self, process: _Process) -> None:
-        """Learn how a process has ended whose channel is closed, and try its item again or fail it."""
+        """End a process that is not served any more, learn how it ended, and try its item again or fail it."""
         self._processes.remove(process)
-        self._nursery.kill(process.pid)  # it lives on if it has closed the channel itself, or has sent a wrong message
+        self._nursery.kill(process.pid)  # nothing, if it has ended
         status = await process.status
         await process.channel.close()
         if process.killed:

@@ -18,7 +18,7 @@ from av.video.stream import VideoStream
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media import cancellation
 from mindie_mm.media.matroska import without_compression
-from mindie_mm.media.metadata import MAX_ATTACHED, check_metadata
+from mindie_mm.media.metadata import check_metadata
 from mindie_mm.media.sample_tables import check_tables
 from mindie_mm.media.transport import whole_packets
 
@@ -33,7 +33,7 @@ OPEN_BYTES = 3 * 2**21
 """Bytes that may be read meanwhile in `DECODE_S`; FFmpeg decodes frames of 5 MB at most to know its tracks."""
 DECODE_S = 3.0
 """Most processor time until then of any container, in seconds: a second's frames of 7680x4320 take one."""
-WHOLE_BYTES = MAX_ATTACHED + OPEN_BYTES
+WHOLE_BYTES = 2**24 + OPEN_BYTES
 """Most bytes of what FFmpeg reads whole until then: pictures, texts, attached files, tables, first frames."""
 MAX_READ = 4
 """Most bytes of a stream's packets, as a multiple of the container's: samples of an MP4 may be the same bytes."""

@@ -7,6 +7,7 @@ import traceback
 import wave
 from collections.abc import Iterator
 
+import av.subtitles.codeccontext  # noqa: F401 - PyAV imports it for the first film with subtitles
 import numpy as np
 import numpy.ma  # a part of numpy that np.median imports late
 import torch

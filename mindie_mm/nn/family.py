@@ -1,6 +1,6 @@
 """What a model family answers: the contract between a file in `mindie_mm/models` and everything else.
 
-A family file defines one subclass of `Family`. Its `Processor` runs in the tokenizer processes (no weights, no
+A family file defines one subclass of `Family`. Its `Processor` runs in the tokenizer and its decoders (no weights, no
 device, cheap to import); its `Model` runs next to the accelerator.
 """
 

@@ -15,7 +15,7 @@ from mindie_mm.decode.digest import content_digest, parcel_digest
 from mindie_mm.decode.messages import Item
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
 from mindie_mm.decode.planning import under_caps
-from mindie_mm.errors import InputError, naming
+from mindie_mm.errors import InputError, LimitExceeded, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media import cancellation
 from mindie_mm.media.caps import Work, decodes_to_count, under
@@ -26,6 +26,9 @@ from mindie_mm.tokenize.media_stage import MediaStage, PromptMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.room import Room
+
+_LEAST_FEATURE_BYTES = 16
+"""Number of bytes that a feature's share of the arrays takes at least, in any family."""
 
 
 class Decoded(MediaStage):
@@ -109,6 +112,9 @@ class _PromptMedia(PromptMedia):
             item = Item(media.kind, media.options, {**counts}, parcel.parts, parcel.is_list, decodes_to_count())
             self._sources[index] = item, parcel
             facts = await stage.decoders.plan(self._group, item, parcel.descriptor)
+            # A decoder that was taken over could have the ids of the prompt take all memory.
+            if facts.num_features > (most := stage.room.arena.capacity_bytes // _LEAST_FEATURE_BYTES):
+                raise LimitExceeded(f"it has {facts.num_features} features; the arena has room for at most {most}")
             pixels.picture_pixels, pixels.video_pixels = facts.picture_pixels, facts.video_pixels
             return planner.item(index, media.kind, facts.plan()), pixels
 

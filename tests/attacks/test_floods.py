@@ -102,19 +102,6 @@ def avi(chunks: bytes) -> bytes:
     return chunk(b"RIFF", data[8:at] + chunks + data[at:])
 
 
-def asf(objects: bytes) -> bytes:
-    """Windows Media with further objects in its head, which count as one."""
-    data = clips.video("asf", "mpeg4")
-    size, count = struct.unpack("<QI", data[16:28])
-    return data[:16] + struct.pack("<QI", size + len(objects), count + 1) + data[28:size] + objects + data[size:]
-
-
-def asf_markers(count: int) -> bytes:
-    marker = struct.pack("<8xQHIII2x", 0, 14, 0, 0, 1)
-    head = bytes.fromhex("01cd87f451a9cf118ee600c00c205365") + struct.pack("<Q", 24 + 24 + count * len(marker))
-    return asf(head + bytes(16) + struct.pack("<IHH", count, 0, 0) + count * marker)
-
-
 def flv(script: bytes) -> bytes:
     """A Flash film behind a first object."""
     data, said = clips.video("flv", "flv"), b"\2\0\nonMetaData" + script
@@ -164,7 +151,6 @@ LARGE: dict[str, tuple[Opened, Make, str]] = {
         lambda: clips.video() + times(FREE),
         "more than 131072 outermost boxes, the limit",
     ),
-    "markers of an ASF": (EncodedVideo.open, lambda: asf_markers(2 * 10**6), "2000000 markers; the limit is 4096"),
     "names of an FLV": (EncodedVideo.open, lambda: flv(named(NAMES)), "4097 or more tags; the limit is 4096"),
     "names within an FLV's": (
         EncodedVideo.open,
@@ -218,7 +204,6 @@ HONEST: dict[str, tuple[Opened, Make]] = {
     "a FLAC's picture": (EncodedAudio.open, lambda: flac_pictures(15 * MiB, 1)),
     "an AIFF's text": (EncodedAudio.open, lambda: aiff(chunk(b"ANNO", b"a" * MiB, ">"))),
     "an AVI's XMP": (EncodedVideo.open, lambda: avi(chunk(b"_PMX", b"<" * MiB))),
-    "an ASF's markers": (EncodedVideo.open, lambda: asf_markers(100)),
     "an FLV's index": (
         EncodedVideo.open,
         lambda: flv(named({b"duration": NUMBER, b"keyframes": b"\3" + named({b"times": INDEX, b"at": INDEX})[5:]})),

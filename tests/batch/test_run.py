@@ -396,8 +396,8 @@ def test_a_row_whose_file_has_come_is_done_once_its_table_is_removed(media, tmp_
 def test_workers_that_are_killed_lose_their_rows_alone(media, rows, tmp_path, monkeypatch):
     spawned, spawn = [], ipc.spawn
 
-    def noted(module, *arguments):
-        process, ours = spawn(module, *arguments)
+    def noted(module, *arguments, **options):
+        process, ours = spawn(module, *arguments, **options)
         spawned.append(process.pid)
         return process, ours
 

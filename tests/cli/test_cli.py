@@ -77,7 +77,7 @@ def test_mistakes_are_one_line(random_checkpoint):
     assert "Traceback" not in said
     unheard = ("ask", "What?", "--model", random_checkpoint, "--family", "none", "--temperature", -1)
     assert "temperature is -1" in run_warm(*unheard, status=2), "before the model is loaded"
-    assert "MINDIE_MM_NUM_TOKENIZERS is 'two'" in run_warm("doctor", status=2, MINDIE_MM_NUM_TOKENIZERS="two")
+    assert "MINDIE_MM_DECODERS is 'two'" in run_warm("doctor", status=2, MINDIE_MM_DECODERS="two")
 
 
 @pytest.mark.parametrize("option", ["--image", "--video", "--audio"])

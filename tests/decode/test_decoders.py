@@ -301,6 +301,20 @@ async def test_an_item_whose_decoder_hangs_is_tried_again(
         await decoders.close()
 
 
+@pytest.mark.parametrize(
+    "said", [b"\0\0\0\3abc", b"\0\0\0\x0d\x81\xa4type\xa7written"], ids=["noise", "an answer to nothing"]
+)
+async def test_a_decoder_that_sends_what_none_sends_is_killed(bench: Bench, said: bytes) -> None:
+    """As one might that an item has taken over."""
+    before = await bench.whole()
+    taken_over = bench.decoders._processes[0]
+    taken_over.channel._reader.feed_data(said)
+    await until(lambda: not psutil.pid_exists(taken_over.pid))
+    after = await bench.whole()
+    assert len({*before} & {*after}) == 1
+    assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+
+
 async def test_closing_ends_all_processes_in_the_midst_of_items(random_checkpoint: Path) -> None:
     decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
     pids = [*decoders.pids, psutil.Process(decoders.pids[0]).ppid()]

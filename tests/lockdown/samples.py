@@ -73,6 +73,8 @@ def _videos() -> Iterator[Sample]:
     large = np.stack([np.asarray(photograph(size=(1280, 720)).rotate(angle)) for angle in range(4)])
     for codec in ("libx264", "libx265", "libvpx-vp9", "libsvtav1"):
         yield "video", f"large {codec}", encode_video(large, container="matroska", codec=codec)
+    tracks = clips.matroska_track(1, b"V_VP8") + clips.matroska_track(2, b"S_TEXT/UTF8", kind=17)
+    yield "video", "VP8 with subtitles", clips.matroska(tracks, [(1, frame) for frame in clips.vp8()])
     for path in sorted(CASES.iterdir()):
         yield "picture" if path.suffix in {".png", ".avif"} else "video", path.name, path.read_bytes()
 
