@@ -135,6 +135,7 @@ class _PromptMedia(PromptMedia):
             self._sources[index] = item, parcel
             facts = await stage.decoders.plan(self._group, item, parcel.descriptor)
             # A decoder that was taken over could have the ids of the prompt take all memory.
+            planner.require_makes(media.kind, facts.num_features, facts.grid)
             if facts.num_features > (most := stage.room.arena.capacity_bytes // _LEAST_FEATURE_BYTES):
                 raise LimitExceeded(f"it has {facts.num_features} features; the arena has room for at most {most}")
             pixels.picture_pixels, pixels.video_pixels = facts.picture_pixels, facts.video_pixels
