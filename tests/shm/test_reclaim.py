@@ -41,7 +41,7 @@ def test_counts_of_a_file_that_was_cut_short_are_missing(tmp_path: Path) -> None
     """Another program may cut an arena while it is described."""
     cut = tmp_path / "cut"
     cut.write_bytes(bytes(STATS_OFFSET + 8))
-    with cut.open("rb") as file, pytest.raises(SegmentMissing, match="ends before byte 568"):
+    with cut.open("rb") as file, pytest.raises(SegmentMissing, match="ends before byte 584"):
         ArenaStats.read(file.fileno())
 
 
