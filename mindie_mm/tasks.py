@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
-_INLINE_BYTES = 2**18
-"""Number of bytes up to which hashing or copying them blocks an event loop, for less than 0.1 ms."""
+_INLINE_BYTES = 2**20
+"""Number of bytes up to which hashing or copying them blocks an event loop, for less than 0.5 ms."""
 
 
 @asynccontextmanager

@@ -19,11 +19,13 @@ import msgspec
 import torch
 
 from mindie_mm import faults
+from mindie_mm.config import MiB
 from mindie_mm.decode.decoder import Decoder, serve
 from mindie_mm.decode.end_with_parent import end_with_parent
 from mindie_mm.decode.messages import DecoderSetup, Ended, Fork, Forked, FromNursery, Ready, ToNursery
 from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.decode.scratch import Scratch
+from mindie_mm.device import host_memory
 from mindie_mm.environment import fault_folder
 from mindie_mm.errors import MindieMMError
 from mindie_mm.ipc import ChildChannel, Failure, Lifeline
@@ -35,6 +37,8 @@ from mindie_mm.nn.family import Processor
 
 _log = logging.getLogger(__name__)
 
+_KEPT_BYTES = 64 * MiB
+"""Freed memory that a decoder keeps for its next item, so that it does not fault in the same pages again."""
 _FIRST_DESCRIPTOR = 3
 """Descriptor of a decoder's socket, behind the three standard streams."""
 
@@ -119,6 +123,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     faults.point("starting")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    host_memory.keep_freed(_KEPT_BYTES)
     setup = msgspec.json.decode(setup_json, type=DecoderSetup)
     ready: Ready | Failure = Ready()
     try:

@@ -74,8 +74,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
-def keep_freed() -> None:
-    """Has the allocator keep what is freed for what comes next, up to a GiB, until it is asked to give it back.
+def keep_freed(kept_bytes: int = _GiB) -> None:
+    """Has the allocator keep what is freed for what comes next, up to `kept_bytes`, until it is asked to give it back.
 
     Else each activation of more than 128 KiB is a mapping of its own, or the end of the heap that is given back: a
     tower's call on a picture of 640x480 spent a tenth of its processor time on faulting in the same pages again.
@@ -83,7 +83,7 @@ def keep_freed() -> None:
     with suppress(AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, 32 * _MiB)  # the most that glibc takes
-        library.mallopt(_M_TRIM_THRESHOLD, _GiB)
+        library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
 
 
 def _trim() -> None:

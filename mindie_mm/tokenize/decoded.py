@@ -175,8 +175,10 @@ class _PromptMedia(PromptMedia):
         arrays = {name: block[name] for name in item.plan.specs}
         source_bytes = sum(part.nbytes for part in parcel.parts)
         digest = await off_loop(source_bytes, lambda: parcel_digest(settings, parcel, salt))
-        if await off_loop(block.nbytes, lambda: stage.preprocessed.copy(digest, arrays)):
+        kept = stage.preprocessed
+        if digest in kept and await off_loop(block.nbytes, lambda: kept.copy(digest, arrays)):
             return digest
         await stage.decoders.write(self._group, request, parcel.descriptor, arrays)
-        await off_loop(block.nbytes, lambda: stage.preprocessed.keep(digest, arrays))
+        if kept.fits(block.nbytes):
+            await off_loop(block.nbytes, lambda: kept.keep(digest, arrays))
         return digest

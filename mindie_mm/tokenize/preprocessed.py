@@ -25,6 +25,13 @@ class Preprocessed:
         self._items = OrderedDict[bytes, _Arrays]()
         self._lock = Lock()
 
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._items
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether arrays of `nbytes` can be kept."""
+        return nbytes <= self._capacity_bytes
+
     def copy(self, digest: bytes, arrays: _Arrays) -> bool:
         """Copy the arrays kept under `digest` into those of the same names. Return False if none are kept."""
         with self._lock:
@@ -39,7 +46,7 @@ class Preprocessed:
     def keep(self, digest: bytes, arrays: _Arrays) -> None:
         """Keep a copy of `arrays` under `digest`, unless they are larger than the cache."""
         nbytes = _nbytes(arrays)
-        if nbytes > self._capacity_bytes or digest in self._items:
+        if not self.fits(nbytes) or digest in self._items:
             return
         try:
             copied = {name: np.array(array) for name, array in arrays.items()}
