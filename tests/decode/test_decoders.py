@@ -230,6 +230,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindie_mm.decode.nursery_client.ANSWER_LIMIT_S", 0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 async def test_decoders_that_die_while_the_nursery_hangs_are_replaced(bench: Bench) -> None:
     before, nursery = await bench.whole(), bench.nursery
@@ -243,6 +244,7 @@ async def test_decoders_that_die_while_the_nursery_hangs_are_replaced(bench: Ben
     assert bench.nursery != nursery
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 async def test_a_nursery_that_hangs_over_a_fork_is_killed_and_its_successor_forks(bench: Bench) -> None:
     before, nursery = await bench.whole(), bench.nursery
@@ -256,6 +258,7 @@ async def test_a_nursery_that_hangs_over_a_fork_is_killed_and_its_successor_fork
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 async def test_a_decoder_of_a_cancelled_item_ends_though_the_nursery_hangs(bench: Bench) -> None:
     before, nursery = await bench.whole(), bench.nursery
@@ -317,6 +320,7 @@ async def test_no_item_waits_for_decoders_that_cannot_be_started(
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
+@pytest.mark.slow
 async def test_no_item_waits_long_for_a_nursery_that_dies_at_every_start(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_answers_that_preempt_each_other_are_those_made_alone(service: RunningSe
     assert metric(service, "media_remade_total") >= remade + 2
 
 
+@pytest.mark.slow
 def test_media_that_are_needed_again_wait_for_room_that_waiting_requests_hold(
     service: RunningService, alone: dict[str, str]
 ) -> None:
@@ -214,6 +215,7 @@ def test_an_answer_that_waits_for_its_media_goes_on_with_them(service: RunningSe
         assert second.rest() == {0: alone["green"]}
 
 
+@pytest.mark.slow
 def test_an_answer_that_waits_for_its_media_survives_the_tokenizer(
     service: RunningService, alone: dict[str, str]
 ) -> None:
@@ -225,6 +227,7 @@ def test_an_answer_that_waits_for_its_media_survives_the_tokenizer(
     assert metric(service, "process_restarts_total", process="tokenizer") == restarts + 1
 
 
+@pytest.mark.slow
 def test_a_whole_answer_whose_engine_died_after_the_release_is_right(
     service: RunningService, alone: dict[str, str]
 ) -> None:

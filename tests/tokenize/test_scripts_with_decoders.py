@@ -32,6 +32,8 @@ from tests.media_samples import encoded, photograph
 from tests.warm import SUBPROCESS
 from tests.watching import wait_until
 
+pytestmark = pytest.mark.slow  # each test starts processes of its own, which import for seconds
+
 CAT = photograph("chelsea.png", (150, 120))
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
