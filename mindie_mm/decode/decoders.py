@@ -305,6 +305,7 @@ class Decoders:
         self._nursery.expect(process.status)
         status = await process.status
         await process.channel.close()
+        process.scratch.close()
         if process.killed:
             return
         _log.warning("decoder %d died with status %s", process.pid, status)

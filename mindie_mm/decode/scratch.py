@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,11 @@ class Scratch:
         for name, array in self.arrays(layout).items():
             arrays[name][...] = array
         self._give_back(sum(array.nbytes for array in arrays.values()))
+
+    def close(self) -> None:
+        """Release the mapping now, unless a thread still copies from it. Then it goes with its last array."""
+        with suppress(BufferError):
+            self._mapping.close()
 
     def _give_back(self, used_bytes: int) -> None:
         """Free the memory that a large item has taken."""

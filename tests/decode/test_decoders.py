@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import struct
@@ -228,6 +229,21 @@ async def test_a_decoder_that_dies_at_once_is_replaced(bench: Bench) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindie_mm.decode.nursery_client.ANSWER_LIMIT_S", 0.3)
+
+
+async def test_decoders_that_die_leave_no_descriptor(bench: Bench) -> None:
+    await bench.whole()
+    gc.collect()
+    gc.disable()
+    try:
+        before = psutil.Process().num_fds()
+        for _ in range(4):
+            await died(bench, signal.SIGKILL, *await bench.whole())
+            assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
+        await bench.whole()
+        await until(lambda: psutil.Process().num_fds() <= before)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

@@ -186,15 +186,12 @@ class _Soak:
         """Kill a decoder, drawn at random, every `every_s` seconds."""
         while every_s:
             await asyncio.sleep(every_s)
-            decoders = [
-                process
-                for process in root.children(recursive=True)
-                if (parent := process.parent()) is not None and "mindie_mm.decode.nursery" in parent.cmdline()
-            ]
-            if decoders:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children = root.children(recursive=True)
+                nurseries = {one.pid for one in children if "mindie_mm.decode.nursery" in one.cmdline()}
+                decoders = [one for one in children if one.ppid() in nurseries]
+                self._draw.choice(decoders).kill()
                 self._report.kills += 1
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    self._draw.choice(decoders).kill()
 
     def _session(self) -> aiohttp.ClientSession:
         """Anew for each round: its connections end with it."""
