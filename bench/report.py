@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ def write(name: str, figures: dict[str, Any]) -> None:
     """Prints the figures, and writes them to bench/results with what they were taken on."""
     machine = {
         "processor": _processor(),
-        "cores": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

@@ -302,7 +302,6 @@ class Decoders:
         """End a process that is not served any more, learn how it ended, and try its item again or fail it."""
         self._processes.remove(process)
         self._nursery.kill(process.pid)  # it lives on if it has closed the channel itself, or has sent a wrong message
-        self._nursery.expect(process.status)
         status = await process.status
         await process.channel.close()
         process.scratch.close()

@@ -21,7 +21,6 @@ import torch
 from mindie_mm import faults
 from mindie_mm.config import MiB
 from mindie_mm.decode.decoder import Decoder, serve
-from mindie_mm.decode.end_with_parent import end_with_parent
 from mindie_mm.decode.messages import DecoderSetup, Ended, Fork, Forked, FromNursery, Ready, ToNursery
 from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.decode.scratch import Scratch
@@ -30,6 +29,7 @@ from mindie_mm.environment import fault_folder
 from mindie_mm.errors import MindieMMError
 from mindie_mm.ipc import ChildChannel, Failure, Lifeline
 from mindie_mm.lockdown import lock_in, support
+from mindie_mm.lockdown.system_calls import PR_SET_PDEATHSIG, prctl
 from mindie_mm.media.warm import warm_up
 from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint import Checkpoint
@@ -93,7 +93,9 @@ class Nursery:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            end_with_parent(parent)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it ended before the kernel was asked
+                os._exit(1)
             memory = Scratch(scratch)
             os.dup2(descriptor, _FIRST_DESCRIPTOR)
             gc.freeze()  # objects of the nursery own descriptors that are closed here

@@ -68,6 +68,7 @@ NUMBERS: Mapping[str, tuple[int, int | None]] = {
 ARCHITECTURES: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH_* of the architectures by their names in `uname -m`, in the order of `NUMBERS`."""
 
+PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_NO_NEW_PRIVS = 38
 

@@ -1,7 +1,7 @@
 """transformers' own modules with a checkpoint's weights, their text layers on our attention.
 
-transformers' modelling code takes seconds to import, so this module imports it late: tokenizer processes import the
-families, and never load a model.
+transformers' modelling code takes seconds to import, so this module imports it late: the tokenizer imports the
+families, and never loads a model.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _put(contents: Any, path: Path, value: Any) -> bool:
 @contextmanager
 def _silent() -> Iterator[None]:
     """Keep transformers from warning of each of the values that are tried."""
-    from transformers.utils import logging  # late: tokenizer processes import the families, and need none of it
+    from transformers.utils import logging  # late: the tokenizer imports the families, and needs none of it
 
     level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)

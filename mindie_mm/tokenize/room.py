@@ -149,7 +149,8 @@ class Room:
             if self._may_pass(waiter.nbytes):
                 if not self._serve_one(waiter):
                     return
-                self._line[0].passed_bytes += waiter.nbytes
+                if waiter.has_blocks:  # one with an error takes nothing
+                    self._line[0].passed_bytes += waiter.nbytes
                 self._line.remove(waiter)
 
     def _serve_one(self, waiter: _Waiter) -> bool:

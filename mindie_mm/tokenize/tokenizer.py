@@ -94,13 +94,13 @@ class Tokenizer:
         if arena is not None and wire != "native":
             raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
         if decoders and wire != "native":
-            raise InputError(f"decoders is {decoders}; decoders write into an arena, which the wire {wire!r} has not")
+            raise InputError(f"decoders is {decoders}; the wire {wire!r} has no arena for decoders to fill")
         checkpoint, caps = Checkpoint.open(path), caps or MediaCaps()
         found = family_of(checkpoint, family)
         if not decoders:
             if arena is not None:
                 wire = NativeWire(arena)
-            make = partial(_in_process, found, wire=wire, caps=caps)
+            make = partial(_in_process, checkpoint, found, wire=wire, caps=caps)
             return cls(Prompts(checkpoint, found, make, content_format))
         with ExitStack() as undo:
             room = Room(arena or Arena.create(ARENA_BYTES), is_own=arena is None)
@@ -240,11 +240,13 @@ class Tokenizer:
         raise AssertionError("without decoders there is nothing to wait for")
 
 
-def _in_process(family: type[Family], processor: Processor, *, wire: WireName | Wire, caps: MediaCaps) -> MediaStage:
+def _in_process(
+    checkpoint: Checkpoint, family: type[Family], processor: Processor, *, wire: WireName | Wire, caps: MediaCaps
+) -> MediaStage:
     if wire == "mindie":
         layouts = processor.mindie_layouts
         if missing := ", ".join(kind for kind in family.kinds if kind not in layouts):
-            raise UnsupportedCheckpoint(f"its family, {family.__name__}, has no MindIE layout of {missing}")
+            raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout of {missing}")
         wire = MindIEWire(layouts)
     elif not isinstance(wire, Wire):
         wire = NativeWire()
