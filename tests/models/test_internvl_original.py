@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -202,6 +203,7 @@ def draw(config: InternVLConfig) -> InternVLForConditionalGeneration:
 
 def write(out: Path, language: dict[str, Any] = QWEN2, **changes: Any) -> "Reference":
     """Writes the checkpoint, with `changes` in config.json; returns transformers' model of its conversion."""
+    language = deepcopy(language)  # transformers adds rope_theta to the rope_scaling that it is given
     kind = language["architectures"][0]
     internlm2 = kind == "InternLM2ForCausalLM"
     ids = save_internlm2_tokenizer(out) if internlm2 else save_qwen2_tokenizer(out)
