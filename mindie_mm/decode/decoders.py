@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 import msgspec
 from numpy.typing import NDArray
 
-from mindie_mm.decode.messages import (
+from mindie_mm.decode.decoder_messages import (
     DecoderSetup,
     Facts,
     FromDecoder,
@@ -28,9 +28,9 @@ from mindie_mm.decode.messages import (
 from mindie_mm.decode.nursery_client import NurseryClient
 from mindie_mm.decode.scratch import Layout, Scratch, layout_of
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, NoProcess, ProcessDied
-from mindie_mm.ipc import Channel
-from mindie_mm.restarts import Starter, logged
-from mindie_mm.tasks import gather, off_loop
+from mindie_mm.processes.ipc import Channel
+from mindie_mm.processes.restarts import Starter, logged
+from mindie_mm.processes.tasks import gather, off_loop
 
 _log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import msgspec
 import psutil
 import pytest
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.decode import Decoders, Group
-from mindie_mm.decode.messages import DecoderSetup, Written
+from mindie_mm.decode.decoder_messages import DecoderSetup, Written
 from mindie_mm.errors import MediaError, NoProcess, ProcessDied
 from mindie_mm.inputs import Media
+from mindie_mm.settings.config import MediaCaps
 from tests.decode.conftest import Bench, busy, item_of, packed, same, stopped, until
 from tests.media_samples import encoded, photograph
 

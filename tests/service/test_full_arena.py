@@ -46,7 +46,7 @@ def ask(service: RunningService, *media: dict[str, Any], stream: bool = False, m
 
 def engine_of(service: RunningService) -> psutil.Process:
     children = psutil.Process(service.process.pid).children()
-    return next(child for child in children if "mindie_mm.engine.process" in child.cmdline())
+    return next(child for child in children if "mindie_mm.engine.process.engine_process" in child.cmdline())
 
 
 def test_text_passes_pictures_that_wait_for_room(narrow: RunningService) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mindie_mm
-from mindie_mm.config import WorkerConfig
+from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize.local import LocalTokenizer
 
