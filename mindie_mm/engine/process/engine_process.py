@@ -72,7 +72,7 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
 
     try:
         default_sampling = defaults_of(start.model, start.family, start.generation_config)
-        engine = _load(start, ranks)
+        engine = load_engine(start, ranks)
     except MindieMMError as error:
         return send(Failure.of(error))
     faults.point("loaded")
@@ -136,7 +136,7 @@ def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
         _log.exception("%s cannot be mounted", message.path)
 
 
-def _load(start: Start, ranks: Ranks) -> BaseEngine:
+def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
     config = start.config
     # If one rank fails, the others must learn it before they wait for that rank in a collective operation.
     device = ranks.together(lambda: ranks.open_device(config.device))
