@@ -44,7 +44,7 @@ def main() -> None:
 
 def _role(module: str) -> str:
     """`engine` for mindie_mm.engine.process.engine_process."""
-    return module.removesuffix(".process").rpartition(".")[2]
+    return module.rpartition(".")[2].removesuffix("_process")
 
 
 if __name__ == "__main__":

@@ -189,7 +189,8 @@ class AsyncEngine:
         config = self._start.config
         ranks = [] if config.tensor_parallel == 1 else [str(config.tensor_parallel), config.device]
         try:
-            self._child = await Child.start(f"mindie_mm.engine.{'launcher' if ranks else 'process'}", *ranks)
+            module = "launcher" if ranks else "engine_process"
+            self._child = await Child.start(f"mindie_mm.engine.process.{module}", *ranks)
         except ProcessDied as error:
             self._why_down = f"did not start: {error}"
             raise

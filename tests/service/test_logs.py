@@ -98,7 +98,7 @@ Talk = tuple[bool, str, str, RunningService]
 def test_every_line_is_an_object(talk: Talk) -> None:
     found = records(talk[1])
     assert {record["process"] for record in found} >= {"api", "engine"}
-    assert {record["process"] for record in found} <= {"api", "engine", "tokenize", "nursery"}
+    assert {record["process"] for record in found} <= {"api", "engine", "tokenizer", "nursery"}
     assert all(record.keys() >= {"time", "level", "logger", "message", "pid"} for record in found)
     assert not [record for record in found if record["level"] in ("error", "critical")]
 
