@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from bench.report import median, write
-from mindie_mm.config import WorkerConfig
 from mindie_mm.decode.scratch import Scratch, layout_of, make_file
+from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import Arena, ArraySpec, release
-from mindie_mm.shm.scatter import map_pieces
+from mindie_mm.shm.memory.scatter import map_pieces
 from mindie_mm.tokenize import AsyncTokenizer, Tokenizer, TokenizeRequest
 from tests.media_samples import encoded, photograph
 from tools.random_checkpoint import write_checkpoint

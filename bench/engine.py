@@ -16,12 +16,12 @@ import torch
 from transformers import Qwen2VLForConditionalGeneration
 
 from bench.report import median, plot, write
-from mindie_mm.config import EngineConfig
-from mindie_mm.engine.async_engine import AsyncEngine
-from mindie_mm.engine.messages import Timings
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.engine_messages import Timings
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.worker.async_engine import AsyncEngine
 from tools.random_checkpoint import write_checkpoint
 
 CONCURRENT, PROMPT, OUTPUT, LONG_PROMPT, ROUNDS = 8, 100, 64, 800, 5

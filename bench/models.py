@@ -31,11 +31,11 @@ import torch
 from numpy.typing import NDArray
 
 from bench.report import RESULTS, median, write
-from mindie_mm.engine.messages import Add
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.models import family_named, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch

@@ -24,9 +24,9 @@ from PIL import Image
 from bench.report import median, plot, write
 from mindie_mm.decode.digest import content_digest
 from mindie_mm.inputs import Media
-from mindie_mm.media.image import resize
+from mindie_mm.media.image.encoded_image import resize
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor, smart_resize
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from tests.media_samples import encoded, photograph

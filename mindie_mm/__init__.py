@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mindie_mm.environment import limit_spinning
+from mindie_mm.settings.environment import limit_spinning
 
 if TYPE_CHECKING:
-    from mindie_mm.batch.dataset import Dataset
-    from mindie_mm.config import EngineConfig, WorkerConfig
-    from mindie_mm.engine.llm import LLM, Output
-    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.batch.output.dataset import Dataset
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.errors import MindieMMError
+    from mindie_mm.settings.config import EngineConfig, WorkerConfig
     from mindie_mm.tokenize.tokenizer import Tokenizer
+    from mindie_mm.worker.llm import LLM, Output
 
 __all__ = ["LLM", "Dataset", "EngineConfig", "MindieMMError", "Output", "SamplingParams", "Tokenizer", "WorkerConfig"]
 __version__ = "0.1.0"
@@ -21,14 +21,14 @@ __version__ = "0.1.0"
 limit_spinning()  # here, because every process must call it before it loads torch
 
 _HOMES = {
-    "LLM": "mindie_mm.engine.llm",
-    "Dataset": "mindie_mm.batch.dataset",
-    "EngineConfig": "mindie_mm.config",
+    "LLM": "mindie_mm.worker.llm",
+    "Dataset": "mindie_mm.batch.output.dataset",
+    "EngineConfig": "mindie_mm.settings.config",
     "MindieMMError": "mindie_mm.errors",
-    "Output": "mindie_mm.engine.llm",
-    "SamplingParams": "mindie_mm.engine.sampling_params",
+    "Output": "mindie_mm.worker.llm",
+    "SamplingParams": "mindie_mm.engine.requests.sampling_params",
     "Tokenizer": "mindie_mm.tokenize.tokenizer",
-    "WorkerConfig": "mindie_mm.config",
+    "WorkerConfig": "mindie_mm.settings.config",
 }
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from mindie_mm.interrupts import end_at_once
+from mindie_mm.processes.interrupts import end_at_once
 
 
 def main() -> None:

@@ -13,20 +13,20 @@ from pathlib import Path
 
 import torch
 
-from mindie_mm.config import EngineConfig, GiB, MiB, ServiceConfig, WorkerConfig, require_media_dir
 from mindie_mm.device import KINDS, SLOW_DTYPE, default_num_threads, open_device
 from mindie_mm.device.finding import Finding
-from mindie_mm.environment import default_spool
 from mindie_mm.errors import MindieMMError
 from mindie_mm.lockdown import support
 from mindie_mm.models import family_of, reading, unknown_keys
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.quantized import refuse_mindie
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.weights.quantized import refuse_mindie
+from mindie_mm.settings.config import EngineConfig, GiB, MiB, ServiceConfig, WorkerConfig, require_media_dir
+from mindie_mm.settings.environment import default_spool
+from mindie_mm.settings.sources import Configuration, misspelt_variables
 from mindie_mm.shm import require_spool
-from mindie_mm.shm.layout import SHM_DIRECTORY
-from mindie_mm.shm.space import ShmSpace
-from mindie_mm.shm.spool import require_locks
-from mindie_mm.sources import Configuration, misspelt_variables
+from mindie_mm.shm.format.layout import SHM_DIRECTORY
+from mindie_mm.shm.memory.space import ShmSpace
+from mindie_mm.shm.requests.spool import require_locks
 from mindie_mm.tokenize import Tokenizer
 
 MIN_OPEN_FILES = 1024

@@ -29,7 +29,7 @@
             `-- NoProcess           none takes requests, and none came back in time
 
 Messages name the value and the limit. The service maps each class to one HTTP status, by the nearest class in
-one table (service/errors.py).
+one table (service/http/errors.py).
 """
 
 from collections.abc import Iterator

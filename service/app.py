@@ -14,29 +14,30 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from mindie_mm.config import ServiceConfig, require_media_dir
-from mindie_mm.engine.worker import Worker
-from mindie_mm.environment import default_spool
 from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
-from mindie_mm.media.fetch_url import encoded_domain
-from mindie_mm.nn.checkpoint import EMBEDDED
+from mindie_mm.media.fetch.http_url import encoded_domain
+from mindie_mm.nn.checkpoint.directory import EMBEDDED
+from mindie_mm.settings.config import ServiceConfig, require_media_dir
+from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import arenas_of, make_spool, require_spool
-from mindie_mm.shm.spool import require_locks
-from service import chat, completions, errors, generate, health, infer, models, page, tokens
-from service.access import Access, OwnHost, is_loopback
-from service.admission import Admission
-from service.border import Border
-from service.description import describe
-from service.generate import GenerateEvent
-from service.infer import InferEvent
-from service.media import MediaPolicy
-from service.metrics import Metrics
-from service.openai_answers import ChatCompletionChunk, Completion
-from service.reclaim import reclaiming
-from service.spending import SpoolProbe
-from service.state import Service
-from service.token_text import TokenTexts
-from service.tracing import Tracer
+from mindie_mm.shm.requests.spool import require_locks
+from mindie_mm.worker.worker import Worker
+from service.http import errors, page
+from service.http.access import Access, OwnHost, is_loopback
+from service.middleware import Border
+from service.request.admission import Admission
+from service.request.media import MediaPolicy
+from service.request.quota import SpoolProbe
+from service.request.state import Service
+from service.request.token_text import TokenTexts
+from service.routes import chat, completions, generate, health, infer, models, tokens
+from service.routes.generate import GenerateEvent
+from service.routes.infer import InferEvent
+from service.schemas.description import describe
+from service.schemas.openai_answers import ChatCompletionChunk, Completion
+from service.telemetry.metrics import Metrics
+from service.telemetry.reclaim import reclaiming
+from service.telemetry.tracing import Tracer
 
 _ANY_PORT = ":*"
 _CACHED = "models--"

@@ -18,15 +18,16 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from mindie_mm import faults, logs
-from mindie_mm.config import ServiceConfig, WorkerConfig
-from mindie_mm.engine.worker import Worker
-from mindie_mm.environment import fault_folder
+from mindie_mm import logs
 from mindie_mm.errors import WorldError, os_errors_as
+from mindie_mm.processes import faults
+from mindie_mm.settings.config import ServiceConfig, WorkerConfig
+from mindie_mm.settings.environment import fault_folder
+from mindie_mm.worker.worker import Worker
 from service.app import create_app, require_places
-from service.connection import Connection
-from service.state import Service
-from service.tracing import Tracer
+from service.http.connection import Connection
+from service.request.state import Service
+from service.telemetry.tracing import Tracer
 
 _log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import threading
 from pathlib import Path
 
-from mindie_mm.ipc import ChildChannel, Lifeline
+from mindie_mm.processes.ipc import ChildChannel, Lifeline
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, path: str) -> None:

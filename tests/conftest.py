@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from mindie_mm import ipc
 from mindie_mm.device import open_device
 from mindie_mm.errors import DeviceError
+from mindie_mm.processes import ipc
 from mindie_mm.shm import survey
-from mindie_mm.shm.layout import SHM_DIRECTORY
+from mindie_mm.shm.format.layout import SHM_DIRECTORY
 
 pytest_plugins = ["tests.ascend.waits", "tests.checkpoints", "tests.own_shm", "tests.recording", "tests.warm"]
 # What these assert is shown with its values, as in test modules.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from mindie_mm.ipc import ChildChannel, Lifeline
+from mindie_mm.processes.ipc import ChildChannel, Lifeline
 
 logging.getLogger("library").addHandler(logging.StreamHandler())
 logging.getLogger("library").propagate = False

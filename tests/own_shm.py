@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from mindie_mm.shm.layout import SHM_DIRECTORY
+from mindie_mm.shm.format.layout import SHM_DIRECTORY
 
 _MOUNT = f"mount -t tmpfs tmpfs {SHM_DIRECTORY} && exec"
 AS_ROOT = ("unshare", "--mount", "sh", "-c", f'{_MOUNT} "$@"', "sh")

@@ -8,7 +8,7 @@ import numpy as np
 import soundfile
 import soxr
 
-from tools.speech import DIGITS, HELD_OUT_VOICES, recorded
+from training.speech import DIGITS, HELD_OUT_VOICES, recorded
 
 SPEECH_RATE = 22_050
 """Of `speech`: not the rate that models hear at."""

@@ -9,7 +9,7 @@ import io
 import os
 import socket
 
-import service.media
+import service.request.media
 from mindie_mm import cli
 
 
@@ -24,5 +24,5 @@ class MountedFile(io.FileIO):
         return super().read(-1 if size is None else size)
 
 
-service.media.FileIO = MountedFile  # type: ignore[misc]
+service.request.media.FileIO = MountedFile  # type: ignore[misc]
 cli.main(prog_name="mindie-mm")

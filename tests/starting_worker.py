@@ -7,7 +7,7 @@ import sys
 import msgspec
 
 from mindie_mm.errors import ArenaFull
-from mindie_mm.ipc import ChildChannel, Failure, Lifeline
+from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):

@@ -17,7 +17,7 @@ from mindie_mm.inputs import (
     unknown_keys,
     with_paths,
 )
-from mindie_mm.inputs.messages import MAX_ARGUMENT_VALUES
+from mindie_mm.inputs.chat_messages import MAX_ARGUMENT_VALUES
 from tests.media_samples import photograph
 
 

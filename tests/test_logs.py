@@ -14,7 +14,7 @@ import pytest
 
 from mindie_mm import logs
 from mindie_mm.errors import InputError
-from mindie_mm.ipc import Child
+from mindie_mm.processes.ipc import Child
 
 SECRET = "what the client sent"
 

@@ -110,7 +110,7 @@ def test_code_named_in_the_architecture_exists() -> None:
 def test_the_architecture_has_a_row_for_every_package() -> None:
     packages = {str(file.parent.relative_to(ROOT)) for file in ROOT.glob("mindie_mm/*/__init__.py")}
     rows = {*re.findall(r"^\| `(\S+)/` \|", ARCHITECTURE, re.MULTILINE)}
-    assert packages - rows == {"mindie_mm/inputs"}
+    assert packages <= rows
 
 
 def test_the_architecture_fits_on_a_page() -> None:

@@ -31,16 +31,17 @@ from typing import IO, Any, NoReturn
 import pytest
 import torch
 
-from mindie_mm import cli, ipc
+from mindie_mm import cli
+from mindie_mm.processes import ipc
 from tools import serving
 
 _PRELOADED = (
     __name__,
-    "mindie_mm.batch.process",
+    "mindie_mm.batch.batch_process",
     "mindie_mm.decode.nursery",
-    "mindie_mm.engine.llm",
-    "mindie_mm.engine.process",
-    "mindie_mm.tokenize.process",
+    "mindie_mm.worker.llm",
+    "mindie_mm.engine.process.engine_process",
+    "mindie_mm.tokenize.stage.tokenizer_process",
     "service.server",
     "transformers.modeling_layers",
     "transformers.models.auto.tokenization_auto",
@@ -218,14 +219,14 @@ class _Copy(subprocess.Popen[bytes]):
         if self._environment is not None:
             os.environ.clear()
             os.environ.update(self._environment)
-        importlib.import_module("mindie_mm.ipc").subprocess = SUBPROCESS  # type: ignore[attr-defined]
+        importlib.import_module("mindie_mm.processes.ipc").subprocess = SUBPROCESS  # type: ignore[attr-defined]
         _show(command)
         sys.argv = command[command.index("-m") + 1 :]
         importlib.import_module(sys.argv[0]).main()
 
 
 SUBPROCESS = SimpleNamespace(Popen=_Copy, DEVNULL=subprocess.DEVNULL)
-"""In the place of `subprocess` in mindie_mm.ipc: the workers that this process starts are copies of it."""
+"""In the place of `subprocess` in mindie_mm.processes.ipc: the workers that this process starts are copies of it."""
 
 
 @pytest.fixture

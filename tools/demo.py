@@ -26,11 +26,11 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from tools.questions import CHAT_ANSWERS
-from tools.scenes import Scene, Thing, draw
 from tools.serving import RunningService, running_service
-from tools.sounds import Kind, Sound, make
-from tools.speech import HELD_OUT_VOICES, RATE, recorded
+from training.questions import CHAT_ANSWERS
+from training.scenes import Scene, Thing, draw
+from training.sounds import Kind, Sound, make
+from training.speech import HELD_OUT_VOICES, RATE, recorded
 
 SHM = Path("/dev/shm")  # noqa: S108 - the demo looks at this folder
 WHAT = "What is in the image?"

@@ -2,9 +2,9 @@
 
     python -m tools.fault_matrix [--repeats 10] [--out build/fault_matrix.jsonl] [--role engine] [--point mid-decode]
 
-Each run keeps requests in flight, lets one process kill itself at one point (`mindie_mm.faults`), and then looks:
-requests in flight are answered right or fail with the documented error; the next request is answered right; within
-five seconds /dev/shm holds nothing of the dead. Runs are appended to the file as they end; those that are in it
+Each run keeps requests in flight, lets one process kill itself at one point (`mindie_mm.processes.faults`), and then
+looks: requests in flight are answered right or fail with the documented error; the next request is answered right;
+within five seconds /dev/shm holds nothing of the dead. Runs are appended to the file as they end; those that are in it
 already are not repeated. Exits 0 if all went well.
 """
 

@@ -12,7 +12,7 @@ class Point:
     role: str
     """api, tokenizer, nursery, decoder or engine: who dies."""
     name: str
-    """A point of `mindie_mm.faults`; or `at rest`, `at work` and `everything`, which are signals from outside."""
+    """A point of `processes.faults`; or `at rest`, `at work` and `everything`, which are signals from outside."""
     cause: str = "ask"
     """`ask`: requests alone; `preempt`: answers that preempt each other, too; `leave`: a client goes; `stop`: SIGTERM
     to the service; `start`: the service is started; `lose engine`, `lose tokenizer`, `lose nursery`: that process is

@@ -33,7 +33,10 @@ SETTINGS: dict[str, object] = {
     "max_num_batched_tokens": 48,  # prompts are prefilled in chunks
     "request_timeout_s": DEADLINE_S,
 }
-MODULES = {"tokenizer": "mindie_mm.tokenize.process", "engine": "mindie_mm.engine.process"}
+MODULES = {
+    "tokenizer": "mindie_mm.tokenize.stage.tokenizer_process",
+    "engine": "mindie_mm.engine.process.engine_process",
+}
 
 
 class Rig:

@@ -28,7 +28,7 @@ from bench.batch import memory
 from bench.batch.contestants import Cost, Reference, fused, tokenize
 from bench.batch.pictures import CACHE, SIDES, pictures, rows
 from bench.report import RESULTS, median, plot, write
-from mindie_mm.batch.manifest import Manifest
+from mindie_mm.batch.output.manifest import Manifest
 from tools.random_checkpoint import write_checkpoint
 
 IMAGES, ROWS = 10_000, 100_000

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import simplejpeg
 
-from mindie_mm.media.image import Pixels
+from mindie_mm.media.image.encoded_image import Pixels
 from tests.media_samples import PHOTOGRAPHS, photograph
 
 CACHE = Path(__file__).parents[2] / "build" / "bench-batch"

@@ -29,7 +29,7 @@ from bench.serve.load import Load, Outcome, Server, drive, seeds, session
 from bench.serve.neighbours import neighbours
 from bench.serve.overhead import overhead
 from bench.serve.pictures import Size
-from mindie_mm.cgroup import available_cpus
+from mindie_mm.settings.cgroup import available_cpus
 from tools.random_checkpoint import SIZES, write_checkpoint
 from tools.serving import running_service
 

@@ -15,7 +15,7 @@ from bench.serve.load import Server, ask, session
 from bench.serve.pictures import Size, data_url, jpeg
 from mindie_mm.inputs import Media
 from mindie_mm.models import family_of
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 SIZE = Size(640, 480)
 MAX_TOKENS = 16

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, open_image, resize
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.media.image.encoded_image import Data, open_image, resize
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
-from mindie_mm.nn.pretrained import PretrainedModel, text_width
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.weights.pretrained import PretrainedModel, text_width
 from mindie_mm.shm import ArraySpec
 
 _DEFAULTS = {"size": {"height": 224, "width": 224}, "image_mean": CLIP_MEAN, "image_std": CLIP_STD}

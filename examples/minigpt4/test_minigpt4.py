@@ -30,7 +30,7 @@ from transformers import (
 
 from mindie_mm.errors import InputError
 from mindie_mm.models import family_named, family_names, family_of, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import MediaItem
 from tests.models.contract import FamilyContract, Items, Reference, picture

@@ -9,6 +9,6 @@ Who does it        run (settings to a manifest), tally (what is done of it), wor
 Who sees it        progress, dataset, sheet (the pictures of a row)
 """
 
-from mindie_mm.batch.dataset import Dataset, Sample
+from mindie_mm.batch.output.dataset import Dataset, Sample
 
 __all__ = ["Dataset", "Sample"]

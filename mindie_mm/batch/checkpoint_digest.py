@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from blake3 import blake3
 
-from mindie_mm.batch.file_state import digest_of
+from mindie_mm.batch.input.file_state import digest_of
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _TOKENIZING_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")

@@ -18,15 +18,15 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from mindie_mm.batch.files import replacing
-from mindie_mm.batch.gather import gathered_path, is_gathered
-from mindie_mm.batch.messages import Finished, death_error
+from mindie_mm.batch.batch_messages import Finished, death_error
+from mindie_mm.batch.input.files import replacing
+from mindie_mm.batch.input.gather import gathered_path, is_gathered
+from mindie_mm.batch.input.source import Chunk, JSONLines
+from mindie_mm.batch.output.shard import ShardInfo, complete_shards
 from mindie_mm.batch.settings import Run
-from mindie_mm.batch.shard import ShardInfo, complete_shards
-from mindie_mm.batch.source import Chunk, JSONLines
-from mindie_mm.environment import limit_ray_connect, ray_address
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, StorageError, os_errors_as
-from mindie_mm.ipc import Failure
+from mindie_mm.processes.ipc import Failure
+from mindie_mm.settings.environment import limit_ray_connect, ray_address
 
 if TYPE_CHECKING:
     from mindie_mm.batch.stage import Stage

@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mindie_mm.batch.file_state import STATES_FILE, InputStates
-from mindie_mm.batch.files import creating, locked
-from mindie_mm.batch.gather import drop_gathered, gather, is_stream
-from mindie_mm.batch.manifest import Manifest, drop_changed
+from mindie_mm.batch.input.file_state import STATES_FILE, InputStates
+from mindie_mm.batch.input.files import creating, locked
+from mindie_mm.batch.input.gather import drop_gathered, gather, is_stream
+from mindie_mm.batch.input.source import chunks
+from mindie_mm.batch.output.manifest import Manifest, drop_changed
 from mindie_mm.batch.progress import Show
 from mindie_mm.batch.settings import RUN_FILE, Run, Settings, require_run
-from mindie_mm.batch.source import chunks
 from mindie_mm.batch.tally import Tally
 from mindie_mm.batch.workers import Workers
 from mindie_mm.errors import InputError, StorageError, os_errors_as
-from mindie_mm.paths import absolute
-from mindie_mm.shm.life import is_same
+from mindie_mm.settings.paths import absolute
+from mindie_mm.shm.memory.liveness_lock import is_same
 
 LOCK_FILE = ".lock"
 _NAME_A_FOLDER = "Name a folder that you may write to, or one that does not exist yet"

@@ -14,15 +14,15 @@ from blake3 import blake3
 
 from mindie_mm.batch.checkpoint_digest import model_digest
 from mindie_mm.batch.differences import differences, first_difference
-from mindie_mm.batch.file_state import FileState
-from mindie_mm.batch.files import replacing
-from mindie_mm.batch.gather import called, gathered_path, is_folder, is_gathered, is_stream, require_streams_once
-from mindie_mm.batch.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
+from mindie_mm.batch.input.file_state import FileState
+from mindie_mm.batch.input.files import replacing
+from mindie_mm.batch.input.gather import called, gathered_path, is_folder, is_gathered, is_stream, require_streams_once
+from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.batch.versions import versions
-from mindie_mm.config import MediaCaps, MiB
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import MediaCaps, MiB
 
 FORMAT = 2
 """Number of the output's layout; what has another one is not read."""

@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 import torch
 
-from mindie_mm import faults
-from mindie_mm.batch.file_state import FileState
-from mindie_mm.batch.gather import is_folder
-from mindie_mm.batch.messages import Finished, Step
-from mindie_mm.batch.record import Record
-from mindie_mm.batch.row import Row, parse, printable, row_id
+from mindie_mm.batch.batch_messages import Finished, Step
+from mindie_mm.batch.input.file_state import FileState
+from mindie_mm.batch.input.gather import is_folder
+from mindie_mm.batch.input.record import Record
+from mindie_mm.batch.input.row import Row, parse, printable, row_id
+from mindie_mm.batch.input.source import Chunk, Source
+from mindie_mm.batch.output.shard import ShardInfo, ShardWriter
 from mindie_mm.batch.settings import Run
-from mindie_mm.batch.shard import ShardInfo, ShardWriter
-from mindie_mm.batch.source import Chunk, Source
 from mindie_mm.device import host_memory
 from mindie_mm.errors import ArenaFull, InputError, MediaError, MindieMMError, StorageError, error_name
 from mindie_mm.inputs import Media
-from mindie_mm.shm.disk_writer import LotMemory
+from mindie_mm.processes import faults
+from mindie_mm.shm.disk.disk_writer import LotMemory
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.wires import DiskWire

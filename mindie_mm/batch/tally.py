@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from mindie_mm.batch.file_state import FileState
-from mindie_mm.batch.messages import Step
+from mindie_mm.batch.batch_messages import Step
+from mindie_mm.batch.input.file_state import FileState
+from mindie_mm.batch.input.record import RecordsDigest
+from mindie_mm.batch.input.source import Chunk, Source
+from mindie_mm.batch.output.shard import ShardInfo, complete_shards
 from mindie_mm.batch.progress import Progress, Show
-from mindie_mm.batch.record import RecordsDigest
 from mindie_mm.batch.settings import Run
-from mindie_mm.batch.shard import ShardInfo, complete_shards
-from mindie_mm.batch.source import Chunk, Source
 from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_as
 
 

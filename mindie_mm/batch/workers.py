@@ -12,19 +12,19 @@ from pathlib import Path
 
 import msgspec
 
+from mindie_mm.batch.batch_messages import Finished, Job, Ready, Report, Steps, death_error
 from mindie_mm.batch.cursor import RowCursor
-from mindie_mm.batch.messages import Finished, Job, Ready, Report, Steps, death_error
+from mindie_mm.batch.input.source import Chunk
 from mindie_mm.batch.progress import Progress
-from mindie_mm.batch.source import Chunk
 from mindie_mm.batch.tally import Tally
-from mindie_mm.cgroup import available_cpus
 from mindie_mm.errors import ProcessDied, StorageError, os_errors_as
-from mindie_mm.ipc import Child, Failure
-from mindie_mm.tasks import gather
+from mindie_mm.processes.ipc import Child, Failure
+from mindie_mm.processes.tasks import gather
+from mindie_mm.settings.cgroup import available_cpus
 
 _log = logging.getLogger(__name__)
 
-_MODULE = "mindie_mm.batch.process"
+_MODULE = "mindie_mm.batch.batch_process"
 TIMINGS_FILE = "timings.jsonl"
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import click
 
-from mindie_mm.environment import keep_backends_out, restart_in_utf8
 from mindie_mm.errors import InputError, MindieMMError, SharedMemoryError
-from mindie_mm.interrupts import INTERRUPTED, importing, interruptible
-from mindie_mm.standard_streams import use_utf8
+from mindie_mm.processes.interrupts import INTERRUPTED, importing, interruptible
+from mindie_mm.processes.standard_streams import use_utf8
+from mindie_mm.settings.environment import keep_backends_out, restart_in_utf8
 
 COMMANDS = ("serve", "ask", "tokenize", "generate", "inspect", "models", "shm", "doctor")
 

@@ -9,9 +9,9 @@ import click
 
 from mindie_mm.cli.paths import PATH, READABLE_FILE, TEXT
 from mindie_mm.cli.settings import configured
-from mindie_mm.config import WorkerConfig
 from mindie_mm.errors import InputError
-from mindie_mm.interrupts import importing
+from mindie_mm.processes.interrupts import importing
+from mindie_mm.settings.config import WorkerConfig
 
 
 @click.command("ask", short_help="Ask one question and print the answer.")
@@ -59,8 +59,8 @@ def command(
         from rich.console import Console
 
         from mindie_mm import logs
-        from mindie_mm.engine.default_sampling import defaults_of, effective
-        from mindie_mm.engine.sampling_params import SamplingParams
+        from mindie_mm.engine.requests.default_sampling import defaults_of, effective
+        from mindie_mm.engine.requests.sampling_params import SamplingParams
 
     flags = {
         "device": device,
@@ -77,7 +77,7 @@ def command(
     status = Console(stderr=True)
     with status.status("loading the model"):
         with importing():
-            from mindie_mm.engine.llm import LLM
+            from mindie_mm.worker.llm import LLM
 
             _require_kinds(found.worker, [kind for kind, paths in media.items() if paths])
         llm = LLM(found.worker.model, found.worker)
@@ -94,7 +94,7 @@ def command(
 def _require_kinds(config: WorkerConfig, given: list[str]) -> None:
     """Raise InputError if the checkpoint does not accept a given kind of media. Called before weights are loaded."""
     from mindie_mm.models import family_of
-    from mindie_mm.nn.checkpoint import Checkpoint
+    from mindie_mm.nn.checkpoint.directory import Checkpoint
 
     checkpoint = Checkpoint.open(config.model)
     kinds = family_of(checkpoint, config.family).kinds

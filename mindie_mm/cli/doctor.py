@@ -13,8 +13,8 @@ import click
 from mindie_mm.cli.console import print_table
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
-from mindie_mm.config import EngineConfig, WorkerConfig
-from mindie_mm.interrupts import importing
+from mindie_mm.processes.interrupts import importing
+from mindie_mm.settings.config import EngineConfig, WorkerConfig
 
 
 @click.command("doctor", cls=SettingsCommand, short_help="Check whether this machine can serve a checkpoint.")

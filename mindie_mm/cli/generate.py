@@ -10,7 +10,7 @@ import click
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import configured
-from mindie_mm.interrupts import importing
+from mindie_mm.processes.interrupts import importing
 
 
 @click.command("generate", short_help="Run the model on tokenized rows.")
@@ -62,8 +62,8 @@ def command(
         import asyncio
 
         from mindie_mm.batch import Dataset
-        from mindie_mm.cli.offline import generate
-        from mindie_mm.engine.default_sampling import defaults_of
+        from mindie_mm.engine.requests.default_sampling import defaults_of
+        from mindie_mm.worker.offline import generate
 
     if output.name == "-":
         raise click.BadParameter("answers go to a file, so that a second call can continue it", param_hint="--output")

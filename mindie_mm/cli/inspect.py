@@ -9,7 +9,7 @@ import click
 
 from mindie_mm.cli.paths import PATH
 from mindie_mm.errors import StorageError, os_errors_as
-from mindie_mm.interrupts import importing
+from mindie_mm.processes.interrupts import importing
 
 
 @click.command("inspect", short_help="Show a tokenized data set, or a row of it.")
@@ -45,7 +45,7 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
     run = dataset.manifest.run
     with importing():  # torch, which the table of a run does not need
         from mindie_mm.models import family_of
-        from mindie_mm.nn.checkpoint import Checkpoint
+        from mindie_mm.nn.checkpoint.directory import Checkpoint
 
         checkpoint = run.settings.checkpoint() if model is None else Checkpoint.open(model)
         if not other_model:
@@ -80,7 +80,7 @@ def _save(pictures: list[Any], png: Path) -> None:
     if not pictures:
         click.echo(f"the row has no pictures; {png} was not written")
         return
-    from mindie_mm.batch.sheet import contact_sheet
+    from mindie_mm.cli.sheet import contact_sheet
 
     with os_errors_as(StorageError, f"{png} cannot be written"):
         contact_sheet(pictures).save(png, "PNG")

@@ -10,7 +10,7 @@ import click
 
 from mindie_mm.cli.console import print_table
 from mindie_mm.errors import InputError
-from mindie_mm.interrupts import importing
+from mindie_mm.processes.interrupts import importing
 
 
 @click.command("models", short_help="List the supported model families.")

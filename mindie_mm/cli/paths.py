@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from mindie_mm.environment import text_of
 from mindie_mm.errors import InputError
+from mindie_mm.settings.environment import text_of
 
 
 class _Path(click.Path):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import click
 
 from mindie_mm.errors import BadReference, InputError, MindieMMError, SharedMemoryError
-from mindie_mm.interrupts import INTERRUPTED
+from mindie_mm.processes.interrupts import INTERRUPTED
 
 ROWS_FAILED = 1
 """The run is finished, and some rows have an error in place of a result."""

@@ -10,9 +10,9 @@ import click
 
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
-from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
-from mindie_mm.sources import Configuration, misspelt_variables
-from mindie_mm.standard_streams import stderr_without_waiting
+from mindie_mm.processes.standard_streams import stderr_without_waiting
+from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
+from mindie_mm.settings.sources import Configuration, misspelt_variables
 
 _log = logging.getLogger("mindie_mm.settings")
 

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import click
 
 from mindie_mm.cli.paths import PATH, TEXT
-from mindie_mm.config import GiB, MiB
-from mindie_mm.sources import PARTS, Configuration, configuration
+from mindie_mm.settings.config import GiB, MiB
+from mindie_mm.settings.sources import PARTS, Configuration, configuration
 
 Command = Callable[..., Any]
 

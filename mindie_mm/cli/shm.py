@@ -17,15 +17,15 @@ import click
 
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.shm_view import arena_rows, block_rows, footer, line, printable, size
-from mindie_mm.environment import default_spool
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError, os_errors_as
-from mindie_mm.shm.arena_info import ArenaInfo, survey
-from mindie_mm.shm.layout import file_name
-from mindie_mm.shm.path_file import release
-from mindie_mm.shm.reader import release_block
-from mindie_mm.shm.reclaim import Collected, collect, collect_path_file
-from mindie_mm.shm.space import ShmSpace
-from mindie_mm.shm.spool import require_spool
+from mindie_mm.settings.environment import default_spool
+from mindie_mm.shm.format.layout import file_name
+from mindie_mm.shm.memory.space import ShmSpace
+from mindie_mm.shm.operate.arena_info import ArenaInfo, survey
+from mindie_mm.shm.operate.reclaim import Collected, collect, collect_path_file
+from mindie_mm.shm.reader.view import release_block
+from mindie_mm.shm.requests.path_file import release
+from mindie_mm.shm.requests.spool import require_spool
 
 _BLOCK = re.compile(r"mindie_mm-([0-9a-f]{4}):([0-9]{1,5})")
 

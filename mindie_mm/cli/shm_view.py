@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 
-from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo
-from mindie_mm.shm.layout import SHM_DIRECTORY, block_name
-from mindie_mm.shm.space import ShmSpace
+from mindie_mm.shm.format.layout import SHM_DIRECTORY, block_name
+from mindie_mm.shm.memory.space import ShmSpace
+from mindie_mm.shm.operate.arena_info import ArenaInfo, BlockInfo
 
 
 def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:

@@ -11,9 +11,9 @@ import click
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
-from mindie_mm.config import MediaCaps, MiB
 from mindie_mm.errors import InputError, os_errors_as
-from mindie_mm.interrupts import importing
+from mindie_mm.processes.interrupts import importing
+from mindie_mm.settings.config import MediaCaps, MiB
 
 
 @click.command("tokenize", cls=SettingsCommand, short_help="Tokenize and preprocess a data set.")
@@ -72,7 +72,7 @@ def command(
     interrupt, 3 if the run is not finished for another reason. Run the same command again to continue.
     """
     with importing():
-        from mindie_mm.batch.gather import input_named, is_stream, told
+        from mindie_mm.batch.input.gather import input_named, is_stream, told
         from mindie_mm.batch.progress import shown
         from mindie_mm.batch.run import run_batch
         from mindie_mm.batch.settings import Settings

@@ -8,17 +8,17 @@ from contextlib import ExitStack
 
 import msgspec
 
-from mindie_mm.config import MediaCaps
-from mindie_mm.decode.messages import Facts, FromDecoder, Item, PlanItem, Refused, ToDecoder, Written
+from mindie_mm.decode.decoder_messages import Facts, FromDecoder, Item, PlanItem, Refused, ToDecoder, Written
 from mindie_mm.decode.parcel import unpacked
 from mindie_mm.decode.planning import plan_item
 from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.decode.scratch import Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, WorldError
-from mindie_mm.ipc import Failure
 from mindie_mm.lockdown import limit_processor_time
-from mindie_mm.media.caps import decoding_to_count, under
+from mindie_mm.media.guard.caps import decoding_to_count, under
 from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.processes.ipc import Failure
+from mindie_mm.settings.config import MediaCaps
 
 
 class Decoder:

@@ -11,8 +11,7 @@ from typing import Any, Self, cast
 import msgspec
 from numpy.typing import NDArray
 
-from mindie_mm.decode.jobs import DecoderProcess, Group, Job, JobQueue
-from mindie_mm.decode.messages import (
+from mindie_mm.decode.decoder_messages import (
     DecoderSetup,
     Facts,
     FromDecoder,
@@ -23,11 +22,12 @@ from mindie_mm.decode.messages import (
     WriteItem,
     Written,
 )
+from mindie_mm.decode.jobs import DecoderProcess, Group, Job, JobQueue
 from mindie_mm.decode.nursery_client import NurseryClient
 from mindie_mm.decode.scratch import layout_of
 from mindie_mm.errors import NoProcess
-from mindie_mm.restarts import Starter, logged
-from mindie_mm.tasks import gather, off_loop
+from mindie_mm.processes.restarts import Starter, logged
+from mindie_mm.processes.tasks import gather, off_loop
 
 _log = logging.getLogger(__name__)
 

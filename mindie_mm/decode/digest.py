@@ -8,7 +8,7 @@ import numpy as np
 
 from mindie_mm.decode.parcel import Parcel, Part
 from mindie_mm.errors import MediaError
-from mindie_mm.media.image import Data
+from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.salt import salted
 
 DIGEST_BYTES = 32

@@ -7,10 +7,10 @@ import signal
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from mindie_mm.decode.messages import FromDecoder, Item
+from mindie_mm.decode.decoder_messages import FromDecoder, Item
 from mindie_mm.decode.scratch import Layout, Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, NoProcess, ProcessDied
-from mindie_mm.ipc import Channel
+from mindie_mm.processes.ipc import Channel
 
 _FAULTS_OF_THE_ITEM = {
     signal.SIGSEGV,

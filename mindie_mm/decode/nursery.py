@@ -18,22 +18,22 @@ from typing import NoReturn
 import msgspec
 import torch
 
-from mindie_mm import faults
-from mindie_mm.config import MiB
 from mindie_mm.decode.decoder import Decoder, serve
-from mindie_mm.decode.messages import DecoderSetup, Ended, Fork, Forked, FromNursery, Ready, ToNursery
+from mindie_mm.decode.decoder_messages import DecoderSetup, Ended, Fork, Forked, FromNursery, Ready, ToNursery
 from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.decode.scratch import Scratch
 from mindie_mm.device import host_memory
-from mindie_mm.environment import fault_folder
 from mindie_mm.errors import MindieMMError
-from mindie_mm.ipc import ChildChannel, Failure, Lifeline
 from mindie_mm.lockdown import lock_in, support
 from mindie_mm.lockdown.system_calls import PR_SET_PDEATHSIG, prctl
 from mindie_mm.media.warm import warm_up
 from mindie_mm.models import family_of, reading
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
+from mindie_mm.processes import faults
+from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline
+from mindie_mm.settings.config import MiB
+from mindie_mm.settings.environment import fault_folder
 
 _log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from mindie_mm.decode.messages import DecoderSetup, Ended, Fork, FromNursery, Kill, Ready, ToNursery
+from mindie_mm.decode.decoder_messages import DecoderSetup, Ended, Fork, FromNursery, Kill, Ready, ToNursery
 from mindie_mm.decode.scratch import Scratch, make_file
-from mindie_mm.environment import single_threaded
 from mindie_mm.errors import InputError, ProcessDied
-from mindie_mm.ipc import Channel, Child, open_channel
-from mindie_mm.restarts import RESTART_WAIT_S, Starter, logged
+from mindie_mm.processes.ipc import Channel, Child, open_channel
+from mindie_mm.processes.restarts import RESTART_WAIT_S, Starter, logged
+from mindie_mm.settings.environment import single_threaded
 
 _log = logging.getLogger(__name__)
 

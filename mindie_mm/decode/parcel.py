@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.inputs import Media
-from mindie_mm.media.image import Data
+from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.source import read_source, source_path
+from mindie_mm.settings.config import MAX_SOURCE_BYTES
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.caps import under
-from mindie_mm.media.image import Data
+from mindie_mm.media.guard.caps import under
+from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.settings.config import MediaCaps
 
 
 def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Kind, int], caps: MediaCaps) -> Plan:

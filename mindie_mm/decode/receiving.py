@@ -1,4 +1,4 @@
-"""The decoder's end of a channel that carries open files (`mindie_mm.ipc.Channel.send_with`)."""
+"""The decoder's end of a channel that carries open files (`mindie_mm.processes.ipc.Channel.send_with`)."""
 
 from __future__ import annotations
 

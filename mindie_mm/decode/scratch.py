@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindie_mm.shm.layout import ALIGNMENT, PAGE, round_up
+from mindie_mm.shm.format.layout import ALIGNMENT, PAGE, round_up
 
 Layout = dict[str, tuple[int, str, tuple[int, ...]]]
 """Offset, dtype and shape of each array."""

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from mindie_mm.cgroup import available_cpus
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
-from mindie_mm.environment import has_thread_count
+from mindie_mm.settings.cgroup import available_cpus
+from mindie_mm.settings.environment import has_thread_count
 
 
 class Device(ABC):

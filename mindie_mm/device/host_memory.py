@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from mindie_mm import cgroup
 from mindie_mm.errors import DeviceError, os_errors_as
+from mindie_mm.settings import cgroup
 
 _MiB, _GiB = 2**20, 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h

@@ -1,0 +1,1 @@
+"""The engine loop: scheduler, caches, runner and sampler."""

@@ -14,12 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm import faults
-from mindie_mm.config import EngineConfig
 from mindie_mm.device import download, require_alive, upload
-from mindie_mm.engine.encoder_cache import EncoderCache
-from mindie_mm.engine.grammar import Constraint, Grammars
-from mindie_mm.engine.messages import (
+from mindie_mm.engine.cache.encoder_cache import EncoderCache
+from mindie_mm.engine.ranks import ALONE, Ranks
+from mindie_mm.engine.requests.engine_messages import (
     Abort,
     Add,
     FinishReason,
@@ -30,11 +28,10 @@ from mindie_mm.engine.messages import (
     Stepped,
     TokenLogprob,
 )
-from mindie_mm.engine.ranks import ALONE, Ranks
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.sampler import logprobs_of, sample, score
-from mindie_mm.engine.sampling_params import SamplingParams
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
-from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.engine.towers import Towers
 from mindie_mm.errors import (
@@ -46,9 +43,12 @@ from mindie_mm.errors import (
     TokenOutOfRange,
     WorldError,
 )
-from mindie_mm.ipc import Failure
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.splice import MediaItem, plain_ids
+from mindie_mm.processes import faults
+from mindie_mm.processes.ipc import Failure
+from mindie_mm.settings.config import EngineConfig
+from mindie_mm.structured.grammar import Constraint, Grammars
 
 _log = logging.getLogger(__name__)
 

@@ -7,23 +7,23 @@ from collections import abc
 import numpy as np
 import torch
 
-from mindie_mm import faults
-from mindie_mm.config import EngineConfig, GiB
 from mindie_mm.device import kind_of
 from mindie_mm.engine.base import BaseEngine, Draw, generator_of
-from mindie_mm.engine.block_pool import BlockPool
+from mindie_mm.engine.cache.block_pool import BlockPool
+from mindie_mm.engine.cache.kv_cache_size import block_size, fitting_context, useful_blocks
+from mindie_mm.engine.cache.prefix import share
 from mindie_mm.engine.decode_graphs import DecodeGraphs, are_recorded
-from mindie_mm.engine.kv_cache_size import block_size, fitting_context, useful_blocks
-from mindie_mm.engine.messages import Add, Progress, Ready
-from mindie_mm.engine.prefix import share
 from mindie_mm.engine.ranks import ALONE, Ranks
+from mindie_mm.engine.requests.engine_messages import Add, Progress, Ready
+from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.runner import PROMPT_ROWS, PromptRows, Runner
 from mindie_mm.engine.sampler import token_logprobs
 from mindie_mm.engine.scheduler import Scheduled, Scheduler
-from mindie_mm.engine.sequence import Sequence
 from mindie_mm.errors import ContextLengthExceeded
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import plain_ids
+from mindie_mm.processes import faults
+from mindie_mm.settings.config import EngineConfig, GiB
 
 
 class Engine(BaseEngine):

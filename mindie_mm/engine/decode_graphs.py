@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.device import Device, block_table, kind_of, upload
 from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.paged_batch import PagedCache, RecordedBatch
+from mindie_mm.settings.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 

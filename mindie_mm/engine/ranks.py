@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindie_mm.device import Device, default_num_threads, open_device
-from mindie_mm.environment import keep_collectives_local
 from mindie_mm.errors import DeviceError, MindieMMError
-from mindie_mm.ipc import Failure
+from mindie_mm.processes.ipc import Failure
+from mindie_mm.settings.environment import keep_collectives_local
 
 T = TypeVar("T")
 

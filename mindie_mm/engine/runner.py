@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mindie_mm.device import upload
 from mindie_mm.engine.decode_graphs import DecodeGraphs
+from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.scheduler import Scheduled
-from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.towers import Features
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache

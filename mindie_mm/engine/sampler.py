@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mindie_mm.device import download, upload
-from mindie_mm.engine.messages import TokenLogprob
-from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.engine.sequence import Sequence
+from mindie_mm.engine.requests.engine_messages import TokenLogprob
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sequence import Sequence
 
 _PIECE = 256
 """Tokens of the vocabulary that are weighed together before one of them is drawn."""

@@ -13,13 +13,13 @@ from collections import abc, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mindie_mm.config import EngineConfig
-from mindie_mm.engine.block_pool import BlockPool
-from mindie_mm.engine.encoder_cache import EncoderCache
-from mindie_mm.engine.prefix import extend_keys
-from mindie_mm.engine.sequence import Sequence
+from mindie_mm.engine.cache.block_pool import BlockPool
+from mindie_mm.engine.cache.encoder_cache import EncoderCache
+from mindie_mm.engine.cache.prefix import extend_keys
+from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.settings.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

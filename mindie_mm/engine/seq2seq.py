@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
-from mindie_mm.config import EngineConfig, GiB
 from mindie_mm.engine.base import BaseEngine, generator_of
-from mindie_mm.engine.encoder_cache import EncoderCache
-from mindie_mm.engine.kv_cache_size import context_length, fitting_context, useful_bytes
-from mindie_mm.engine.messages import Add, FinishReason, Progress, Ready
+from mindie_mm.engine.cache.encoder_cache import EncoderCache
+from mindie_mm.engine.cache.kv_cache_size import context_length, fitting_context, useful_bytes
+from mindie_mm.engine.requests.engine_messages import Add, FinishReason, Progress, Ready
+from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
-from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.engine.towers import Features
 from mindie_mm.errors import ContextLengthExceeded, DeviceError, InputError
 from mindie_mm.nn.model import Positions
 from mindie_mm.nn.seq2seq import Decoding, Seq2SeqModel
 from mindie_mm.nn.splice import Splice, plain_ids
+from mindie_mm.processes import faults
+from mindie_mm.settings.config import EngineConfig, GiB
 
 _log = logging.getLogger(__name__)
 

@@ -9,18 +9,18 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from mindie_mm import faults
-from mindie_mm.config import MiB
 from mindie_mm.device import require_alive
-from mindie_mm.engine.encoder_cache import EncoderCache
+from mindie_mm.engine.cache.encoder_cache import EncoderCache
 from mindie_mm.engine.ranks import Ranks
+from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.scheduler import Scheduled
-from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.splice import ItemRef, ItemView, MediaItem
 from mindie_mm.nn.staging import fetch
+from mindie_mm.processes import faults
+from mindie_mm.settings.config import MiB
 
 _log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ The parts of OpenAI and Hugging Face chat messages (`{"type": "image_url", "imag
 
 from __future__ import annotations
 
+from mindie_mm.inputs.chat_messages import parse_messages
 from mindie_mm.inputs.checks import shown, whole
 from mindie_mm.inputs.items import (
     KINDS,
@@ -27,7 +28,6 @@ from mindie_mm.inputs.items import (
     messages_with_paths,
     with_paths,
 )
-from mindie_mm.inputs.messages import parse_messages
 from mindie_mm.inputs.parts import MAX_LISTED_FRAMES, parse_inputs
 from mindie_mm.inputs.prompt_fields import OFF, PROMPT_FIELDS, refused_fields, template_variables
 from mindie_mm.inputs.tools import require_tools

@@ -1,0 +1,1 @@
+"""Media files to pixels and samples, with limits on hostile files."""

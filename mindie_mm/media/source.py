@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindie_mm.config import MAX_SOURCE_BYTES
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
 from mindie_mm.inputs import Item, Media, Message
-from mindie_mm.media import cancellation
-from mindie_mm.media.audio import Samples
-from mindie_mm.media.caps import caps
-from mindie_mm.media.colours import pil_to_rgb
-from mindie_mm.media.image import Data, Frames, Pixels
-from mindie_mm.media.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
-from mindie_mm.tasks import beside
+from mindie_mm.media.audio.encoded_audio import Samples
+from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
+from mindie_mm.media.guard import cancellation
+from mindie_mm.media.guard.caps import caps
+from mindie_mm.media.image.colours import pil_to_rgb
+from mindie_mm.media.image.encoded_image import Data, Frames, Pixels
+from mindie_mm.processes.tasks import beside
+from mindie_mm.settings.config import MAX_SOURCE_BYTES
 
 FETCH_TIMEOUT_S = 30.0
 """Maximum time in seconds to fetch a URL or to read a pipe."""
@@ -143,7 +143,9 @@ def _read_text(source: str) -> bytes:
 
 def _fetch(url: str) -> bytes:
     """Fetch a URL with the same restrictions as in the service."""
-    from mindie_mm.media.fetch import fetch  # late, because an HTTP client imports slowly and most callers have files
+    from mindie_mm.media.fetch.http import (
+        fetch,  # late, because an HTTP client imports slowly and most callers have files
+    )
 
     # The caller may be inside an event loop, for example in a notebook.
     return beside(

@@ -14,10 +14,10 @@ import torch
 from PIL import AvifImagePlugin, Image
 
 from mindie_mm.errors import MediaError
-from mindie_mm.media.audio import open_audio
-from mindie_mm.media.image import FORMATS, RESAMPLES, open_image, resize
-from mindie_mm.media.mel import MelSettings, write_log_mel
-from mindie_mm.media.video import open_video
+from mindie_mm.media.audio.encoded_audio import open_audio
+from mindie_mm.media.audio.mel import MelSettings, write_log_mel
+from mindie_mm.media.image.encoded_image import FORMATS, RESAMPLES, open_image, resize
+from mindie_mm.media.video.encoded_video import open_video
 
 _MODES = ("RGB", "RGBA", "P", "1", "CMYK", "LAB", "I;16", "F")
 """Modes that take ways of their own to RGB."""

@@ -18,14 +18,14 @@ import torch
 
 from mindie_mm.device import Device, open_device
 from mindie_mm.errors import DeviceError, InputError, MindieMMError, UnsupportedCheckpoint
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import TOGETHER, Placement, place
-from mindie_mm.nn.quantized import refuse_mindie
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from mindie_mm.nn.shares import is_first
-from mindie_mm.nn.stored_tensors import stored_dtype
+from mindie_mm.nn.weights.quantized import refuse_mindie
+from mindie_mm.nn.weights.shares import is_first
+from mindie_mm.nn.weights.stored_tensors import stored_dtype
 
 GROUP = "mindie_mm.models"
 _MOST_KEYS = 12  # in one line
@@ -38,7 +38,7 @@ def family_names() -> list[str]:
 
 
 def _own_names() -> set[str]:
-    return {module.name for module in pkgutil.iter_modules(__path__)}
+    return {module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")}
 
 
 def _entries() -> Mapping[str, EntryPoint]:

@@ -15,17 +15,17 @@ from torch import Tensor
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
-from mindie_mm.media.preprocess import Preprocess, Size, check_made, check_settings, resample_of
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.media.image.preprocess import Preprocess, Size, check_made, check_settings, resample_of
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
-from mindie_mm.nn.pretrained import PretrainedModel, load_pretrained, read_config
 from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.weights.pretrained import PretrainedModel, load_pretrained, read_config
 
 _DEFAULTS: Mapping[str, Any] = {
     "size": {"height": 384, "width": 384},

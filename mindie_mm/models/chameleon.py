@@ -14,15 +14,15 @@ from torch import Tensor
 from mindie_mm.device import upload
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
-from mindie_mm.media.preprocess import Preprocess, Size, check_settings, resample_of
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.media.image.preprocess import Preprocess, Size, check_settings, resample_of
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import Normalization, joined
-from mindie_mm.nn.pretrained import PretrainedModel, text_width
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.weights.pretrained import PretrainedModel, text_width
 
 _DEFAULTS: Mapping[str, Any] = {
     "resample": 1,

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, Pixels, Resample, open_image, resize
-from mindie_mm.media.preprocess import Size, background_of, check_settings, pad, resample_of
-from mindie_mm.nn.checkpoint import Checkpoint, with_special_tokens
-from mindie_mm.nn.end_tokens import tokenizers_eos
+from mindie_mm.media.image.encoded_image import Data, Pixels, Resample, open_image, resize
+from mindie_mm.media.image.preprocess import Size, background_of, check_settings, pad, resample_of
+from mindie_mm.nn.checkpoint.directory import Checkpoint, with_special_tokens
+from mindie_mm.nn.checkpoint.end_tokens import tokenizers_eos
+from mindie_mm.nn.checkpoint.renaming import UNBATCHED, Renaming, third
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
-from mindie_mm.nn.pretrained import PretrainedModel, read_config
-from mindie_mm.nn.renaming import UNBATCHED, Renaming, third
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
 DEFAULTS: Mapping[str, Any] = {

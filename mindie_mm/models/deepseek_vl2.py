@@ -18,13 +18,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mindie_mm.device import Device
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, open_image
-from mindie_mm.media.tiles import CanvasSize, best_canvas
+from mindie_mm.media.image.encoded_image import Data, open_image
+from mindie_mm.media.image.tiles import CanvasSize, best_canvas
+from mindie_mm.models._experts import MLP, Experts, join_experts
 from mindie_mm.nn.attention import paged_attention
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.config_keys import Keys, Nullable, words
-from mindie_mm.nn.end_tokens import eos_token_ids
-from mindie_mm.nn.experts import MLP, Experts, join_experts
+from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
@@ -32,7 +32,7 @@ from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pixels import normalize_pictures
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
-from mindie_mm.nn.weights import build
+from mindie_mm.nn.weights.build import build
 from mindie_mm.shm import ArraySpec
 
 _TILES = "tiles"

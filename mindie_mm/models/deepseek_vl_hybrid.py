@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.media.image import Pixels, resize
-from mindie_mm.media.preprocess import background_of, check_settings, resample_of
+from mindie_mm.media.image.encoded_image import Pixels, resize
+from mindie_mm.media.image.preprocess import background_of, check_settings, resample_of
 from mindie_mm.models.deepseek_vl import (
     DEFAULTS,
     LANGUAGE_RENAMINGS,
@@ -31,9 +31,9 @@ from mindie_mm.models.deepseek_vl import (
     siglip_renamings,
     translate,
 )
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.renaming import Renaming
 from mindie_mm.nn.pixels import Normalization
-from mindie_mm.nn.renaming import Renaming
 from mindie_mm.shm import ArraySpec
 
 _HIGH = "high_res_pixel_values"

@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from mindie_mm.device import Device
 from mindie_mm.errors import InputError, TokenOutOfRange, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
-from mindie_mm.media.preprocess import Preprocess, Size, check_settings, resample_of
-from mindie_mm.nn.checkpoint import Checkpoint, tokenizer_length, with_special_tokens
+from mindie_mm.media.image.preprocess import Preprocess, Size, check_settings, resample_of
+from mindie_mm.nn.checkpoint.directory import Checkpoint, tokenizer_length, with_special_tokens
+from mindie_mm.nn.checkpoint.renaming import TRANSPOSED, Renaming
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
-from mindie_mm.nn.pretrained import read_config
-from mindie_mm.nn.renaming import TRANSPOSED, Renaming
 from mindie_mm.nn.seq2seq import Decoding, Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem, Splice
-from mindie_mm.nn.weights import renamed_weights
+from mindie_mm.nn.weights.build import renamed_weights
+from mindie_mm.nn.weights.pretrained import read_config
 
 _DEFAULTS: Mapping[str, Any] = {
     "size": {"shortest_edge": 224},

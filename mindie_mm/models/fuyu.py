@@ -15,16 +15,16 @@ from torch import Tensor
 
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, Pixels, open_image, resize
-from mindie_mm.media.patches import patchify, unpatchify
-from mindie_mm.media.preprocess import Size, check_settings, resample_of
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.media.image.encoded_image import Data, Pixels, open_image, resize
+from mindie_mm.media.image.patches import patchify, unpatchify
+from mindie_mm.media.image.preprocess import Size, check_settings, resample_of
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization, joined
-from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
 _NEEDED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_pad": True, "padding_mode": "constant"}

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, open_image, resize
-from mindie_mm.media.preprocess import Size, check_made, check_settings, resample_of
+from mindie_mm.media.image.encoded_image import Data, open_image, resize
+from mindie_mm.media.image.preprocess import Size, check_made, check_settings, resample_of
 from mindie_mm.models.llava import LlavaModel
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.pixels import HALF, Normalization
-from mindie_mm.nn.pretrained import read_config
 from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
 
 _TOWER = "siglip_vision_model"

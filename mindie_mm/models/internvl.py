@@ -17,19 +17,19 @@ from torch import Tensor
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.frames import Sampling, comes_sampled, stepped
-from mindie_mm.media.image import Data, open_image, resize
-from mindie_mm.media.preprocess import Size, check_made, check_settings, resample_of
-from mindie_mm.media.tiles import closest_grid, cut
-from mindie_mm.media.video import open_video
-from mindie_mm.nn.checkpoint import Checkpoint, with_special_tokens
+from mindie_mm.media.image.encoded_image import Data, open_image, resize
+from mindie_mm.media.image.preprocess import Size, check_made, check_settings, resample_of
+from mindie_mm.media.image.tiles import closest_grid, cut
+from mindie_mm.media.video.encoded_video import open_video
+from mindie_mm.media.video.frames import Sampling, comes_sampled, stepped
+from mindie_mm.nn.checkpoint.directory import Checkpoint, with_special_tokens
+from mindie_mm.nn.checkpoint.renaming import Renaming, grouped, third
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD, Normalization
-from mindie_mm.nn.pretrained import PretrainedModel, read_config
-from mindie_mm.nn.renaming import Renaming, grouped, third
 from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
 _DEFAULTS: Mapping[str, Any] = {

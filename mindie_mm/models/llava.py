@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
-from mindie_mm.media.preprocess import (
+from mindie_mm.media.image.preprocess import (
     Preprocess,
     Size,
     background_of,
@@ -20,14 +20,14 @@ from mindie_mm.media.preprocess import (
     check_settings,
     resample_of,
 )
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization
-from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 
 _CLIP: Mapping[str, Any] = {
     "resample": 3,

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, open_image
-from mindie_mm.media.preprocess import Size, resample_of
-from mindie_mm.media.tiles import best_canvas, without_padding, write_canvas
+from mindie_mm.media.image.encoded_image import Data, open_image
+from mindie_mm.media.image.preprocess import Size, resample_of
+from mindie_mm.media.image.tiles import best_canvas, without_padding, write_canvas
 from mindie_mm.models.llava import LlavaModel, check_stated, tokens_of_tower
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
-from mindie_mm.nn.pretrained import read_config
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
 
 

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.frames import Sampling, evenly
-from mindie_mm.media.image import Data, open_image
-from mindie_mm.media.preprocess import (
+from mindie_mm.media.image.encoded_image import Data, open_image
+from mindie_mm.media.image.preprocess import (
     Preprocess,
     Size,
     background_of,
@@ -28,10 +27,11 @@ from mindie_mm.media.preprocess import (
     check_settings,
     resample_of,
 )
-from mindie_mm.media.video import open_video
+from mindie_mm.media.video.encoded_video import open_video
+from mindie_mm.media.video.frames import Sampling, evenly
 from mindie_mm.models.llava import LlavaModel
 from mindie_mm.models.llava_next import AnyresProcessor
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem

@@ -20,13 +20,13 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from mindie_mm.device import Device, upload
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.crops import Canvas, Geometry, choose_tiling, cut_crops, cut_patches
-from mindie_mm.media.image import Data, open_image
-from mindie_mm.media.preprocess import check_settings
+from mindie_mm.media.image.encoded_image import Data, open_image
+from mindie_mm.media.image.preprocess import check_settings
+from mindie_mm.models._crops import Canvas, Geometry, choose_tiling, cut_crops, cut_patches
 from mindie_mm.nn.attention import paged_attention
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.config_keys import Keys, Nullable, words
-from mindie_mm.nn.end_tokens import eos_token_ids
+from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
@@ -34,7 +34,7 @@ from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
 from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.staging import to_device
-from mindie_mm.nn.weights import build
+from mindie_mm.nn.weights.build import build
 from mindie_mm.shm import ArraySpec
 
 CROP, PATCH = 336, 14

@@ -18,18 +18,18 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from mindie_mm.device import upload
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
-from mindie_mm.media.crops import Geometry, choose_tiling, cut_crops, cut_patches
-from mindie_mm.media.frames import check_asked, comes_sampled, num_taken, stepped
-from mindie_mm.media.image import Data, Pixels, open_image
-from mindie_mm.media.preprocess import Size, check_settings
-from mindie_mm.media.video import Video, open_video
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.media.image.encoded_image import Data, Pixels, open_image
+from mindie_mm.media.image.preprocess import Size, check_settings
+from mindie_mm.media.video.encoded_video import Video, open_video
+from mindie_mm.media.video.frames import check_asked, comes_sampled, num_taken, stepped
+from mindie_mm.models._crops import Geometry, choose_tiling, cut_crops, cut_patches
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization
-from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
 _WHOLE, _DETAIL, _FRAMES = "whole", "detail", "frames"

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from mindie_mm.device import Device, upload
 from mindie_mm.inputs import Kind, Media, MediaOptions
-from mindie_mm.media.image import Data
-from mindie_mm.media.video import Video
+from mindie_mm.media.image.encoded_image import Data
+from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models.qwen2_5_vl import PICOSECONDS, window_places
 from mindie_mm.models.qwen2_audio import SPECTROGRAM, makes_clip, num_features_of, plan_audio, read_mel
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import ModelSpec, Positions
-from mindie_mm.nn.pretrained import load_pretrained, read_config
 from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.weights.pretrained import load_pretrained, read_config
 
 _DEFAULT_FPS = 2.0
 _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}

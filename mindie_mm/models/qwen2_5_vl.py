@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mindie_mm.device import upload
 from mindie_mm.inputs import Kind, MediaOptions
-from mindie_mm.media.video import Video
+from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import ModelSpec

@@ -16,16 +16,16 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from mindie_mm.device import upload
 from mindie_mm.errors import MediaError
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.audio import open_audio
-from mindie_mm.media.image import Data
-from mindie_mm.media.mel import MelSettings, write_log_mel
-from mindie_mm.media.preprocess import check_settings
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.media.audio.encoded_audio import open_audio
+from mindie_mm.media.audio.mel import MelSettings, write_log_mel
+from mindie_mm.media.image.encoded_image import Data
+from mindie_mm.media.image.preprocess import check_settings
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
 SPECTROGRAM = "input_features"

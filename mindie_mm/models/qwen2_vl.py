@@ -17,21 +17,21 @@ from torch import Tensor
 from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
-from mindie_mm.media.frames import bounded, check_asked, comes_sampled, stepped
-from mindie_mm.media.image import Data, Pixels, open_image, resize
-from mindie_mm.media.patches import patchify, unpatchify
-from mindie_mm.media.preprocess import check_settings
-from mindie_mm.media.video import Video, open_video
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.media.image.encoded_image import Data, Pixels, open_image, resize
+from mindie_mm.media.image.patches import patchify, unpatchify
+from mindie_mm.media.image.preprocess import check_settings
+from mindie_mm.media.video.encoded_video import Video, open_video
+from mindie_mm.media.video.frames import bounded, check_asked, comes_sampled, stepped
+from mindie_mm.models._mrope import mrope_positions
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
 from mindie_mm.nn.layers import PatchProjection
 from mindie_mm.nn.mindie import InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
-from mindie_mm.nn.mrope import mrope_positions
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, joined, normalize_patches, normalize_planes, repeat_frames
-from mindie_mm.nn.pretrained import PretrainedModel, read_config
 from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import SegmentsView
 

@@ -18,18 +18,18 @@ from torch import Tensor
 from mindie_mm.device import Device, upload
 from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
-from mindie_mm.media.image import Data
-from mindie_mm.media.video import Video
+from mindie_mm.media.image.encoded_image import Data
+from mindie_mm.media.video.encoded_video import Video
+from mindie_mm.models._mrope import Grid, mrope_positions
 from mindie_mm.models.qwen2_vl import MAX_ASPECT_RATIO, PixelSettings, Qwen2VLModel, Qwen2VLProcessor
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import PretrainedFamily, Spelling
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Positions
-from mindie_mm.nn.mrope import Grid, mrope_positions
 from mindie_mm.nn.paged_batch import PagedBatch
-from mindie_mm.nn.pretrained import load_pretrained, read_config
-from mindie_mm.nn.shares import DECODER_PLAN
 from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.weights.pretrained import load_pretrained, read_config
+from mindie_mm.nn.weights.shares import DECODER_PLAN
 
 _UNSTATED_FPS = 24.0
 _ZERO = np.zeros((), np.uint8)

@@ -20,13 +20,13 @@ from torch.nn.functional import interpolate, scaled_dot_product_attention, silu
 from mindie_mm.device import Device, upload
 from mindie_mm.errors import CorruptReference, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, open_image
+from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.nn.attention import paged_attention
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.config_keys import Keys, Required, words
-from mindie_mm.nn.end_tokens import eos_token_ids
+from mindie_mm.nn.checkpoint.config_keys import Keys, Required, words
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
+from mindie_mm.nn.checkpoint.folder_errors import check_pointer
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
-from mindie_mm.nn.folder import check_pointer
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.model import Model, ModelSpec, Positions
@@ -34,7 +34,7 @@ from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_pictures
 from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.nn.staging import to_device
-from mindie_mm.nn.weights import build
+from mindie_mm.nn.weights.build import build
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import SegmentsView
 

@@ -13,12 +13,12 @@ import numpy as np
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
-from mindie_mm.media.frames import check_asked, comes_sampled, num_taken
-from mindie_mm.media.image import Data, resize
-from mindie_mm.media.preprocess import check_settings, resample_of
-from mindie_mm.media.video import Video, open_video
+from mindie_mm.media.image.encoded_image import Data, resize
+from mindie_mm.media.image.preprocess import check_settings, resample_of
+from mindie_mm.media.video.encoded_video import Video, open_video
+from mindie_mm.media.video.frames import check_asked, comes_sampled, num_taken
 from mindie_mm.models.idefics3 import DEFAULTS, Idefics3Model, Idefics3Processor, read_size, resized, tile_side
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.shm import ArraySpec

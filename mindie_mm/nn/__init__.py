@@ -1,0 +1,1 @@
+"""Parts that model families share: the model contract, paged attention, splicing, weights."""

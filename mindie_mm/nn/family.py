@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from mindie_mm.device import Device
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.config_keys import Keys
+from mindie_mm.media.image.encoded_image import Data
+from mindie_mm.nn.checkpoint.config_keys import Keys
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.resolved import settle
+from mindie_mm.nn.checkpoint.unused_keys import untranslated_keys, unused_keys
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Model
-from mindie_mm.nn.pretrained import load_pretrained
-from mindie_mm.nn.resolved import settle
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from mindie_mm.nn.unused_keys import untranslated_keys, unused_keys
-from mindie_mm.nn.weights import check_weight_files, renamed_weights
+from mindie_mm.nn.weights.build import check_weight_files, renamed_weights
+from mindie_mm.nn.weights.pretrained import load_pretrained
 from mindie_mm.shm import ArraySpec
 
 

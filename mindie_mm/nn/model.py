@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm import faults
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice, plain_ids, read_media, splice
 from mindie_mm.nn.staging import settle, to_device
+from mindie_mm.processes import faults
 from mindie_mm.shm.mindie import SegmentsView
 
 EMBEDDINGS = "embeddings"

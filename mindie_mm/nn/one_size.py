@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image import Data, open_image
-from mindie_mm.media.preprocess import Preprocess
+from mindie_mm.media.image.encoded_image import Data, open_image
+from mindie_mm.media.image.preprocess import Preprocess
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.shm import ArraySpec

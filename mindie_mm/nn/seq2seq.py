@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from mindie_mm.device import Device, upload
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.end_tokens import eos_token_ids
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
+from mindie_mm.nn.checkpoint.renaming import RenamedWeights
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import MediaModel, ModelSpec
-from mindie_mm.nn.pretrained import load_module
-from mindie_mm.nn.renaming import RenamedWeights
 from mindie_mm.nn.splice import Splice, plain_ids, splice
+from mindie_mm.nn.weights.pretrained import load_module
 
 
 @dataclass(frozen=True, slots=True, eq=False)

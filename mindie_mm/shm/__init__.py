@@ -10,29 +10,28 @@ with attach(Ref.from_words(name_word, shape_word)) as view:     # another proces
 
 release(path_file)                                              # any process
 
-The wire         words, ref, spec; mindie, mindie_words, segment: MindIE's
-The bytes        layout (arena), extent (where a block lies), block_header, stats
-The owner        arena, with inventory (which blocks there are), waiting (who waits for room) and arena_file
-                 of the inventory: table (entries), heap (room), quota; block (being filled)
-                 of the file: nameless (how it comes to be), life (its lock), populate, scatter (several pieces)
-                 disk: the same in a file on disk
-Readers          reader (attach, free), mapped (each arena once)
-Requests         path_file, spool
-Operators        arena_info (what there is), space (how full /dev/shm is), reclaim (what belongs to the dead)
+format/     the bytes: handle words, arena, block header (docs/wire-format.md)
+memory/     files in /dev/shm: made, locked, mapped, removed
+owner/      the arena: which blocks there are, and who waits for room
+reader/     attach, view and free blocks; each arena is mapped once
+requests/   path file and spool of a request
+operate/    survey /dev/shm; reclaim what belongs to dead processes
+disk/       blocks in a file on disk
+mindie      segments of MindIE's wire
 """
 
-from mindie_mm.shm.arena import Arena
-from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo, arenas_of, survey
-from mindie_mm.shm.block import Block
-from mindie_mm.shm.disk import DiskArena
-from mindie_mm.shm.mapped import mount
-from mindie_mm.shm.path_file import PATH_FILE_NAME, release
-from mindie_mm.shm.reader import LooseView, View, attach, free
-from mindie_mm.shm.reclaim import Collected, collect
-from mindie_mm.shm.ref import Ref
-from mindie_mm.shm.spec import ArraySpec
-from mindie_mm.shm.spool import RequestDirectory, make_spool, request_directory, require_spool
-from mindie_mm.shm.words import NAME_WORD_STOP, is_name_word
+from mindie_mm.shm.disk.disk_arena import DiskArena
+from mindie_mm.shm.format.ref import Ref
+from mindie_mm.shm.format.spec import ArraySpec
+from mindie_mm.shm.format.words import NAME_WORD_STOP, is_name_word
+from mindie_mm.shm.memory.block import Block
+from mindie_mm.shm.operate.arena_info import ArenaInfo, BlockInfo, arenas_of, survey
+from mindie_mm.shm.operate.reclaim import Collected, collect
+from mindie_mm.shm.owner.arena import Arena
+from mindie_mm.shm.reader.mapped import mount
+from mindie_mm.shm.reader.view import LooseView, View, attach, free
+from mindie_mm.shm.requests.path_file import PATH_FILE_NAME, release
+from mindie_mm.shm.requests.spool import RequestDirectory, make_spool, request_directory, require_spool
 
 __all__ = [
     "NAME_WORD_STOP",

@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError
-from mindie_mm.shm.mindie_words import (
+from mindie_mm.shm.format.mindie_words import (
     decode_shape_from_int64,
     decode_shm_name_from_int64,
     encode_shape_to_int64,
     encode_shm_name_to_int64,
     is_segment_name,
 )
-from mindie_mm.shm.nameless import give_name
-from mindie_mm.shm.path_file import recorded, release
-from mindie_mm.shm.segment import (
+from mindie_mm.shm.format.spec import DTYPE_CODES, ITEM_SIZES
+from mindie_mm.shm.memory.anonymous_file import give_name
+from mindie_mm.shm.memory.segment import (
     free_name,
     map_segment,
     opened_segment,
@@ -39,7 +39,7 @@ from mindie_mm.shm.segment import (
     reserved,
     unlink_segment,
 )
-from mindie_mm.shm.spec import DTYPE_CODES, ITEM_SIZES
+from mindie_mm.shm.requests.path_file import recorded, release
 
 if TYPE_CHECKING:
     import numpy as np

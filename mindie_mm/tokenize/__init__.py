@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mindie_mm.tokenize.async_tokenizer import AsyncTokenizer
-from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
+from mindie_mm.tokenize.stage.async_tokenizer import AsyncTokenizer
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 if TYPE_CHECKING:
     from mindie_mm.tokenize.tokenizer import Tokenizer

@@ -8,23 +8,23 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
-from mindie_mm import faults
-from mindie_mm.config import ContentFormat, MediaCaps
 from mindie_mm.decode import Decoders, Group
+from mindie_mm.decode.decoder_messages import Item
 from mindie_mm.decode.digest import content_digest, parcel_digest
-from mindie_mm.decode.messages import Item
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
 from mindie_mm.decode.planning import under_caps
 from mindie_mm.errors import InputError, LimitExceeded, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
-from mindie_mm.media import cancellation
-from mindie_mm.media.caps import Work, decodes_to_count, under
+from mindie_mm.media.guard import cancellation
+from mindie_mm.media.guard.caps import Work, decodes_to_count, under
 from mindie_mm.models import family_of
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
 from mindie_mm.nn.splice import ITEM
+from mindie_mm.processes import faults
+from mindie_mm.processes.tasks import gather_in_order, in_thread, off_loop
+from mindie_mm.settings.config import ContentFormat, MediaCaps
 from mindie_mm.shm import Block
-from mindie_mm.tasks import gather_in_order, in_thread, off_loop
 from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.decode.digest import content_digest
 from mindie_mm.decode.planning import plan_item, under_caps
 from mindie_mm.errors import InputError, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
-from mindie_mm.media.caps import under
-from mindie_mm.media.image import Data
+from mindie_mm.media.guard.caps import under
+from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.source import read_source
 from mindie_mm.nn.family import Processor
+from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.wires import Wire

@@ -11,23 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from mindie_mm.config import WorkerConfig
 from mindie_mm.decode import Decoders
-from mindie_mm.decode.messages import DecoderSetup
-from mindie_mm.environment import default_spool
-from mindie_mm.media import cancellation
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.restarts import Restarts
+from mindie_mm.decode.decoder_messages import DecoderSetup
+from mindie_mm.media.guard import cancellation
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.processes.restarts import Restarts
+from mindie_mm.processes.tasks import WorkThread, in_thread
+from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import Arena, collect
-from mindie_mm.tasks import WorkThread, in_thread
-from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.decoded import read_prompts
-from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.room import Room
-from mindie_mm.tokenize.stage import TokenizerStage
+from mindie_mm.tokenize.stage.answer import answer
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.tokenize.tokenizer import Tokenizer
 from mindie_mm.tokenize.wires import NativeWire
 

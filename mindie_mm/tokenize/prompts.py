@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from mindie_mm import faults
-from mindie_mm.config import ContentFormat
 from mindie_mm.errors import ContextLengthExceeded, FramesMiscounted, InputError, TokenOutOfRange
 from mindie_mm.inputs import Item, Kind, Media, Message, Text, media_of, media_of_messages
-from mindie_mm.media.caps import decoding_to_count
+from mindie_mm.media.guard.caps import decoding_to_count
 from mindie_mm.models import reading
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Processor
+from mindie_mm.processes import faults
+from mindie_mm.settings.config import ContentFormat
 from mindie_mm.tokenize.media_stage import MediaStage
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
 from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions, put_words
-from mindie_mm.tokenize.spelling import Rendered
-from mindie_mm.tokenize.text import Encoded, TextEncoder
+from mindie_mm.tokenize.text.spelling import Rendered
+from mindie_mm.tokenize.text.text_encoder import Encoded, TextEncoder
 from mindie_mm.tokenize.truncate import truncate
 
 _PLAIN = PromptOptions()

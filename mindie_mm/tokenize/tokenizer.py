@@ -12,28 +12,28 @@ from typing import Any, Self, TypeVar, get_args
 import torch
 from transformers.utils import get_json_schema
 
-from mindie_mm.config import ContentFormat, MediaCaps, WorkerConfig
 from mindie_mm.decode import Decoders
-from mindie_mm.decode.messages import DecoderSetup
+from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Media, media_of, media_of_messages, parse_inputs, parse_messages
-from mindie_mm.loop_thread import LoopThread
 from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family, Processor
-from mindie_mm.paths import absolute
+from mindie_mm.processes.loop_thread import LoopThread
+from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
+from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
-from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.decoded import read_prompts
 from mindie_mm.tokenize.in_process import InProcess
 from mindie_mm.tokenize.media_stage import MediaStage
-from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.planning import Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.prompts import Draft, Prompts
 from mindie_mm.tokenize.room import Room
+from mindie_mm.tokenize.stage.answer import answer
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.wires import ARENA_BYTES, MindIEWire, NativeWire, Wire, WireName
 
 T = TypeVar("T")

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from mindie_mm import faults
 from mindie_mm.errors import LimitExceeded, SharedMemoryError
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.splice import ITEM
+from mindie_mm.processes import faults
 from mindie_mm.shm import Arena, ArraySpec, DiskArena, collect
 from mindie_mm.shm.mindie import Segment, create_shm
 from mindie_mm.tokenize.planning import PlannedItem

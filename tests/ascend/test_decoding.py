@@ -20,10 +20,10 @@ FAMILIES = {
 
 def decode(dtype: str) -> list[int]:
     """How often each step of a mixed batch waited for the device, the first step aside."""
-    from mindie_mm.config import EngineConfig
     from mindie_mm.engine.core import Engine
-    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.models import load_model
+    from mindie_mm.settings.config import EngineConfig
 
     requests = [
         {"temperature": 0.0},
@@ -39,10 +39,10 @@ def decode(dtype: str) -> list[int]:
 
 def answer(checkpoint: str, dtype: str) -> list[int]:
     """The same of an encoder-decoder, whose last tokens are forced."""
-    from mindie_mm.config import EngineConfig
-    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.engine.seq2seq import Seq2SeqEngine
     from mindie_mm.models import load_model
+    from mindie_mm.settings.config import EngineConfig
 
     model = load_model(checkpoint, "npu", dtype)
     assert model.rules.forced_eos_token_ids
@@ -54,7 +54,7 @@ def waits_of_steps(engine, params) -> list[int]:
     """A request each of `params`."""
     import numpy as np
 
-    from mindie_mm.engine.messages import Add
+    from mindie_mm.engine.requests.engine_messages import Add
     from tests.ascend.test_runtime import simulator
 
     for number, one in enumerate(params):
@@ -76,7 +76,7 @@ def encode(checkpoint: str | None, kind: str) -> list[int]:
     import numpy as np
 
     from mindie_mm.models import load_model
-    from mindie_mm.nn.checkpoint import Checkpoint
+    from mindie_mm.nn.checkpoint.directory import Checkpoint
     from mindie_mm.shm import release
     from mindie_mm.tokenize import Tokenizer
     from tests.ascend.test_runtime import simulator
@@ -103,7 +103,7 @@ def pass_experts() -> list[int]:
     import torch
     import torch_npu  # noqa: F401
 
-    from mindie_mm.nn.experts import Experts
+    from mindie_mm.models._experts import Experts
     from tests.ascend.test_runtime import simulator
 
     config = {"n_routed_experts": 12, "num_experts_per_tok": 3, "hidden_size": 16, "moe_intermediate_size": 8}

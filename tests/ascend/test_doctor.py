@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from mindie_mm.device.npu_doctor import findings
+from mindie_mm.device.npu.doctor import findings
 from tests.ascend.environment import environment
 from tests.cli.ascend_tree import AscendTree
 from tests.cli.shell import run

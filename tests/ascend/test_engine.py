@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindie_mm.engine.messages import Progress
+from mindie_mm.engine.requests.engine_messages import Progress
 from tests.ascend.processes import call
 
 TOLERANCE = 0.25
@@ -19,13 +19,13 @@ def answers(size: str | None, settings: dict) -> dict:
     import numpy as np
     import torch
 
-    from mindie_mm.config import EngineConfig
-    from mindie_mm.device import npu_kernels
+    from mindie_mm.device.npu import npu_kernels
     from mindie_mm.engine.core import Engine
-    from mindie_mm.engine.messages import Add
-    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.requests.engine_messages import Add
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.models import load_model
-    from mindie_mm.nn.checkpoint import Checkpoint
+    from mindie_mm.nn.checkpoint.directory import Checkpoint
+    from mindie_mm.settings.config import EngineConfig
     from mindie_mm.shm import release
     from mindie_mm.tokenize import Tokenizer
     from tools.random_checkpoint import write_checkpoint
@@ -104,11 +104,11 @@ def failing() -> list[str | None]:
     import numpy as np
     import pytest
 
-    from mindie_mm.config import EngineConfig
     from mindie_mm.engine.core import Engine
-    from mindie_mm.engine.messages import Add
-    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.requests.engine_messages import Add
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.models import load_model
+    from mindie_mm.settings.config import EngineConfig
     from tests.ascend.test_runtime import simulator
 
     engine = Engine(load_model(None, "npu", "bfloat16"), EngineConfig(), 2**26)
@@ -150,14 +150,14 @@ def failing_with_media(kind: str) -> list[str | None]:
     import numpy as np
     import pytest
 
-    from mindie_mm.config import EngineConfig
     from mindie_mm.engine.core import Engine
-    from mindie_mm.engine.messages import Add
-    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.requests.engine_messages import Add
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.engine.seq2seq import Seq2SeqEngine
     from mindie_mm.models import load_model
-    from mindie_mm.nn.checkpoint import Checkpoint
+    from mindie_mm.nn.checkpoint.directory import Checkpoint
     from mindie_mm.nn.placement import TOGETHER, Placement
+    from mindie_mm.settings.config import EngineConfig
     from mindie_mm.shm import release
     from mindie_mm.tokenize import Tokenizer
     from tests.ascend.test_runtime import simulator

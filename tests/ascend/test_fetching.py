@@ -21,7 +21,7 @@ def undisturbed(engine: Any, refs: list) -> None:
 
 
 def abort_second(engine: Any, refs: list) -> None:
-    from mindie_mm.engine.messages import Abort
+    from mindie_mm.engine.requests.engine_messages import Abort
 
     engine.abort(Abort("1"))
 
@@ -43,14 +43,14 @@ def answers(
 
     import numpy as np
 
-    from mindie_mm.config import EngineConfig
     from mindie_mm.engine.core import Engine
-    from mindie_mm.engine.messages import Add
-    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.requests.engine_messages import Add
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.engine.seq2seq import Seq2SeqEngine
     from mindie_mm.models import load_model
     from mindie_mm.nn import staging
-    from mindie_mm.nn.checkpoint import Checkpoint
+    from mindie_mm.nn.checkpoint.directory import Checkpoint
+    from mindie_mm.settings.config import EngineConfig
     from mindie_mm.shm import release
     from mindie_mm.tokenize import Tokenizer
 

@@ -35,7 +35,7 @@ def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str
     import torch
 
     from mindie_mm.device import open_device
-    from mindie_mm.device.npu_kernels import works
+    from mindie_mm.device.npu.npu_kernels import works
     from mindie_mm.nn.attention import paged_attention
     from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 
@@ -120,7 +120,8 @@ def layers_in_inference() -> dict:
     from transformers.models.llama import modeling_llama
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-    from mindie_mm.device import npu_layers, open_device
+    from mindie_mm.device import open_device
+    from mindie_mm.device.npu import npu_layers
     from mindie_mm.nn.layers import RMSNorm
 
     device = open_device("npu").torch_device
@@ -179,7 +180,8 @@ def windows(count: int) -> dict:
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
 
-    from mindie_mm.device import npu_layers, open_device
+    from mindie_mm.device import open_device
+    from mindie_mm.device.npu import npu_layers
 
     device = open_device("npu").torch_device
     torch.manual_seed(0)
@@ -214,7 +216,8 @@ def left_alone() -> dict[str, bool]:
     from torch import nn
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-    from mindie_mm.device import npu_layers, open_device
+    from mindie_mm.device import open_device
+    from mindie_mm.device.npu import npu_layers
 
     class GatedRMSNorm(Qwen2RMSNorm):
         def forward(self, hidden, gate):
@@ -254,7 +257,8 @@ def short_of_memory() -> list[object]:
     import pytest
     import torch
 
-    from mindie_mm.device import npu_kernels, open_device
+    from mindie_mm.device import open_device
+    from mindie_mm.device.npu import npu_kernels
 
     device, trials = open_device("npu").torch_device, npu_kernels._TRIALS
     own = trials["npu_rms_norm"]
@@ -283,7 +287,7 @@ def said(function, *arguments) -> tuple[Any, list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logging.getLogger("mindie_mm.device.npu_kernels").addHandler(Kept())
+    logging.getLogger("mindie_mm.device.npu.npu_kernels").addHandler(Kept())
     return function(*arguments), lines
 
 
@@ -345,7 +349,7 @@ def scaled() -> list[str]:
     import torch
     from transformers.models.llama import modeling_llama
 
-    from mindie_mm.device import npu_layers
+    from mindie_mm.device.npu import npu_layers
 
     rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
     config = modeling_llama.LlamaConfig(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mindie_mm.engine.messages import Progress
+from mindie_mm.engine.requests.engine_messages import Progress
 from tests.ascend.processes import call
 
 QUEUED: dict[str, Any] = {"TASK_QUEUE_ENABLE": 1}
@@ -63,7 +63,7 @@ def trials() -> list[bool]:
     import torch
 
     from mindie_mm.device import open_device, require_alive
-    from mindie_mm.device.npu_kernels import works
+    from mindie_mm.device.npu.npu_kernels import works
 
     device = open_device("npu").torch_device
     require_alive(device)
@@ -84,13 +84,13 @@ def served(place: str) -> list[str]:
 
     import numpy as np
 
-    from mindie_mm.config import EngineConfig
     from mindie_mm.engine.core import Engine
-    from mindie_mm.engine.messages import Add
-    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.requests.engine_messages import Add
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.models import load_model
     from mindie_mm.nn import staging
-    from mindie_mm.nn.checkpoint import Checkpoint
+    from mindie_mm.nn.checkpoint.directory import Checkpoint
+    from mindie_mm.settings.config import EngineConfig
     from mindie_mm.shm import release
     from mindie_mm.tokenize import Tokenizer
 

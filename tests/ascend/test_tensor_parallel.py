@@ -27,12 +27,12 @@ PROMPTS: dict[str, list[dict[str, Any]]] = {
 
 def serve(checkpoint: str, tower_parallel: str, folder: str) -> dict[str, Any]:
     """Tokens of all prompts at once, of the same again after a rank was killed, the device, and what was left alive."""
-    from mindie_mm.config import EngineConfig
-    from mindie_mm.engine.async_engine import AsyncEngine
-    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.errors import ProcessDied
+    from mindie_mm.settings.config import EngineConfig
     from mindie_mm.shm import release
     from mindie_mm.tokenize import Tokenizer
+    from mindie_mm.worker.async_engine import AsyncEngine
 
     config = EngineConfig(
         device="npu", dtype="float32", tensor_parallel=2, tower_parallel=tower_parallel, kv_cache_bytes=2**22
@@ -73,11 +73,11 @@ def serve(checkpoint: str, tower_parallel: str, folder: str) -> dict[str, Any]:
 
 def tell(checkpoint: str, folder: str) -> list[Told]:
     """The tokens of all prompts at once from two ranks as a checkpoint's own dtype has it, and their likelihoods."""
-    from mindie_mm.config import EngineConfig
-    from mindie_mm.engine.async_engine import AsyncEngine
-    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
+    from mindie_mm.settings.config import EngineConfig
     from mindie_mm.shm import release
     from mindie_mm.tokenize import Tokenizer
+    from mindie_mm.worker.async_engine import AsyncEngine
 
     config = EngineConfig(device="npu", dtype="bfloat16", tensor_parallel=2, kv_cache_bytes=2**24)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
@@ -101,9 +101,9 @@ def tell(checkpoint: str, folder: str) -> list[Told]:
 
 def refuse(checkpoint: str) -> str:
     """What a start with more ranks than devices says."""
-    from mindie_mm.config import EngineConfig
-    from mindie_mm.engine.async_engine import AsyncEngine
     from mindie_mm.errors import DeviceError
+    from mindie_mm.settings.config import EngineConfig
+    from mindie_mm.worker.async_engine import AsyncEngine
 
     try:
         asyncio.run(AsyncEngine.start(Path(checkpoint), EngineConfig(device="npu", tensor_parallel=2)))
@@ -120,9 +120,9 @@ def test_more_ranks_than_devices_are_refused(random_checkpoint):
 
 @pytest.mark.parametrize("tower_parallel", ["items", pytest.param("replicate", marks=pytest.mark.slow)])
 def test_two_ranks_come_to_the_tokens_of_one_process(random_checkpoint, tower_parallel, tmp_path, monkeypatch):
-    from mindie_mm.config import EngineConfig
     from mindie_mm.engine.core import Engine
     from mindie_mm.models import load_model
+    from mindie_mm.settings.config import EngineConfig
     from mindie_mm.shm import release
     from mindie_mm.tokenize import Tokenizer
     from tests.models.contract import run
@@ -144,11 +144,11 @@ def test_two_ranks_come_to_the_tokens_of_one_process(random_checkpoint, tower_pa
 
 def of_one_process(checkpoint: Path, path_file: Path) -> list[Told]:
     """What `tell` is held against: one process on the host."""
-    from mindie_mm.config import EngineConfig
     from mindie_mm.engine.core import Engine
-    from mindie_mm.engine.messages import Add
-    from mindie_mm.engine.sampling_params import SamplingParams
+    from mindie_mm.engine.requests.engine_messages import Add
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.models import load_model
+    from mindie_mm.settings.config import EngineConfig
     from mindie_mm.shm import release
     from mindie_mm.tokenize import Tokenizer
 

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from mindie_mm.errors import MediaError
-from mindie_mm.media.fetch import fetch
+from mindie_mm.media.fetch.http import fetch
 
 PUBLIC, OTHER = "93.184.215.14", "93.184.215.15"
 PRIVATE = "127.0.0.1"

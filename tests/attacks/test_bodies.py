@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mindie_mm.config import ServiceConfig
+from mindie_mm.settings.config import ServiceConfig
 from tests.attacks.conftest import MAX_PROCESSOR_S, Attacked
 
 MOST = ServiceConfig().max_request_values

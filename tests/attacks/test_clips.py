@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindie_mm.media.video import CONTAINERS
+from mindie_mm.media.video.encoded_video import CONTAINERS
 from tests.attacks import clips
 from tests.attacks.clips import Make
 from tests.attacks.conftest import CHAT, Attacked, asking, with_bytes

@@ -45,7 +45,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 def tokenizer(service: RunningService) -> psutil.Process:
     children = psutil.Process(service.process.pid).children()
-    return next(child for child in children if "mindie_mm.tokenize.process" in child.cmdline())
+    return next(child for child in children if "mindie_mm.tokenize.stage.tokenizer_process" in child.cmdline())
 
 
 def decoders(service: RunningService) -> list[psutil.Process]:

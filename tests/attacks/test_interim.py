@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from mindie_mm.errors import MediaError
-from mindie_mm.media.fetch import fetch
-from mindie_mm.media.fetch_connector import MAX_INTERIM
+from mindie_mm.media.fetch.http import fetch
+from mindie_mm.media.fetch.http_connector import MAX_INTERIM
 
 FINAL = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"
 HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n"

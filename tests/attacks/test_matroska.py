@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media.matroska import without_compression
-from mindie_mm.media.video import EncodedVideo
+from mindie_mm.media.guard.matroska import without_compression
+from mindie_mm.media.video.encoded_video import EncodedVideo
 from tests.attacks import clips
 from tests.attacks.clips import compressed, element, matroska, matroska_track
 from tests.media_samples import decode_all

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media import container
-from mindie_mm.media.audio import EncodedAudio
-from mindie_mm.media.metadata import check_metadata
-from mindie_mm.media.video import EncodedVideo
+from mindie_mm.media.audio.encoded_audio import EncodedAudio
+from mindie_mm.media.guard import container
+from mindie_mm.media.guard.metadata import check_metadata
+from mindie_mm.media.video.encoded_video import EncodedVideo
 from tests.attacks import clips
 from tests.attacks.clips import Make, element, matroska, matroska_track
 from tests.attacks.watched import Watched

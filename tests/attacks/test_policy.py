@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from mindie_mm.cli.serve import command
-from mindie_mm.config import GiB, MediaCaps, MiB, ServiceConfig
 from mindie_mm.errors import InputError
+from mindie_mm.settings.config import GiB, MediaCaps, MiB, ServiceConfig
 
 PAGE = Path(__file__).parents[2] / "docs/operations.md"
 SERVICE = (

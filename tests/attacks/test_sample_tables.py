@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media.audio import EncodedAudio
-from mindie_mm.media.video import EncodedVideo
+from mindie_mm.media.audio.encoded_audio import EncodedAudio
+from mindie_mm.media.video.encoded_video import EncodedVideo
 from tests.attacks import clips
 from tests.attacks.clips import Make, box
 from tests.attacks.watched import Watched

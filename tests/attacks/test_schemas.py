@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mindie_mm.engine.schema_check import COMPILE_S
+from mindie_mm.structured.schema_check import COMPILE_S
 from tests.attacks.conftest import CHAT, Attacked
 from tests.processor_time import processor_s
 

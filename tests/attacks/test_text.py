@@ -12,7 +12,7 @@ import pytest
 import mindie_mm
 from mindie_mm.inputs import ROLES
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from tests.attacks.conftest import CHAT, Attacked
 from tests.watching import metric
 

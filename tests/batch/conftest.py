@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from mindie_mm.batch.gather import gather
-from mindie_mm.batch.manifest import Manifest
+from mindie_mm.batch.input.gather import gather
+from mindie_mm.batch.input.source import chunks
+from mindie_mm.batch.output.manifest import Manifest
+from mindie_mm.batch.output.shard import complete_shards
 from mindie_mm.batch.run import run_batch
 from mindie_mm.batch.settings import Run, Settings
-from mindie_mm.batch.shard import complete_shards
-from mindie_mm.batch.source import chunks
 from mindie_mm.batch.stage import Stage
 from tests import warm
 from tests.media_samples import PHOTOGRAPHS, encode_video, encoded, moving_frames, photograph

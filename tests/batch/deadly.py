@@ -58,7 +58,7 @@ class Deadly:
 
     def _is_worker(self, child: psutil.Process) -> bool:
         if self._spawned is None:
-            return "mindie_mm.batch.process" in child.cmdline()
+            return "mindie_mm.batch.batch_process" in child.cmdline()
         return child.pid in self._spawned
 
     def _reads(self, pid: int) -> bool:

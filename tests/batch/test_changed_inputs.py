@@ -16,15 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mindie_mm.batch import Dataset, file_state, source
-from mindie_mm.batch.file_state import STATES_FILE, InputStates
-from mindie_mm.batch.gather import gather, gathered_path
+from mindie_mm.batch import Dataset
+from mindie_mm.batch.input import file_state, source
+from mindie_mm.batch.input.file_state import STATES_FILE, InputStates
+from mindie_mm.batch.input.gather import gather, gathered_path
+from mindie_mm.batch.input.source import Chunk, chunks
 from mindie_mm.batch.on_ray import _Actor
 from mindie_mm.batch.settings import Run, Settings
-from mindie_mm.batch.source import Chunk, chunks
 from mindie_mm.batch.stage import Stage
 from mindie_mm.errors import InputError, StorageError
-from mindie_mm.ipc import Failure
+from mindie_mm.processes.ipc import Failure
 from tests.batch.conftest import content, made, run, settings, tokenize, written
 from tests.batch.gate import Gate
 from tests.media_samples import encoded, photograph

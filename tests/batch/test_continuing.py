@@ -18,13 +18,13 @@ from click.testing import CliRunner
 
 from mindie_mm.batch import Dataset
 from mindie_mm.batch import settings as settings_module
-from mindie_mm.batch.gather import input_named
-from mindie_mm.batch.manifest import Manifest
+from mindie_mm.batch.input.gather import input_named
+from mindie_mm.batch.output.manifest import Manifest
 from mindie_mm.batch.settings import Run, Settings
 from mindie_mm.batch.versions import versions
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
-from mindie_mm.nn.checkpoint import EMBEDDED
+from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from tests.batch.conftest import CLI, content, made, run, settings, written
 from tests.namespaces import UNSHARE, require
 

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.shard import SCHEMA
+from mindie_mm.batch.output.shard import SCHEMA
 from mindie_mm.cli import main
 from mindie_mm.errors import BadReference, CorruptReference, InputError, SegmentMissing
 from mindie_mm.shm import Ref

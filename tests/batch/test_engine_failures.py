@@ -16,10 +16,10 @@ from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
 from mindie_mm.cli import main
-from mindie_mm.engine.async_engine import AsyncEngine
-from mindie_mm.engine.messages import Progress
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.engine_messages import Progress
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import DeviceError
+from mindie_mm.worker.async_engine import AsyncEngine
 from tests.batch.conftest import made, settings, written
 
 pytestmark = pytest.mark.usefixtures("copied_workers")
@@ -170,7 +170,7 @@ def test_an_engine_that_does_not_come_back_ends_the_run(
             monkeypatch.setattr(AsyncEngine, "_launch", gone)
             os.kill(engine.pid, signal.SIGKILL)
 
-    monkeypatch.setattr("mindie_mm.cli.offline._BACK_S", 0.5)
+    monkeypatch.setattr("mindie_mm.worker.offline._BACK_S", 0.5)
     failing(kill)
     ended = generate(folder, tmp_path / "out.jsonl")
     assert ended.exit_code == 3

@@ -13,12 +13,12 @@ import pytest
 
 from mindie_mm import doctor
 from mindie_mm.batch import Dataset
-from mindie_mm.cli.answer_file import Origin, continued
-from mindie_mm.config import ServiceConfig
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import SharedMemoryError, StorageError
+from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import Arena, DiskArena, request_directory
-from mindie_mm.shm.disk_writer import sync_folder
+from mindie_mm.shm.disk.disk_writer import sync_folder
+from mindie_mm.worker.answer_file import Origin, continued
 from service.app import require_places
 from tests.batch.conftest import made, run, settings, written
 

@@ -19,9 +19,9 @@ import pytest
 from click.testing import CliRunner
 
 from mindie_mm.batch import Dataset, Sample
-from mindie_mm.batch.gather import gather, gathered_path, is_gathered, told
+from mindie_mm.batch.input.gather import gather, gathered_path, is_gathered, told
+from mindie_mm.batch.input.source import chunks, open_source
 from mindie_mm.batch.settings import Run
-from mindie_mm.batch.source import chunks, open_source
 from mindie_mm.batch.stage import Stage
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError, StorageError
@@ -501,7 +501,7 @@ def test_standard_input_is_read_no_further_than_its_rows(
     given: bytes, limit: int | None, taken: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Standard input may never end. Here the writer keeps it open."""
-    monkeypatch.setattr("mindie_mm.batch.gather._PIECE_BYTES", 4)
+    monkeypatch.setattr("mindie_mm.batch.input.gather._PIECE_BYTES", 4)
     ours, theirs = os.pipe()
     with os.fdopen(ours, "rb") as stdin, os.fdopen(theirs, "wb", buffering=0) as writer:
         writer.write(given)

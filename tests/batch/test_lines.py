@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
-from mindie_mm.batch.gather import drop_gathered, gather, gathered_path, input_named
-from mindie_mm.batch.row import parse
+from mindie_mm.batch.input.gather import drop_gathered, gather, gathered_path, input_named
+from mindie_mm.batch.input.row import parse
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Text

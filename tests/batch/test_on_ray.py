@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from mindie_mm.batch import Dataset, on_ray
-from mindie_mm.batch.gather import gather, gathered_path
+from mindie_mm.batch.input.gather import gather, gathered_path
+from mindie_mm.batch.input.source import Chunk, chunks
+from mindie_mm.batch.output.shard import complete_shards
 from mindie_mm.batch.settings import Run, Settings
-from mindie_mm.batch.shard import complete_shards
-from mindie_mm.batch.source import Chunk, chunks
 from mindie_mm.errors import InputError, StorageError
-from mindie_mm.ipc import Failure
+from mindie_mm.processes.ipc import Failure
 from tests.batch.conftest import content, made, run, settings, written
 from tests.batch.deadly import Deadly
 

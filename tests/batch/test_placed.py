@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.row import Row, parse
+from mindie_mm.batch.input.row import Row, parse
 from mindie_mm.errors import InputError
 from tests.batch.conftest import made, settings
 from tests.media_samples import encoded, photograph

@@ -26,12 +26,12 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.mounting import renumbered, reserved
-from mindie_mm.batch.shard import arena_path, read_table
+from mindie_mm.batch.output.mounting import renumbered, reserved
+from mindie_mm.batch.output.shard import arena_path, read_table
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.models import load_model
-from mindie_mm.nn.checkpoint import EMBEDDED
+from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from mindie_mm.shm import mount, release
 from mindie_mm.tokenize import Tokenizer
 from tests import warm
@@ -100,12 +100,12 @@ def test_tables_are_read_once_in_any_order(folder: Path, tmp_path: Path, monkeyp
         read.append(path)
         return read_table(path, num_rows)
 
-    monkeypatch.setattr("mindie_mm.batch.dataset.read_table", counted)
+    monkeypatch.setattr("mindie_mm.batch.output.dataset.read_table", counted)
     dataset = Dataset(tmp_path / "run")
     for row in (*range(20), *range(0, 20, 3), *range(19, -1, -1)):
         assert dataset[row].row == row
     assert len(read) == 20
-    monkeypatch.setattr("mindie_mm.batch.dataset._TABLE_BYTES", 0)
+    monkeypatch.setattr("mindie_mm.batch.output.dataset._TABLE_BYTES", 0)
     few = Dataset(tmp_path / "run")
     assert [few[row].row for row in (3, 3, 4, 3)] == [3, 3, 4, 3]
     assert len(read) == 23, "a table is left out for the next"
@@ -136,7 +136,9 @@ def many(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_threads_can_share_a_dataset(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other threads open the same shards, and shards are evicted, at the same time."""
     whole = list(Dataset(many))
-    monkeypatch.setattr("mindie_mm.batch.dataset._TABLE_BYTES", 3 * read_table(next(many.glob("*.parquet")), 1).nbytes)
+    monkeypatch.setattr(
+        "mindie_mm.batch.output.dataset._TABLE_BYTES", 3 * read_table(next(many.glob("*.parquet")), 1).nbytes
+    )
     dataset = Dataset(many)
     chosen = random.Random(0).choices(range(len(dataset)), k=1500)
     before = sys.getswitchinterval()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm import faults
+from mindie_mm.batch.output.shard import table_path
 from mindie_mm.batch.settings import require_run
-from mindie_mm.batch.shard import table_path
 from mindie_mm.errors import InputError
-from mindie_mm.shm.layout import DISK_PAGE, ArenaHeader, Owner
+from mindie_mm.processes import faults
+from mindie_mm.shm.format.layout import DISK_PAGE, ArenaHeader, Owner
 from tests.batch.conftest import content, made, run, settings, written
 
 POINTS = (

@@ -21,13 +21,13 @@ import pytest
 
 import mindie_mm
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.row import Row, parse, row_id
+from mindie_mm.batch.input.row import Row, parse, row_id
+from mindie_mm.batch.input.source import open_source
 from mindie_mm.batch.settings import Run
-from mindie_mm.batch.source import open_source
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import PROMPT_FIELDS, Media, MediaOptions, Message, Text
 from mindie_mm.tokenize import Tokenizer
-from service.openai_types import ChatBody
+from service.schemas.openai_types import ChatBody
 from tests.batch.conftest import made, settings, written
 from tests.batch.test_forms import packed, tabled
 from tests.media_samples import encoded, photograph

@@ -18,15 +18,16 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from mindie_mm import ipc
-from mindie_mm.batch import Dataset, process
+from mindie_mm.batch import Dataset
+from mindie_mm.batch import batch_process as process
 from mindie_mm.batch.cursor import RowCursor
-from mindie_mm.batch.manifest import Manifest
+from mindie_mm.batch.output.manifest import Manifest
 from mindie_mm.batch.settings import Run
 from mindie_mm.cli import main
 from mindie_mm.cli.resuming import resuming
 from mindie_mm.errors import InputError, ProcessDied, StorageError
 from mindie_mm.nn.splice import ITEM, MediaShape, read_media
+from mindie_mm.processes import ipc
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests import warm
@@ -355,7 +356,7 @@ class Starting(threading.Thread):
         while len(killed) < self._deaths:
             for worker in {*psutil.Process().children()} - killed:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if "mindie_mm.batch.process" in worker.cmdline():
+                    if "mindie_mm.batch.batch_process" in worker.cmdline():
                         worker.kill()
                         killed.add(worker)
             time.sleep(0.001)

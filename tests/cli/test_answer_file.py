@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mindie_mm.cli.answer_file import Origin, continued
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError
+from mindie_mm.worker.answer_file import Origin, continued
 
 ORIGIN = Origin(run="r", model="", model_digest="m", sampling=SamplingParams())
 LINE = b'{"row":%d,"id":null,"text":"a"}\n'

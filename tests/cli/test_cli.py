@@ -111,7 +111,7 @@ def test_ask_logs_only_warnings_by_default(random_checkpoint):
 def test_serve_help_names_every_setting():
     import dataclasses
 
-    from mindie_mm.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
+    from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 
     said = run("serve", "--help")
     for cls in (ServiceConfig, MediaCaps, WorkerConfig, EngineConfig):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindie_mm.config import WorkerConfig
 from mindie_mm.doctor import checkpoint_finding
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import WorkerConfig
 from tests.cli.shell import run_warm
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindie_mm.device.npu_doctor import driver, findings, runtime, smi
-from mindie_mm.device.npu_doctor.cann import CANN
-from mindie_mm.device.npu_doctor.machine import Machine, Software
-from mindie_mm.device.npu_doctor.symptoms import SYMPTOMS, explain
-from mindie_mm.device.npu_doctor.versions import findings as pairs
+from mindie_mm.device.npu.doctor import driver, findings, runtime, smi
+from mindie_mm.device.npu.doctor.cann import CANN
+from mindie_mm.device.npu.doctor.machine import Machine, Software
+from mindie_mm.device.npu.doctor.symptoms import SYMPTOMS, explain
+from mindie_mm.device.npu.doctor.versions import findings as pairs
 from tests.cli.ascend_tree import TCP_HEAD, AscendTree, smi_table
 from tests.cli.shell import run
 
@@ -576,7 +576,7 @@ def started(tree, monkeypatch):
 def test_a_successful_start_yields_no_finding(started):
     one = started("import os\nos._exit(0)")
     assert one.found == "starting the NPU ends without an error, and without a word of it"
-    assert "python -m mindie_mm.device.npu_doctor.probe" in one.advice
+    assert "python -m mindie_mm.device.npu.doctor.probe" in one.advice
 
 
 def test_the_decisive_one_of_several_errors_is_reported(started):

@@ -23,7 +23,7 @@ CASES = [
     (("inspect", "run"), "numpy"),
     (("models",), "mindie_mm.models"),
     (("doctor",), "torch.types"),
-    (("shm", "list"), "mindie_mm.shm.words"),
+    (("shm", "list"), "mindie_mm.shm.format.words"),
     (("--help",), "mindie_mm.cli.settings"),
 ]
 """Pairs of a command and the module after whose import it is interrupted."""
@@ -47,7 +47,7 @@ def test_a_command_is_interrupted_while_it_imports(arguments: tuple[str, ...], m
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("module", ["click.globals", "mindie_mm.sources"])
+@pytest.mark.parametrize("module", ["click.globals", "mindie_mm.settings.sources"])
 def test_serve_ends_with_status_0_while_it_imports(module: str, number: int, tmp_path: Path) -> None:
     status, said = interrupted(("serve", "--port", "0"), module, number, tmp_path)
     assert (status, "Traceback" in said) == (0, False)

@@ -14,16 +14,16 @@ import numpy as np
 import psutil
 import pytest
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.decode import Decoders, Group
-from mindie_mm.decode.messages import DecoderSetup, Facts, Item
+from mindie_mm.decode.decoder_messages import DecoderSetup, Facts, Item
 from mindie_mm.decode.nursery import load_processor
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
 from mindie_mm.decode.planning import plan_item
 from mindie_mm.inputs import Media
-from mindie_mm.media.caps import under
+from mindie_mm.media.guard.caps import under
 from mindie_mm.media.source import read_source
 from mindie_mm.nn.family import Processor
+from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import Arena, Block, release
 
 Arrays = dict[str, np.ndarray[Any, Any]]

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.errors import FramesMiscounted, InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Embeddings, parse_inputs
-from mindie_mm.media.video import EncodedVideo
+from mindie_mm.media.video.encoded_video import EncodedVideo
+from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import Arena, attach, release
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
@@ -78,7 +78,7 @@ def _pair(checkpoint: Path, path_file: Path, caps: MediaCaps | None = None) -> I
         Arena.create(64 * 2**20) as arena,
         Tokenizer.from_pretrained(checkpoint, arena=arena, caps=caps) as alone,
     ):
-        patch.setattr("mindie_mm.ipc.subprocess", SUBPROCESS)
+        patch.setattr("mindie_mm.processes.ipc.subprocess", SUBPROCESS)
         with Tokenizer.from_pretrained(checkpoint, arena=arena, caps=caps, decoders=2) as decoded:
             yield Pair(alone, decoded, arena, path_file)
         assert arena.num_blocks == 0

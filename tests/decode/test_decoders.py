@@ -7,17 +7,18 @@ import gc
 import os
 import signal
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.decode import Decoders, Group
-from mindie_mm.decode.messages import DecoderSetup, Written
+from mindie_mm.decode.decoder_messages import DecoderSetup, Written
 from mindie_mm.errors import MediaError, NoProcess, ProcessDied
 from mindie_mm.inputs import Media
+from mindie_mm.settings.config import MediaCaps
 from tests.decode.conftest import Bench, busy, item_of, packed, same, stopped, until
 from tests.media_samples import encoded, photograph
 
@@ -83,7 +84,8 @@ async def test_an_item_that_ends_two_decoders_fails_alone(
             await until(lambda: set(busy(bench.decoders)) & set(before))
             (pid,) = set(busy(bench.decoders)) & set(before)
             os.kill(pid, number)
-            os.kill(pid, signal.SIGCONT)  # a stopped process takes no other signal than SIGKILL
+            with suppress(ProcessLookupError):  # SIGKILL has ended it
+                os.kill(pid, signal.SIGCONT)  # a stopped process takes no other signal than SIGKILL
             await until(lambda pid=pid: pid not in bench.decoders.pids)
         other = asyncio.create_task(bench.arrays(SMALL))
         with pytest.raises(error, match=message):

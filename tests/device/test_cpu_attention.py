@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from mindie_mm.device.cpu_attention import NAME, attend, pays
+from mindie_mm.device.cpu.cpu_attention import NAME, attend, pays
 from mindie_mm.models import load_model
 from tools.random_checkpoint import write_checkpoint
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers.activations import QuickGELUActivation
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 
-from mindie_mm.device import cpu_layers, rotation
+from mindie_mm.device import rotation
+from mindie_mm.device.cpu import cpu_layers
 
 T, HEADS, WIDTH = 7, 3, 16
 TEXT = (1, HEADS, T, WIDTH), (1, T, WIDTH)

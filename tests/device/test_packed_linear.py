@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mindie_mm.device.cpu import CPU
-from mindie_mm.device.packed_linear import PackedLinear, pack, pays
+from mindie_mm.device.cpu.packed_linear import PackedLinear, pack, pays
 from mindie_mm.models import load_model
 from tools.random_checkpoint import write_checkpoint
 

@@ -16,16 +16,16 @@ SCRIPT = """
 import json, sys
 from mindie_mm.device import slow_dtype
 from mindie_mm.doctor import _dtype
-from mindie_mm.engine.messages import Start
-from mindie_mm.engine.process import _load
+from mindie_mm.engine.requests.engine_messages import Start
+from mindie_mm.engine.process.engine_process import load_engine
 from mindie_mm.engine.ranks import ALONE
-from mindie_mm.config import EngineConfig
+from mindie_mm.settings.config import EngineConfig
 import logging
 logging.basicConfig(format="%(message)s", stream=sys.stdout, level="WARNING")
 engine = EngineConfig(device="cpu", dtype="bfloat16", measure_s=0)
 print([f"{one.status} {one.found}; {one.advice}" for one in _dtype("cpu", "bfloat16")])
 print(list(_dtype("cpu", "auto")))
-_load(Start(None, engine), ALONE)
+load_engine(Start(None, engine), ALONE)
 """
 
 

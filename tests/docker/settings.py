@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from mindie_mm.sources import CLASSES, PARTS
+from mindie_mm.settings.sources import CLASSES, PARTS
 from tests.docker.dockerfile import ROOT
 
 VARIABLES = {f"MINDIE_MM_{field.name.upper()}" for cls in CLASSES for field in dataclasses.fields(cls)} - {

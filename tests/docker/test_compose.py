@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mindie_mm.config import ServiceConfig, WorkerConfig
+from mindie_mm.settings.config import ServiceConfig, WorkerConfig
 from tests.docker.dockerfile import DEVICES, FOLDER, ROOT
 from tests.docker.settings import VARIABLES, nbytes, shm_bytes
 

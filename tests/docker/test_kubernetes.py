@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from mindie_mm.config import MediaCaps, ServiceConfig
+from mindie_mm.settings.config import MediaCaps, ServiceConfig
 from tests.docker.dockerfile import DEVICES, FOLDER, ROOT, last_stage, of, read
 from tests.docker.settings import VARIABLES, nbytes, shm_bytes
 

@@ -14,11 +14,11 @@ from typing import get_args
 import numpy as np
 import torch
 
-from mindie_mm.config import EngineConfig, TowerParallel
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.ranks import Ranks, join
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
+from mindie_mm.settings.config import EngineConfig, TowerParallel
 from tests.models.contract import run
 
 NUM_TOKENS = 8

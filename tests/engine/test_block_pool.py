@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mindie_mm.engine.block_pool import BlockPool
-from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.engine.sequence import Sequence
+from mindie_mm.engine.cache.block_pool import BlockPool
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.nn.model import Positions
 
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.device.cpu import CPU
 from mindie_mm.engine import decode_graphs
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.messages import Add
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.models import load_model
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import clip, picture, run

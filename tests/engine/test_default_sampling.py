@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from mindie_mm.config import EngineConfig, WorkerConfig
-from mindie_mm.engine.default_sampling import default_sampling, stated_end_tokens
-from mindie_mm.engine.llm import LLM
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.default_sampling import default_sampling, stated_end_tokens
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import EngineConfig, WorkerConfig
+from mindie_mm.worker.llm import LLM
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
 """As Qwen3-VL's authors publish it."""

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from mindie_mm.engine.detokenizer import Detokenizer, load_tokenizer
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.tokenize.text.detokenizer import Detokenizer, load_tokenizer
 from tests.processor_time import processor_time_below
 
 

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mindie_mm.config import EngineConfig, WorkerConfig
-from mindie_mm.engine.async_engine import AsyncEngine
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.messages import Abort, Add, Refill
-from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.engine.worker import Worker
+from mindie_mm.engine.requests.engine_messages import Abort, Add, Refill
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import SegmentMissing, StaleReference
 from mindie_mm.models import load_model
+from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import Ref, arenas_of, attach, release
-from mindie_mm.shm.mapped import drop_removed
+from mindie_mm.shm.reader.mapped import drop_removed
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.async_engine import AsyncEngine
+from mindie_mm.worker.worker import Worker
 from tests.engine.conftest import STEP_TIMEOUT_S
 from tests.models.contract import picture
 from tests.removed_arenas import removed_arenas

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from mindie_mm.engine.encoder_cache import EncoderCache
+from mindie_mm.engine.cache.encoder_cache import EncoderCache
 from mindie_mm.nn.splice import MediaItem, MediaShape
 
 

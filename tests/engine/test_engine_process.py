@@ -10,9 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from mindie_mm.config import EngineConfig
-from mindie_mm.engine.async_engine import AsyncEngine
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import (
     ContextLengthExceeded,
     CorruptReference,
@@ -23,9 +21,11 @@ from mindie_mm.errors import (
     TokenOutOfRange,
     UnsupportedCheckpoint,
 )
-from mindie_mm.restarts import RESTART_WAIT_S
+from mindie_mm.processes.restarts import RESTART_WAIT_S
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import arenas_of, free, release
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.worker.async_engine import AsyncEngine
 from tests.engine.conftest import STEP_TIMEOUT_S
 from tests.models.contract import picture
 from tests.removed_arenas import removed_arenas

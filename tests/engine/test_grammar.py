@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from mindie_mm.engine.detokenizer import load_tokenizer
-from mindie_mm.engine.grammar import Constraint, Grammars
 from mindie_mm.errors import InputError
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.structured.grammar import Constraint, Grammars
+from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 from tests.processor_time import processor_time_below
 
 VOCABULARY = 792

@@ -17,11 +17,11 @@ import pytest
 from PIL import Image
 
 from mindie_mm import LLM, SamplingParams, Tokenizer
-from mindie_mm.config import EngineConfig, WorkerConfig
-from mindie_mm.engine import worker as worker_module
-from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, ProcessDied, WorldError
+from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import arenas_of
+from mindie_mm.worker import worker as worker_module
+from mindie_mm.worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

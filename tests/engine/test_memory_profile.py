@@ -10,21 +10,21 @@ import psutil
 import pytest
 import torch
 
-from mindie_mm.config import EngineConfig, GiB, MiB, WorkerConfig
 from mindie_mm.device import host_memory
 from mindie_mm.device.cpu import CPU
-from mindie_mm.engine.async_engine import AsyncEngine
+from mindie_mm.engine.cache.kv_cache_size import block_size, useful_blocks
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.kv_cache_size import block_size, useful_blocks
-from mindie_mm.engine.llm import LLM
-from mindie_mm.engine.memory_profile import WorstCase, kv_cache_bytes
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.process.memory_profile import WorstCase, kv_cache_bytes
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import DeviceError, InputError
 from mindie_mm.models import family_named, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import EngineConfig, GiB, MiB, WorkerConfig
 from mindie_mm.shm import release
-from mindie_mm.shm.arena import Arena
+from mindie_mm.shm.owner.arena import Arena
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.worker.async_engine import AsyncEngine
+from mindie_mm.worker.llm import LLM
 from tests.models.contract import picture
 from tools.random_checkpoint import write_checkpoint
 

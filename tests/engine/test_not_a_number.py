@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.messages import Add
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Embeddings
-from mindie_mm.ipc import Failure
 from mindie_mm.models import load_model
+from mindie_mm.processes.ipc import Failure
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import picture, run

@@ -10,13 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.messages import Abort, Add
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.engine_messages import Abort, Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.inputs import parse_inputs
 from mindie_mm.models import load_model
 from mindie_mm.nn.model import Positions
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import free, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions

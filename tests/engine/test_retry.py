@@ -5,14 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 
-from mindie_mm.engine.messages import Timings, TokenLogprob
-from mindie_mm.engine.retry import PromptSource, generated, tokenized
-from mindie_mm.engine.worker import Delta
+from mindie_mm.engine.requests.engine_messages import Timings, TokenLogprob
 from mindie_mm.errors import ArenaFull, MediaError, NoProcess, ProcessDied, SegmentMissing, StaleReference
 from mindie_mm.shm import Arena, ArraySpec, attach
-from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
-from service.choices import Choice
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.retry import PromptSource, generated, tokenized
+from mindie_mm.worker.worker import Delta
+from service.schemas.choices import Choice
 
 FIRST, SECOND = (Prompt(np.array([index], np.int64)) for index in range(2))
 DIED, LOST = ProcessDied("dead"), SegmentMissing("lost")

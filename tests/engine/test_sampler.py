@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.sampler import sample, token_logprobs
-from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.engine.sequence import Sequence
 from mindie_mm.errors import InputError
 from mindie_mm.nn.model import ModelSpec, Positions
 

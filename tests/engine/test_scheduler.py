@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from mindie_mm.config import EngineConfig
-from mindie_mm.engine.block_pool import BlockPool
-from mindie_mm.engine.encoder_cache import EncoderCache
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.cache.block_pool import BlockPool
+from mindie_mm.engine.cache.encoder_cache import EncoderCache
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduler
 from mindie_mm.engine.seq2seq import Seq2SeqScheduler
-from mindie_mm.engine.sequence import Sequence
 from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.nn.model import Positions
 from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.settings.config import EngineConfig
 
 BLOCK = 4
 

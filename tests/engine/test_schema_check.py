@@ -17,17 +17,17 @@ import msgspec
 import psutil
 import pytest
 
-from mindie_mm.engine import schema_check
 from mindie_mm.engine.base import BaseEngine
-from mindie_mm.engine.detokenizer import load_tokenizer
-from mindie_mm.engine.grammar import KEPT, Grammars
-from mindie_mm.engine.messages import Add, ToEngine
-from mindie_mm.engine.process import received
-from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.engine.schema_check import COMPILE_S, MAX_SCHEMA_BYTES, SchemaCheck
+from mindie_mm.engine.process.engine_process import received
+from mindie_mm.engine.requests.engine_messages import Add, ToEngine
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, ProcessDied
-from mindie_mm.ipc import ChildChannel
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.processes.ipc import ChildChannel
+from mindie_mm.structured import schema_check
+from mindie_mm.structured.grammar import KEPT, Grammars
+from mindie_mm.structured.schema_check import COMPILE_S, MAX_SCHEMA_BYTES, SchemaCheck
+from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 from tests.processor_time import processor_s
 
 LONG = '{{"type": "integer", "multipleOf": {}}}'

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from mindie_mm.engine.detokenizer import load_tokenizer
-from mindie_mm.engine.grammar import Grammars
-from mindie_mm.engine.sampling_params import SamplingParams
-from mindie_mm.engine.schema_numbers import with_exact_numbers
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.structured.grammar import Grammars
+from mindie_mm.structured.schema_numbers import with_exact_numbers
+from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 
 VOCABULARY = 792
 EOS = 779

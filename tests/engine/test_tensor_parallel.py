@@ -16,13 +16,9 @@ import psutil
 import pytest
 import torch
 
-from mindie_mm.config import EngineConfig, TowerParallel
-from mindie_mm.engine.async_engine import AsyncEngine
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.detokenizer import load_tokenizer
-from mindie_mm.engine.grammar import Grammars
 from mindie_mm.engine.ranks import Ranks
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import (
     BadReference,
     ContextLengthExceeded,
@@ -33,9 +29,13 @@ from mindie_mm.errors import (
 )
 from mindie_mm.inputs import Embeddings
 from mindie_mm.models import load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import EngineConfig, TowerParallel
 from mindie_mm.shm import release
+from mindie_mm.structured.grammar import Grammars
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.text.detokenizer import load_tokenizer
+from mindie_mm.worker.async_engine import AsyncEngine
 from tests.engine.conftest import STEP_TIMEOUT_S
 from tests.engine.shared_model import NUM_TOKENS
 from tests.models.contract import picture, run
@@ -219,8 +219,8 @@ async def test_a_rank_that_hangs_restarts_all_ranks(random_checkpoint, periods):
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from mindie_mm.config import EngineConfig
-from mindie_mm.engine.async_engine import AsyncEngine
+from mindie_mm.settings.config import EngineConfig
+from mindie_mm.worker.async_engine import AsyncEngine
 import psutil
 async def main():
     engine = await AsyncEngine.start(Path(sys.argv[1]), EngineConfig(device="cpu", tensor_parallel=2, measure_s=0))

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.messages import Add
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import picture, run

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 from mindie_mm.errors import BadReference
 from mindie_mm.shm import Arena, ArraySpec, Ref, attach, free, survey
-from mindie_mm.shm.layout import ENTRY_BYTES, PAGE, ArenaHeader
+from mindie_mm.shm.format.layout import ENTRY_BYTES, PAGE, ArenaHeader
 from tests.fuzz.target import Target, sealed, sealed_arena
 
 _SPECS = (

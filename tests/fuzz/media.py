@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 from PIL import Image
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.errors import InputError
-from mindie_mm.media.audio import open_audio
-from mindie_mm.media.caps import under
-from mindie_mm.media.image import open_image
-from mindie_mm.media.video import EncodedVideo
+from mindie_mm.media.audio.encoded_audio import open_audio
+from mindie_mm.media.guard.caps import under
+from mindie_mm.media.image.encoded_image import open_image
+from mindie_mm.media.video.encoded_video import EncodedVideo
+from mindie_mm.settings.config import MediaCaps
 from tests.fuzz.target import Target
 from tests.media_samples import encode_video, encoded, jpeg_variants, moving_frames
 from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.errors import MindieMMError
-from mindie_mm.media.audio import open_audio
-from mindie_mm.media.caps import under
-from mindie_mm.media.image import RESAMPLES, open_image, resize
-from mindie_mm.media.mel import MelSettings, write_log_mel
-from mindie_mm.media.video import open_video
+from mindie_mm.media.audio.encoded_audio import open_audio
+from mindie_mm.media.audio.mel import MelSettings, write_log_mel
+from mindie_mm.media.guard.caps import under
+from mindie_mm.media.image.encoded_image import RESAMPLES, open_image, resize
+from mindie_mm.media.video.encoded_video import open_video
 from mindie_mm.media.warm import warm_up
+from mindie_mm.settings.config import MediaCaps
 from tests.lockdown.children import in_locked_child
 
 MEL = MelSettings(rate=16_000, num_bins=80, window=400, hop=160, max_samples=480_000)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.inputs import Media, MediaOptions
-from mindie_mm.media.caps import under
+from mindie_mm.media.guard.caps import under
 from mindie_mm.media.warm import warm_up
 from mindie_mm.models import family_of
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
+from mindie_mm.settings.config import MediaCaps
 from tests.lockdown.children import in_locked_child
 
 

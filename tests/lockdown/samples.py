@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mindie_mm.media.image import FORMATS
+from mindie_mm.media.image.encoded_image import FORMATS
 from tests.attacks import clips, pictures
 from tests.media.test_audio import LOSSLESS
 from tests.media.test_formats import FILES

@@ -12,14 +12,14 @@ from av.container import InputContainer
 from av.stream import Disposition
 from transformers.audio_utils import load_audio
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Media, parse_inputs
-from mindie_mm.media import audio
-from mindie_mm.media.audio import EncodedAudio, open_audio
-from mindie_mm.media.caps import under
-from mindie_mm.media.container import open_container
+from mindie_mm.media.audio import encoded_audio as audio
+from mindie_mm.media.audio.encoded_audio import EncodedAudio, open_audio
+from mindie_mm.media.guard.caps import under
+from mindie_mm.media.guard.container import open_container
 from mindie_mm.media.source import read_source
+from mindie_mm.settings.config import MediaCaps
 from tests.media_samples import encode_video, moving_frames
 from tests.sound_samples import SPEECH_RATE, encode_sound, encode_with_ffmpeg, speech, tone
 

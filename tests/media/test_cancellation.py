@@ -5,9 +5,9 @@ import threading
 import pytest
 
 from mindie_mm.errors import RequestAborted
-from mindie_mm.media import cancellation
-from mindie_mm.media.audio import open_audio
-from mindie_mm.media.video import open_video
+from mindie_mm.media.audio.encoded_audio import open_audio
+from mindie_mm.media.guard import cancellation
+from mindie_mm.media.video.encoded_video import open_video
 from tests.media_samples import encode_video, moving_frames
 from tests.sound_samples import encode_sound, tone
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Media
-from mindie_mm.media.caps import under
-from mindie_mm.media.colours import pil_to_rgb
-from mindie_mm.media.image import open_image
+from mindie_mm.media.guard.caps import under
+from mindie_mm.media.image.colours import pil_to_rgb
+from mindie_mm.media.image.encoded_image import open_image
 from mindie_mm.media.source import read_source
+from mindie_mm.settings.config import MediaCaps
 from tests.attacks.pictures import chunk, png
 from tests.media_samples import encoded, photograph
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mindie_mm.media import audio, image, video
+from mindie_mm.media.audio import encoded_audio as audio
 from mindie_mm.media.endings import ENDINGS, ending_of, kind_of
+from mindie_mm.media.image import encoded_image as image
+from mindie_mm.media.video import encoded_video as video
 
 PAGE = Path(__file__).parents[2] / "service/static/items.js"
 

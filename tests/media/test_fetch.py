@@ -13,9 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
-from mindie_mm.media.fetch import fetch, is_public
-from mindie_mm.media.fetch_body import MAX_CODINGS, MAX_MEMBERS
-from mindie_mm.media.fetch_url import checked_url, encoded_domain
+from mindie_mm.media.fetch.http import fetch, is_public
+from mindie_mm.media.fetch.http_body import MAX_CODINGS, MAX_MEMBERS
+from mindie_mm.media.fetch.http_url import checked_url, encoded_domain
 
 BODY = bytes(range(256)) * 40
 

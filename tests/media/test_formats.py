@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media import boxes
-from mindie_mm.media.caps import under
-from mindie_mm.media.image import open_image
+from mindie_mm.media.guard import boxes
+from mindie_mm.media.guard.caps import under
+from mindie_mm.media.image.encoded_image import open_image
+from mindie_mm.settings.config import MediaCaps
 from tests.attacks import pictures
 from tests.media_samples import encoded, photograph
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from mindie_mm.media.frames import evenly, stepped
+from mindie_mm.media.video.frames import evenly, stepped
 
 
 @pytest.mark.parametrize("first_of_step", [0, 0.5])

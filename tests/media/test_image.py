@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.errors import LimitExceeded, MediaError
-from mindie_mm.media.caps import Work, under
-from mindie_mm.media.colours import pil_to_rgb
-from mindie_mm.media.image import EncodedImage, PlainJpeg, open_image, resize
+from mindie_mm.media.guard.caps import Work, under
+from mindie_mm.media.image.colours import pil_to_rgb
+from mindie_mm.media.image.encoded_image import EncodedImage, PlainJpeg, open_image, resize
+from mindie_mm.settings.config import MediaCaps
 from tests.media_samples import PHOTOGRAPHS, encoded, jpeg_variants, load_image, photograph
 
 

@@ -15,13 +15,13 @@ import uvloop
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import MediaError
 from mindie_mm.inputs import Media
-from mindie_mm.media import fetch as module
-from mindie_mm.media.fetch import fetch
-from mindie_mm.media.threads import Threads
-from service.media import MediaPolicy
+from mindie_mm.media.fetch import http as module
+from mindie_mm.media.fetch.http import fetch
+from mindie_mm.media.fetch.threads import Threads
+from mindie_mm.settings.config import ServiceConfig
+from service.request.media import MediaPolicy
 
 BODY = b"a picture"
 
@@ -139,10 +139,10 @@ async def test_lookups_have_a_limit_together(names: Names) -> None:
 def test_a_lookup_that_hangs_does_not_keep_the_process() -> None:
     program = """
 import asyncio, socket, threading
-from mindie_mm.config import ServiceConfig
+from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.errors import MediaError
 from mindie_mm.inputs import Media
-from mindie_mm.media.fetch import fetch
+from mindie_mm.media.fetch.http import fetch
 
 socket.getaddrinfo = lambda *_, **__: threading.Event().wait()
 try:

@@ -3,8 +3,8 @@ import pytest
 from transformers import WhisperFeatureExtractor
 
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.media.audio import open_audio
-from mindie_mm.media.mel import MelSettings, write_log_mel
+from mindie_mm.media.audio.encoded_audio import open_audio
+from mindie_mm.media.audio.mel import MelSettings, write_log_mel
 from tests.sound_samples import speech, tone
 
 RATE = 16_000

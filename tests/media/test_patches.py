@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindie_mm.media.patches import patchify, unpatchify
+from mindie_mm.media.image.patches import patchify, unpatchify
 
 SIZES = [(1, 1, 1, 1), (14, 2, 2, 4), (14, 2, 6, 2), (16, 1, 3, 5), (30, 1, 2, 1), (4, 4, 8, 4)]
 """Patch, merge, rows and columns of patches."""

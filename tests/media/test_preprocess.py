@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.media.image import RESAMPLES
-from mindie_mm.media.preprocess import Preprocess, Size, check_made, check_settings
+from mindie_mm.media.image.encoded_image import RESAMPLES
+from mindie_mm.media.image.preprocess import Preprocess, Size, check_made, check_settings
 
 BICUBIC = RESAMPLES[3]
 

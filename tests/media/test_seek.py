@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from mindie_mm.media.container import open_container
-from mindie_mm.media.seek import Keyframes, sought
-from mindie_mm.media.video import CONTAINERS, EncodedVideo
+from mindie_mm.media.guard.container import open_container
+from mindie_mm.media.video.encoded_video import CONTAINERS, EncodedVideo
+from mindie_mm.media.video.seek import Keyframes, sought
 from tests.media_samples import encode_video, moving_frames, remux, with_edit
 
 NUM_FRAMES = 96

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from mindie_mm.errors import LimitExceeded
-from mindie_mm.media.image import EncodedImage, open_image
-from mindie_mm.media.segments import MAX_PARTS, MAX_SCAN_PIXELS, MAX_SCANS, check_parts, check_scans, jpeg_head
+from mindie_mm.media.guard.segments import MAX_PARTS, MAX_SCAN_PIXELS, MAX_SCANS, check_parts, check_scans, jpeg_head
+from mindie_mm.media.image.encoded_image import EncodedImage, open_image
 from tests.attacks import pictures
 from tests.media_samples import encoded, jpeg_variants, load_image, photograph
 

@@ -12,7 +12,8 @@ from PIL import Image
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, RequestAborted
 from mindie_mm.inputs import Media
-from mindie_mm.media import cancellation, fetch
+from mindie_mm.media.fetch import http as fetch
+from mindie_mm.media.guard import cancellation
 from mindie_mm.media.source import FETCH_TIMEOUT_S, read_source, source_path
 from tests.media_samples import encoded, photograph
 

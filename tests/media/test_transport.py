@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mindie_mm.errors import LimitExceeded
-from mindie_mm.media.container import open_container
-from mindie_mm.media.transport import MAX_LISTS, whole_packets
-from mindie_mm.media.video import CONTAINERS, EncodedVideo
+from mindie_mm.media.guard.container import open_container
+from mindie_mm.media.guard.transport import MAX_LISTS, whole_packets
+from mindie_mm.media.video.encoded_video import CONTAINERS, EncodedVideo
 from tests.media_samples import encode_video, moving_frames
 from tests.transport_samples import EMPTY, PACKET_BYTES, begun, listed, lists, spaced
 

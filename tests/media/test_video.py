@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
-from mindie_mm.media.caps import Work, under
-from mindie_mm.media.video import EncodedVideo, open_video
+from mindie_mm.media.guard.caps import Work, under
+from mindie_mm.media.video.encoded_video import EncodedVideo, open_video
+from mindie_mm.settings.config import MediaCaps
 from tests.media_samples import (
     decode_all,
     encode_video,

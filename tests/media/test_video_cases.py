@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from av.filter import Graph
 
-from mindie_mm.config import MediaCaps
 from mindie_mm.errors import FramesMiscounted, LimitExceeded, MediaError
-from mindie_mm.media.caps import decoding_to_count, under
-from mindie_mm.media.timeline import PLACEHOLDER
-from mindie_mm.media.video import EncodedVideo
+from mindie_mm.media.guard.caps import decoding_to_count, under
+from mindie_mm.media.video.encoded_video import EncodedVideo
+from mindie_mm.media.video.timeline import PLACEHOLDER
+from mindie_mm.settings.config import MediaCaps
 from tests.media_samples import PIXEL_FORMATS, decode_all, encode_video, moving_frames, remux
 
 CASES = Path(__file__).parents[1] / "cases" / "media"

@@ -28,12 +28,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers.video_utils import VideoMetadata
 
-from mindie_mm.config import EngineConfig, MediaCaps
 from mindie_mm.device import kind_of
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.messages import Add
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import (
     ContextLengthExceeded,
     InputError,
@@ -42,16 +41,17 @@ from mindie_mm.errors import (
     UnsupportedCheckpoint,
 )
 from mindie_mm.inputs import KINDS, Embeddings, Kind, Media, MediaOptions, Text, media_of, parse_inputs
-from mindie_mm.ipc import Failure
-from mindie_mm.media.caps import under
+from mindie_mm.media.guard.caps import under
 from mindie_mm.media.source import read_source
-from mindie_mm.media.video import EncodedVideo
+from mindie_mm.media.video.encoded_video import EncodedVideo
 from mindie_mm.models import family_named, family_of, load_model
-from mindie_mm.nn.checkpoint import VOCABULARIES, Checkpoint
+from mindie_mm.nn.checkpoint.directory import VOCABULARIES, Checkpoint
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import Placement, parts
 from mindie_mm.nn.splice import MediaItem, plain_ids
+from mindie_mm.processes.ipc import Failure
+from mindie_mm.settings.config import EngineConfig, MediaCaps
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions

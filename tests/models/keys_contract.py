@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from mindie_mm.device import open_device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import family_named
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.config_keys import HOUSEKEEPING, Keys, Nullable, Required
+from mindie_mm.nn.checkpoint.config_keys import HOUSEKEEPING, Keys, Nullable, Required
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import Model
 
 IDS = torch.arange(3, 40)

@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.device import open_device
-from mindie_mm.engine.default_sampling import defaults_of
-from mindie_mm.engine.kv_cache_size import useful_bytes
-from mindie_mm.engine.memory_profile import kv_cache_bytes
-from mindie_mm.engine.messages import Abort, Add
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.cache.kv_cache_size import useful_bytes
+from mindie_mm.engine.process.memory_profile import kv_cache_bytes
+from mindie_mm.engine.requests.default_sampling import defaults_of
+from mindie_mm.engine.requests.engine_messages import Abort, Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.errors import DeviceError
 from mindie_mm.models import family_named, load_model
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from tests.models.contract import FamilyContract, Items, Reference, picture, run
 

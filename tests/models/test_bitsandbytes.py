@@ -12,15 +12,15 @@ from bitsandbytes.nn import Linear4bit
 from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.device.npu import NPU
 from mindie_mm.engine.core import Engine
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.models import load_model
-from mindie_mm.nn.bitsandbytes import Linear8bit
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.placement import Placement
-from mindie_mm.nn.quantized import check_own_layers, check_quantization
+from mindie_mm.nn.weights.bitsandbytes import Linear8bit
+from mindie_mm.nn.weights.quantized import check_own_layers, check_quantization
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import picture, run

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from mindie_mm import LLM, SamplingParams
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
-from mindie_mm.media.tiles import best_canvas
+from mindie_mm.media.image.tiles import best_canvas
 from mindie_mm.models import family_named, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.experts import Experts, Gate
+from mindie_mm.models._experts import Experts, Gate
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from tests.models.contract import FamilyContract, picture
 from tests.models.golden import GOLDEN, GoldenReference, cases, drawn_weights, write_checkpoint
 from tests.warm import running_service

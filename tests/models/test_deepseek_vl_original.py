@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from mindie_mm.models import family_named
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.end_tokens import eos_token_ids
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from tests.models import test_deepseek_vl as plain
 from tests.models.contract import FamilyContract, picture, without_settings, without_weights
 from tests.models.contract import Reference as BaseReference

@@ -16,10 +16,10 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 from mindie_mm.device.cpu import CPU
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.dequantize import multiplied, must_dequantize, scaling
-from mindie_mm.nn.quantized import check_quantization, is_quantized, quantization, try_layers
-from mindie_mm.nn.stored_tensors import check_scaled
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.weights.dequantize import multiplied, must_dequantize, scaling
+from mindie_mm.nn.weights.quantized import check_quantization, is_quantized, quantization, try_layers
+from mindie_mm.nn.weights.stored_tensors import check_scaled
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 from tests.models.small_checkpoints import changed
 

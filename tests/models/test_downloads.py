@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import family_named, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.shards import weight_files
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.weights.shards import weight_files
 from mindie_mm.tokenize import Tokenizer
 
 POINTER = (

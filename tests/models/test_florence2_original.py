@@ -12,11 +12,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import CLIPImageProcessor, Florence2Config, Florence2ForConditionalGeneration, PreTrainedTokenizerFast
 from transformers.models.florence2.processing_florence2 import Florence2Processor
 
-from mindie_mm.engine.detokenizer import load_tokenizer
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 from tests.models import test_florence2 as plain
 from tests.models.contract import picture, run
 from tests.models.seq2seq_contract import Seq2SeqContract

@@ -12,7 +12,7 @@ from transformers import FuyuConfig, FuyuForCausalLM, FuyuImageProcessor, FuyuPr
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Embeddings, Media
 from mindie_mm.models import family_named
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.tokenize import Tokenizer as OurTokenizer
 from tests.models.contract import ExtremeShapes, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference

@@ -19,7 +19,7 @@ from transformers import (
 
 from mindie_mm.inputs import Media
 from mindie_mm.models import family_named, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture

@@ -20,7 +20,7 @@ from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_t
 
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Media, MediaOptions
-from mindie_mm.media.tiles import closest_grid
+from mindie_mm.media.image.tiles import closest_grid
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer

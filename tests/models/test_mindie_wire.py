@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.messages import Add
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import (
     CorruptReference,
     FeatureCountMismatch,
@@ -24,7 +23,8 @@ from mindie_mm.errors import (
 )
 from mindie_mm.models import load_model
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import Arena, release, request_directory
 from mindie_mm.shm.mindie import (
     create_shm,

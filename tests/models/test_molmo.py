@@ -8,15 +8,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.messages import Add
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Embeddings, Media
 from mindie_mm.models import load_model
 from mindie_mm.models.molmo import Canvas, paddings, slot_order
 from mindie_mm.nn.splice import plain_ids
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, run

@@ -11,14 +11,14 @@ from transformers import Molmo2Config, Molmo2ForConditionalGeneration, Molmo2Pro
 from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProcessor
 from transformers.models.molmo2.video_processing_molmo2 import Molmo2VideoProcessor
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.engine.core import Engine
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Embeddings, Media, MediaOptions
-from mindie_mm.media.crops import choose_tiling
 from mindie_mm.models import family_named
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.models._crops import choose_tiling
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
 from tests.engine.test_prefix_cache import cached
 from tests.media_samples import decode_all, encode_video, moving_frames, photograph

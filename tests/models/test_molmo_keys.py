@@ -8,7 +8,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models.molmo import configuration
-from mindie_mm.nn.config_keys import words
+from mindie_mm.nn.checkpoint.config_keys import words
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 from tests.models.keys_contract import IDS, KeysContract, layer_of, rms_norm, turned
 

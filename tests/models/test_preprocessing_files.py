@@ -11,7 +11,7 @@ import pytest
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import family_named, family_of
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 PUBLISHED = Path(__file__).parents[1] / "published"
 IMAGE, VIDEO, JOINT = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"

@@ -19,7 +19,7 @@ from transformers import WhisperFeatureExtractor as FeatureExtractor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import family_of, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer

@@ -12,7 +12,7 @@ from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration, Q
 from transformers import WhisperFeatureExtractor as FeatureExtractor
 
 from mindie_mm.errors import MediaError
-from mindie_mm.media.audio import open_audio
+from mindie_mm.media.audio.encoded_audio import open_audio
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer

@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.device.cpu import CPU
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.messages import Add
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch, StaleReference, UnsupportedCheckpoint
-from mindie_mm.ipc import Failure
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import MediaShape
+from mindie_mm.processes.ipc import Failure
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import Arena, ArraySpec, free, release, request_directory
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, Reference, clip, picture, run

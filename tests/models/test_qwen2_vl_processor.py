@@ -10,9 +10,9 @@ from transformers import Qwen2VLConfig
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, UnsupportedCheckpoint
 from mindie_mm.inputs import Media, MediaOptions
+from mindie_mm.models._mrope import mrope_positions
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor, sample_frames, smart_resize
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.mrope import mrope_positions
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
 from tests import transformers_reference as reference
 from tests.media_samples import (

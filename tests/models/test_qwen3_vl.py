@@ -16,7 +16,7 @@ from transformers import (
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Embeddings, Media, MediaOptions
 from mindie_mm.models import family_named
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import FamilyContract, clip, picture

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.engine.core import Engine
 from mindie_mm.errors import CorruptReference, UnsupportedCheckpoint
 from mindie_mm.models import family_named, family_of
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm.mindie import decode_shape_from_int64, encode_shape_to_int64, is_segment_word
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, picture, run

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.nn.checkpoint import EMBEDDED, Checkpoint
-from mindie_mm.nn.end_tokens import eos_token_ids
+from mindie_mm.nn.checkpoint.directory import EMBEDDED, Checkpoint
+from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 
 END = {"eos_token": "</s>"}
 AS_ADDED_TOKEN = {"eos_token": {"content": "</s>", "__type": "AddedToken", "special": True}}

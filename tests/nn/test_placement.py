@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from mindie_mm.config import EngineConfig
 from mindie_mm.device import KINDS
 from mindie_mm.errors import DeviceError, InputError
 from mindie_mm.models import load_model
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.placement import Placement, place
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import photograph
 

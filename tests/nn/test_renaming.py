@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from mindie_mm.nn.checkpoint import tokenizer_length, with_special_tokens
-from mindie_mm.nn.renaming import TRANSPOSED, UNBATCHED, Renaming, rename, third
+from mindie_mm.nn.checkpoint.directory import tokenizer_length, with_special_tokens
+from mindie_mm.nn.checkpoint.renaming import TRANSPOSED, UNBATCHED, Renaming, rename, third
 from tests.models.small_checkpoints import save_tokenizer, save_unigram_tokenizer
 
 RULES = (

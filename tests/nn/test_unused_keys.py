@@ -9,8 +9,8 @@ from transformers import FuyuConfig, LlavaConfig, Qwen2VLConfig
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.unused_keys import unused_keys
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.unused_keys import unused_keys
 from tests.models.small_checkpoints import changed
 
 LLAVA = {

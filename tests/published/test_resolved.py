@@ -12,8 +12,8 @@ import transformers
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import family_of, load_model
-from mindie_mm.nn.checkpoint import Checkpoint
-from mindie_mm.nn.resolved import settle
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.resolved import settle
 
 FOLDER = Path(__file__).parent
 RECORDED = json.loads((FOLDER / "resolved.json").read_text())

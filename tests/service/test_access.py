@@ -8,7 +8,7 @@ import httpx2
 import openai
 import pytest
 
-from service.access import is_loopback
+from service.http.access import is_loopback
 from tests.warm import running_service
 from tests.watching import wait_until
 from tools.serving import RunningService

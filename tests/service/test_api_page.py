@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindie_mm.config import MediaCaps, ServiceConfig
-from mindie_mm.sources import CLASSES
-from service.errors import KINDS, TABLE, error_body
+from mindie_mm.settings.config import MediaCaps, ServiceConfig
+from mindie_mm.settings.sources import CLASSES
+from service.http.errors import KINDS, TABLE, error_body
 
 PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
 ANSWERS: dict[str, Callable[[Any], object]] = {

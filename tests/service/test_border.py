@@ -8,10 +8,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from mindie_mm.config import ServiceConfig
-from service.admission import Admission
-from service.border import Border
-from service.metrics import Metrics
+from mindie_mm.settings.config import ServiceConfig
+from service.middleware import Border
+from service.request.admission import Admission
+from service.telemetry.metrics import Metrics
 
 ADMISSION = Admission(limit=9, timeout_s=60)
 

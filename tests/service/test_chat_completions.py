@@ -9,8 +9,8 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tools.demo import encode, picture
-from tools.questions import CHAT_ANSWERS
 from tools.serving import RunningService
+from training.questions import CHAT_ANSWERS
 
 WHAT = "What is in the image?"
 HELLO: Any = {"role": "user", "content": "Hello!"}

@@ -68,7 +68,7 @@ def waits_for(service: RunningService, num_blocks: int) -> bool:
 
 def engine_of(service: RunningService) -> psutil.Process:
     children = psutil.Process(service.process.pid).children()
-    return next(child for child in children if "mindie_mm.engine.process" in child.cmdline())
+    return next(child for child in children if "mindie_mm.engine.process.engine_process" in child.cmdline())
 
 
 def test_text_passes_pictures_that_wait_for_room(narrow: RunningService) -> None:

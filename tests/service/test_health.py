@@ -13,9 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mindie_mm.errors import ArenaFull, SegmentMissing, StaleReference
-from mindie_mm.shm.reclaim import CAUSES
-from mindie_mm.sources import CLASSES, PARTS
-from service.metrics import Metrics
+from mindie_mm.settings.sources import CLASSES, PARTS
+from mindie_mm.shm.operate.reclaim import CAUSES
+from service.telemetry.metrics import Metrics
 from tools.serving import RunningService
 
 

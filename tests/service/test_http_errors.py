@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from mindie_mm import errors
-from service.errors import TABLE, error_body, error_object, status_of
+from service.http.errors import TABLE, error_body, error_object, status_of
 from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"

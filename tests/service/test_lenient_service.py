@@ -116,7 +116,7 @@ def wait_for_health(service: RunningService, status: int) -> httpx2.Response:
 
 def test_without_tokenizers_it_is_unhealthy_until_others_have_started(lenient: RunningService, red_square: str) -> None:
     post(lenient, CHAT, chat([red_square], "What?"))
-    for child in children(lenient, "mindie_mm.tokenize.process"):
+    for child in children(lenient, "mindie_mm.tokenize.stage.tokenizer_process"):
         child.kill()
     error = wait_for_health(lenient, 503).json()["error"]
     assert "no tokenizer process" in error["message"]
@@ -142,7 +142,7 @@ def test_a_dead_engine_fails_started_streams_alone_and_comes_back(lenient: Runni
         stream.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode())
         stream.sendall(f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
         wait_until(lambda: metric(lenient, "time_to_first_token_seconds_count") >= begun + 2)
-        (engine,) = children(lenient, "mindie_mm.engine.process")
+        (engine,) = children(lenient, "mindie_mm.engine.process.engine_process")
         engine.kill()
         said = b""
         while b"data: [DONE]" not in said:

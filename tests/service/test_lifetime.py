@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from mindie_mm.errors import QueueFull, RequestAborted, RequestTimeout, ServiceStopping
-from service.admission import Admission
+from service.request.admission import Admission
 from tests.watching import metric, wait_until
 from tools.serving import RunningService
 

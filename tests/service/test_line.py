@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError
-from mindie_mm.tokenize.messages import TokenizeRequest
-from service.line import _checked
+from mindie_mm.settings.config import ServiceConfig
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from service.request.prompts import _checked
 
 MiB = 2**20
 

@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 import pytest
 
-from mindie_mm.config import EngineConfig, MiB
-from mindie_mm.engine.async_engine import AsyncEngine
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.settings.config import EngineConfig, MiB
+from mindie_mm.worker.async_engine import AsyncEngine
 from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools.serving import RunningService

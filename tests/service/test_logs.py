@@ -98,7 +98,7 @@ Talk = tuple[bool, str, str, RunningService]
 def test_every_line_is_an_object(talk: Talk) -> None:
     found = records(talk[1])
     assert {record["process"] for record in found} >= {"api", "engine"}
-    assert {record["process"] for record in found} <= {"api", "engine", "tokenize", "nursery"}
+    assert {record["process"] for record in found} <= {"api", "engine", "tokenizer", "nursery"}
     assert all(record.keys() >= {"time", "level", "logger", "message", "pid"} for record in found)
     assert not [record for record in found if record["level"] in ("error", "critical")]
 
@@ -124,7 +124,7 @@ def test_keys_and_media_are_never_logged(talk: Talk) -> None:
 
 def test_prompts_are_logged_where_that_was_asked_for(talk: Talk) -> None:
     asked, log, _, _ = talk
-    said = [record for record in records(log) if record["logger"] == "service.call"]
+    said = [record for record in records(log) if record["logger"] == "service.request.call"]
     if not asked:
         assert said == []
         for word in ("Ozymandias", "Xanadu", SCHEMA_NAME, "Whisper"):
@@ -177,7 +177,7 @@ def test_answers_that_break_off_are_told_and_counted(settings: dict[str, object]
             events = died.iter_lines()
             next(events)
             for child in psutil.Process(service.process.pid).children():
-                if "mindie_mm.engine.process" in child.cmdline():
+                if "mindie_mm.engine.process.engine_process" in child.cmdline():
                     child.kill()
             assert '"code":503' in [line for line in events if line][-2]
         assert metric(service, "request_success_total", finished_reason="error") == 3
@@ -198,7 +198,9 @@ def test_answers_that_break_off_are_told_and_counted(settings: dict[str, object]
     ]
     assert [line["message"].rpartition(", ")[2] for line in lines] == [f"broken off: {name}" for name in names]
     told = [
-        (line["level"], line["request_id"], line["message"]) for line in found if line["logger"] == "service.admitted"
+        (line["level"], line["request_id"], line["message"])
+        for line in found
+        if line["logger"] == "service.request.admitted"
     ]
     assert [one[:2] for one in told] == [("warning", ids[1]), ("warning", ids[2])], "one line each; clients may leave"
     assert re.search(r"broke off: ProcessDied: the engine process \d+ died", told[0][2])

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from tools.serving import RunningService
 

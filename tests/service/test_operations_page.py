@@ -18,8 +18,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from mindie_mm.cli import main
-from mindie_mm.sources import CLASSES, PARTS, configuration
-from service.page import PATHS as page_paths  # noqa: N811
+from mindie_mm.settings.sources import CLASSES, PARTS, configuration
+from service.http.page import PATHS as page_paths  # noqa: N811
 from tools.serving import RunningService
 
 PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.reclaim import reclaiming
+from service.telemetry.reclaim import reclaiming
 
 
 class Unforeseen(type(Path())):  # type: ignore[misc]

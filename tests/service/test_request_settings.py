@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mindie_mm.engine.sampling_params import SamplingParams
-from service.body import Fields
-from service.generate import GenerateParameters
-from service.infer import InferParameters
-from service.openai_types import ChatBody, CompletionBody
-from service.tokens import DetokenizeBody
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from service.routes.generate import GenerateParameters
+from service.routes.infer import InferParameters
+from service.routes.tokens import DetokenizeBody
+from service.schemas.body import Fields
+from service.schemas.openai_types import ChatBody, CompletionBody
 
 GIVEN: dict[str, Any] = {
     "max_tokens": 5,

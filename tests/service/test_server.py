@@ -21,8 +21,8 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError
+from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import collect, request_directory
 from service.app import checkpoint_name
 from service.server import _bound, _Server
@@ -30,7 +30,7 @@ from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools.serving import RunningService
 
-ENGINE = "mindie_mm.engine.process"
+ENGINE = "mindie_mm.engine.process.engine_process"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,9 @@ def metrics(service: RunningService) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("role", "module"), [("tokenizer", "mindie_mm.tokenize.process"), ("engine", ENGINE)])
+@pytest.mark.parametrize(
+    ("role", "module"), [("tokenizer", "mindie_mm.tokenize.stage.tokenizer_process"), ("engine", ENGINE)]
+)
 def test_a_process_that_dies_again_and_again_is_started_after_pauses_and_readiness_says_so(
     settings: dict[str, object], tmp_path: Path, role: str, module: str
 ) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError
+from mindie_mm.settings.config import ServiceConfig
 from tests import warm
 
 

@@ -15,12 +15,13 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from mindie_mm.config import ServiceConfig
-from service import border, errors
-from service.admission import Admission
-from service.border import Border
-from service.connection import Connection
-from service.metrics import Metrics
+from mindie_mm.settings.config import ServiceConfig
+from service import middleware as border
+from service.http import errors
+from service.http.connection import Connection
+from service.middleware import Border
+from service.request.admission import Admission
+from service.telemetry.metrics import Metrics
 from tools.serving import running_service
 
 IDLE_S = 1.0

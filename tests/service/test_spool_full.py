@@ -19,14 +19,14 @@ import httpx2
 import pybase64
 import pytest
 
-from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError, SharedMemoryError, SpoolFull, StaleReference, os_errors_as
 from mindie_mm.inputs import Media
+from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import Arena, ArraySpec, attach, collect, request_directory
-from service import spending
-from service.line import _directory
-from service.media import MediaPolicy
-from service.spending import SpoolProbe, room_to_spool
+from service.request import quota as spending
+from service.request.media import MediaPolicy
+from service.request.prompts import _directory
+from service.request.quota import SpoolProbe, room_to_spool
 from tests.service.conftest import SETTINGS, TINY
 from tests.warm import running_service
 from tools.demo import picture

@@ -15,10 +15,10 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from mindie_mm.config import ServiceConfig
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Media
-from service.media import MediaPolicy
+from mindie_mm.settings.config import ServiceConfig
+from service.request.media import MediaPolicy
 
 
 async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ async def test_a_file_that_grows_while_it_is_read_ends_at_the_limits(
         status[stat.ST_SIZE] = 10
         return os.stat_result(status)
 
-    monkeypatch.setattr("service.media.os.fstat", before)
+    monkeypatch.setattr("service.request.media.os.fstat", before)
     for config, message in (
         (ServiceConfig(allowed_media_dir=tmp_path, max_item_bytes=4000), "the limit for one item is 4000"),
         (ServiceConfig(allowed_media_dir=tmp_path, max_media_bytes=4000), "take 5000 bytes, the limit is 4000"),
@@ -122,7 +122,7 @@ async def test_what_is_read_too_late_is_not_written(tmp_path: Path, monkeypatch:
     source, request = tmp_path / "in.png", tmp_path / "request"
     source.write_bytes(bytes(50))
     request.mkdir()
-    monkeypatch.setattr("service.media.FileIO", Stalled)
+    monkeypatch.setattr("service.request.media.FileIO", Stalled)
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path, max_media_bytes=50))
     spooling = asyncio.create_task(policy.spool([Media("image", str(source))], request))
     await begun.wait()

@@ -50,7 +50,9 @@ def test_a_log_that_nobody_reads_blocks_nothing(settings: dict[str, object], tmp
         for number in range(60):
             assert httpx2.get(f"{url}/nothing-{number}").status_code == 404
         (engine,) = [
-            child for child in psutil.Process(process.pid).children() if "mindie_mm.engine.process" in child.cmdline()
+            child
+            for child in psutil.Process(process.pid).children()
+            if "mindie_mm.engine.process.engine_process" in child.cmdline()
         ]
         engine.kill()  # its successor logs as much at its start
         body = {"prompt": "What?", "max_tokens": 1}

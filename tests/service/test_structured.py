@@ -9,9 +9,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from service.openai_types import NamedSchema, ResponseFormat
-from tools.questions import CHAT_ANSWERS
+from service.schemas.openai_types import NamedSchema, ResponseFormat
 from tools.serving import RunningService
+from training.questions import CHAT_ANSWERS
 
 WHAT = "What is in the image?"
 SCENE = {

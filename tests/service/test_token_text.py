@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from mindie_mm.engine.detokenizer import Detokenizer
-from mindie_mm.engine.messages import TokenLogprob
-from mindie_mm.engine.worker import Delta
+from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.tokenize.prompt import Prompt
-from service.token_text import TextOffsets, TokenTexts, chat_logprobs, completion_logprobs, prompt_text, token_bytes
-from service.told_logprobs import ToldLogprobs
+from mindie_mm.tokenize.text.detokenizer import Detokenizer
+from mindie_mm.worker.worker import Delta
+from service.request.text_logprobs import ToldLogprobs
+from service.request.token_text import (
+    TextOffsets,
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_text,
+    token_bytes,
+)
 from tests.processor_time import processor_time_below
 from tests.service.conftest import TINY
 

@@ -209,7 +209,7 @@ def test_without_the_extra_it_is_refused() -> None:
     script = """
 import sys
 sys.modules["opentelemetry.sdk"] = None
-from service.tracing import Tracer
+from service.telemetry.tracing import Tracer
 Tracer("http://localhost/v1/traces", "0")
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)

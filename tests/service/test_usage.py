@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from tests.watching import metric
-from tools.questions import CHAT_ANSWERS
 from tools.serving import RunningService
+from training.questions import CHAT_ANSWERS
 
 STAGES = {"fetch_s", "preprocess_s", "queue_s", "tower_s", "prefill_s", "decode_s", "total_s"}
 

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
-from mindie_mm.shm import Arena, ArraySpec, Block, Ref, attach, free, release, waiting
-from mindie_mm.shm.layout import PAGE
-from mindie_mm.shm.stats import ArenaStats
+from mindie_mm.shm import Arena, ArraySpec, Block, Ref, attach, free, release
+from mindie_mm.shm.format.layout import PAGE
+from mindie_mm.shm.format.stats import ArenaStats
+from mindie_mm.shm.owner import waiting
 
 PAGE_SPECS = {"x": ArraySpec((1000,), "uint8")}
 HALF_SPECS = {"x": ArraySpec(((1 << 19) - 1000,), "uint8")}

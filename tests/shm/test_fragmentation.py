@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mindie_mm.shm.extent import Pieces
-from mindie_mm.shm.heap import Heap
+from mindie_mm.shm.format.extent import Pieces
+from mindie_mm.shm.owner.heap import Heap
 
 KiB, MiB = 1 << 10, 1 << 20
 START = 1 << 20

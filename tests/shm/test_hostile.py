@@ -39,7 +39,7 @@ from mindie_mm.shm import (
     request_directory,
     survey,
 )
-from mindie_mm.shm.layout import ENTRY_BYTES, NEXT, PAGE, SIZE, ArenaHeader
+from mindie_mm.shm.format.layout import ENTRY_BYTES, NEXT, PAGE, SIZE, ArenaHeader
 from tests.namespaces import FULL_SHM, UNSHARE, require
 from tests.shm.conftest import PREAMBLE
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mindie_mm.shm import Arena, ArraySpec, attach, collect, free, release, survey
-from mindie_mm.shm import arena as arena_module
+from mindie_mm.shm.owner import arena as arena_module
 
 SPECS = {"x": ArraySpec((100 << 10,), "uint8")}
 SMALL = {"x": ArraySpec((15 << 10,), "uint8")}
@@ -160,7 +160,7 @@ def test_an_interrupt_while_it_waits_leaves_the_arena_to_others(arena: Arena) ->
         pass
 
 
-@pytest.mark.parametrize("patched", ["mindie_mm.shm.arena_file.reserve", "fcntl.flock"])
+@pytest.mark.parametrize("patched", ["mindie_mm.shm.owner.arena_file.reserve", "fcntl.flock"])
 def test_a_child_forked_while_an_arena_is_made_does_not_keep_it_alive(start, patched: str) -> None:
     module, name = patched.rsplit(".", 1)
     owner = start(f"""

@@ -26,6 +26,7 @@ from mindie_mm.errors import (
     SharedMemoryError,
 )
 from mindie_mm.shm import Arena, ArraySpec, Ref, release
+from mindie_mm.shm.format.mindie_words import CHARSET, PLAN
 from mindie_mm.shm.mindie import (
     SegmentSpec,
     SegmentsView,
@@ -38,8 +39,7 @@ from mindie_mm.shm.mindie import (
     is_segment_word,
     release_shared_memory,
 )
-from mindie_mm.shm.mindie_words import CHARSET, PLAN
-from mindie_mm.shm.path_file import read_contents, recorded
+from mindie_mm.shm.requests.path_file import read_contents, recorded
 from tests.namespaces import UNSHARE, require
 
 SHM = Path("/dev/shm")
@@ -581,6 +581,7 @@ for request in iter(hear, ""):
 
 
 def test_the_operators_tools_need_neither_numpy_nor_torch():
-    script = "import sys, mindie_mm.shm.path_file, mindie_mm.shm.mindie; print({'numpy', 'torch'} & set(sys.modules))"
+    modules = "mindie_mm.shm.requests.path_file, mindie_mm.shm.mindie"
+    script = f"import sys, {modules}; print({{'numpy', 'torch'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

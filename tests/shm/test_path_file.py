@@ -11,7 +11,7 @@ import pytest
 
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, SharedMemoryError, StaleReference
 from mindie_mm.shm import Arena, ArraySpec, attach, mindie, release
-from mindie_mm.shm.layout import ArenaHeader, Owner
+from mindie_mm.shm.format.layout import ArenaHeader, Owner
 
 SPECS = {"x": ArraySpec((1000,), "uint8")}
 

@@ -13,7 +13,7 @@ import pytest
 
 from mindie_mm.errors import CorruptReference, SegmentMissing, StaleReference
 from mindie_mm.shm import Arena, ArraySpec, Ref, attach, free
-from mindie_mm.shm.layout import PAGE
+from mindie_mm.shm.format.layout import PAGE
 from tests.removed_arenas import removed_arenas
 
 SPECS = {"x": ArraySpec((300, 588), "uint8"), "grid": ArraySpec((2, 3), "int64")}

@@ -11,9 +11,9 @@ import pytest
 
 from mindie_mm.errors import SegmentMissing, StaleReference
 from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Collected, Ref, arenas_of, attach, collect, mindie, survey
-from mindie_mm.shm.layout import block_name
-from mindie_mm.shm.reclaim import collect_path_file, totals
-from mindie_mm.shm.stats import STATS_OFFSET, ArenaStats
+from mindie_mm.shm.format.layout import block_name
+from mindie_mm.shm.format.stats import STATS_OFFSET, ArenaStats
+from mindie_mm.shm.operate.reclaim import collect_path_file, totals
 
 SPECS = {"x": ArraySpec((10, 588), "uint8"), "grid": ArraySpec((1, 3), "int64")}
 

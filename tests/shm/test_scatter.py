@@ -11,7 +11,7 @@ import pytest
 
 from mindie_mm.errors import ArenaFull, SegmentMissing, StaleReference
 from mindie_mm.shm import Arena, ArraySpec, Ref, attach, collect, free, release, survey
-from mindie_mm.shm.layout import NEXT, OFFSET, PAGE, SIZE
+from mindie_mm.shm.format.layout import NEXT, OFFSET, PAGE, SIZE
 
 MiB = 1 << 20
 KiB = 1 << 10

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded
 from mindie_mm.shm import NAME_WORD_STOP, Ref, is_name_word
-from mindie_mm.shm.spec import DTYPES
-from mindie_mm.shm.words import MAX_ARENA, MAX_BLOCK, MAX_GENERATION
+from mindie_mm.shm.format.spec import DTYPES
+from mindie_mm.shm.format.words import MAX_ARENA, MAX_BLOCK, MAX_GENERATION
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "words.json").read_text())
 MASK = (1 << 64) - 1

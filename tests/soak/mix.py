@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.attacks.pictures import jpeg_of_size, png
 from tools.demo import audio, encode, image, input_audio, picture, video_part, write_sound, write_video
-from tools.scenes import TRAIN, draw, single
+from training.scenes import TRAIN, draw, single
 
 CHAT, COMPLETIONS, INFER, GENERATE = "/v1/chat/completions", "/v1/completions", "/infer", "/generate"
 WHAT = "What is in the image?"

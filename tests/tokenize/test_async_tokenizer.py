@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 
-from mindie_mm.config import WorkerConfig
 from mindie_mm.errors import (
     ContextLengthExceeded,
     InputError,
@@ -22,7 +21,8 @@ from mindie_mm.errors import (
     UnsupportedCheckpoint,
 )
 from mindie_mm.inputs import parse_inputs
-from mindie_mm.restarts import RESTART_WAIT_S
+from mindie_mm.processes.restarts import RESTART_WAIT_S
+from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import Ref, attach, release, survey
 from mindie_mm.tokenize import AsyncTokenizer, Tokenizer, TokenizeRequest
 from mindie_mm.tokenize.prompt import PromptOptions

@@ -12,13 +12,13 @@ from PIL import Image
 from transformers import AutoTokenizer
 from transformers.processing_utils import ProcessorMixin
 
-from mindie_mm.config import WorkerConfig
-from mindie_mm.engine.llm import LLM
-from mindie_mm.engine.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.nn.checkpoint import Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.chat_template import TemplateSources
+from mindie_mm.tokenize.text.chat_template import TemplateSources
+from mindie_mm.worker.llm import LLM
 
 ADDS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
 """It fails for a list."""

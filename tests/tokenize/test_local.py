@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 import mindie_mm
-from mindie_mm.config import WorkerConfig
+from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import release, request_directory
 from mindie_mm.tokenize.local import LocalTokenizer
-from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
 KILLED = """

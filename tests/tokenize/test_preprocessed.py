@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mindie_mm.errors import MediaError
-from mindie_mm.media import image
+from mindie_mm.media.image import encoded_image as image
 from mindie_mm.shm import Arena, Ref, attach, release
 from mindie_mm.tokenize import Tokenizer, preprocessed
 from mindie_mm.tokenize.preprocessed import Preprocessed

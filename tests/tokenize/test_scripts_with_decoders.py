@@ -19,14 +19,14 @@ import psutil
 import pytest
 
 from mindie_mm import LLM, SamplingParams
-from mindie_mm.config import WorkerConfig
 from mindie_mm.decode import Decoders
-from mindie_mm.engine.worker import Worker
 from mindie_mm.errors import InputError
+from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.local import DecodingTokenizer
-from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.worker import Worker
 from tests.decode.conftest import busy, stopped
 from tests.media_samples import encoded, photograph
 from tests.warm import SUBPROCESS
@@ -189,7 +189,7 @@ def llms(random_checkpoint: Path) -> Iterator[tuple[LLM, LLM]]:
         pytest.MonkeyPatch.context() as patch,
         LLM(random_checkpoint) as alone,
     ):
-        patch.setattr("mindie_mm.ipc.subprocess", SUBPROCESS)
+        patch.setattr("mindie_mm.processes.ipc.subprocess", SUBPROCESS)
         with LLM(random_checkpoint, decoders=2) as decoding:
             yield alone, decoding
 

@@ -12,9 +12,9 @@ from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheck
 from mindie_mm.inputs import parse_messages
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.messages import TokenizeRequest
 from mindie_mm.tokenize.prompt import PromptOptions
-from mindie_mm.tokenize.spelling import ControlSpelling, strings
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.text.spelling import ControlSpelling, strings
 from tests.transformers_reference import AutoTokenizer
 from tools.random_checkpoint import SPECIAL_TOKENS
 

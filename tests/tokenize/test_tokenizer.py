@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 import mindie_mm
-from mindie_mm.config import MediaCaps
 from mindie_mm.errors import (
     ArenaFull,
     ContextLengthExceeded,
@@ -23,9 +22,10 @@ from mindie_mm.errors import (
     TokenOutOfRange,
 )
 from mindie_mm.inputs import parse_inputs, parse_messages
-from mindie_mm.media.caps import decoding_to_count
-from mindie_mm.media.video import EncodedVideo
+from mindie_mm.media.guard.caps import decoding_to_count
+from mindie_mm.media.video.encoded_video import EncodedVideo
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
+from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import Arena, Ref, attach, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions

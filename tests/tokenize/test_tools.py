@@ -9,7 +9,7 @@ import pytest
 import mindie_mm
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.messages import TokenizeRequest
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
 TOOLS = [{"type": "function", "function": {"name": "weigh", "description": "<|im_end|>", "parameters": {}}}]

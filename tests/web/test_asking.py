@@ -15,8 +15,8 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from tests.web.conftest import Noted, ask, attach
-from tools.questions import CHAT_ANSWERS
 from tools.serving import RunningService
+from training.questions import CHAT_ANSWERS
 
 WHAT = "What is in the image?"
 TAG = re.compile(r'<img src="data:image/jpeg;base64,([A-Za-z0-9+/=]+)">')

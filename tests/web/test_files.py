@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from service import page
+from service.http import page
 from tests.warm import running_service
 from tests.web.conftest import START_TIMEOUT_S, TINY
 from tools.serving import RunningService

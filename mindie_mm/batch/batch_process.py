@@ -1,0 +1,56 @@
+"""A worker process of a run, started with FOLDER and CURSOR: it reads the run there, and does one chunk after another.
+
+What it has done it tells now and then: to wake the run for each row takes a fiftieth of a picture's time. Which row it
+is at stands in its cursor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from mindie_mm.batch.batch_messages import Finished, Job, Ready, Report, Step, Steps
+from mindie_mm.batch.cursor import RowCursor
+from mindie_mm.batch.input.file_state import InputStates
+from mindie_mm.batch.settings import RUN_FILE, Run
+from mindie_mm.batch.stage import Stage
+from mindie_mm.errors import MindieMMError
+from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline
+
+_PAUSE_S = 0.1
+
+
+def main(channel: ChildChannel, lifeline: Lifeline, folder: str, cursor_path: str) -> None:
+    """Does jobs until the channel closes."""
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Job)
+    try:
+        run = msgspec.json.decode((Path(folder) / RUN_FILE).read_bytes(), type=Run)
+        cursor = RowCursor.open(cursor_path)
+        stage = Stage(run, Path(folder), InputStates.read(Path(folder)).now)
+        channel.send(encoder.encode(Ready()))
+        while True:
+            job = decoder.decode(channel.recv())
+            for report in _reports(stage, cursor, job):
+                channel.send(encoder.encode(report))
+    except (EOFError, ConnectionError):  # the run has closed it, maybe while a report was under way
+        return
+    except MindieMMError as error:
+        channel.send(encoder.encode(Failure.of(error)))
+
+
+def _reports(stage: Stage, cursor: RowCursor, job: Job) -> Iterator[Report]:
+    """What is told of a job: an error at once, all else after a pause."""
+    steps, told = list[Step](), time.monotonic()
+    for report in stage.run(job.chunk, job.doomed):
+        if isinstance(report, Finished):
+            yield Steps(steps)
+            yield report
+            return
+        cursor.move_to(min(report.row + 1, job.chunk.stop_row - 1))
+        steps.append(report)
+        if report.error is not None or time.monotonic() - told > _PAUSE_S:
+            yield Steps(steps)
+            steps, told = [], time.monotonic()

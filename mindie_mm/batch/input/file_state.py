@@ -1,0 +1,104 @@
+"""What the file system says of an input file, by which a run notices that the file has changed."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import msgspec
+from blake3 import blake3
+
+from mindie_mm.batch.input.files import replacing
+from mindie_mm.errors import StorageError, os_errors_as
+
+STATES_FILE = "input-states.json"
+"""States of a run's input files, in the run's folder until the run is finished."""
+_PIECE_BYTES = 1 << 16
+_MAX_PIECES = 1024
+DIGESTED_BYTES = _PIECE_BYTES * _MAX_PIECES
+"""Size up to which `digest_of` reads every byte of a file."""
+
+
+class FileState(msgspec.Struct, frozen=True, kw_only=True):
+    """Attributes of a file that differ after a change, or once another file has taken its path."""
+
+    size: int
+    mtime_ns: int
+    """Time of the last change of the content. Programs can set it back."""
+    ctime_ns: int
+    """Time of the last change of content, owner, mode or names. Nothing sets it back."""
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> Self:
+        """Return the state of an open file."""
+        found = os.fstat(descriptor)
+        return cls(
+            size=found.st_size,
+            mtime_ns=found.st_mtime_ns,
+            ctime_ns=found.st_ctime_ns,
+            device=found.st_dev,
+            inode=found.st_ino,
+        )
+
+    def may_equal(self, other: FileState) -> bool:
+        """Return whether the content may be the same, although the states differ.
+
+        A hard link or a new mode changes the ctime, and some network file systems renumber inodes.
+        """
+        return (self.size, self.mtime_ns) == (other.size, other.mtime_ns)
+
+    def difference(self, now: FileState) -> str:
+        """Return how a file that had this state has changed, in words."""
+        found = []
+        if (self.device, self.inode) != (now.device, now.inode):
+            found.append("another file has taken its path")
+        if self.size != now.size:
+            found.append(f"its size was {self.size}, now {now.size}")
+        if self.mtime_ns != now.mtime_ns:
+            found.append(f"it was modified at {_time(now.mtime_ns)}")
+        return ", ".join(found) or f"its content was replaced at {_time(now.ctime_ns)}"
+
+
+class InputStates(msgspec.Struct, frozen=True, kw_only=True):
+    """States of a run's input files, in the order of the inputs."""
+
+    begun: list[FileState] = []
+    """In the call that began the run."""
+    now: list[FileState] = []
+    """In the last call, whose workers read the files."""
+
+    def write(self, folder: Path) -> None:
+        """Write the states into a run's folder. Raise StorageError if this fails."""
+        with replacing(folder / STATES_FILE) as unfinished:
+            unfinished.write_bytes(msgspec.json.encode(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Return the states in a run's folder, or none if there is no such file or it is damaged."""
+        file = folder / STATES_FILE
+        try:
+            with os_errors_as(StorageError, f"{file} cannot be read"):
+                return msgspec.json.decode(file.read_bytes(), type=cls) if file.exists() else cls()
+        except msgspec.DecodeError:
+            return cls()
+
+
+def _time(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(sep=" ", timespec="milliseconds")
+
+
+def digest_of(file: BinaryIO) -> str:
+    """Return a digest of the whole file, or of the size and `_MAX_PIECES` pieces of a larger one."""
+    size = file.seek(0, os.SEEK_END)
+    digest = blake3(str(size).encode())
+    # The last piece ends with the file: the end of a Parquet file describes each of its pages.
+    last = max(0, size - _PIECE_BYTES)
+    pieces = max(1, min(_MAX_PIECES - 1, -(-last // _PIECE_BYTES)))
+    for number in range(pieces + 1):
+        file.seek(last * number // pieces)
+        digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest(16)

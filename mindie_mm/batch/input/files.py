@@ -1,0 +1,120 @@
+"""Atomic replacement of files, and locks against a second writer."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from blake3 import blake3
+
+from mindie_mm.errors import InputError, StorageError, os_errors_as
+from mindie_mm.processes import faults
+from mindie_mm.shm.disk.disk_writer import sync_folder
+from mindie_mm.shm.memory.liveness_lock import NO_LOCKS
+
+_log = logging.getLogger(__name__)
+
+_PIECE = 1 << 20
+_WRONG_PATH = frozenset(
+    {
+        errno.EACCES,
+        errno.EEXIST,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
+"""Errors that another path or other rights mend."""
+
+
+@contextmanager
+def creating(path: Path, advice: str) -> Iterator[None]:
+    """Turn an OSError of creating or opening an output into an error of ours.
+
+    Raises:
+        InputError: The caller has to name another path, or needs other rights. The message ends with `advice`.
+        StorageError: The file system fails or is full.
+
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.errno not in _WRONG_PATH:
+            raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+        blocking = next((one for one in (path, *path.parents) if os.path.lexists(one) and not one.is_dir()), None)
+        why = error.strerror or str(error)  # Python's own error for a pipe has no number
+        if isinstance(error, FileExistsError | NotADirectoryError) and blocking is not None:
+            why = f"{blocking} is a link that leads nowhere" if blocking.is_symlink() else f"{blocking} is no folder"
+        raise InputError(f"{path} cannot be written: {why}. {advice}") from error
+
+
+@contextmanager
+def replacing(path: Path, writer: str = "") -> Iterator[Path]:
+    """Gives a path to write to; on leaving, that file is synced and gets the name `path`. StorageError.
+
+    `writer` tells the unfinished file from those of others that write to `path` at the same time.
+    """
+    unfinished = path.with_name(f"{path.name}{writer and '.' + writer}.partial")
+    try:
+        with os_errors_as(StorageError, f"{path} cannot be written"):
+            yield unfinished
+            _sync(unfinished)
+            faults.point(f"written {path.name}")
+            unfinished.rename(path)
+            sync_folder(path.parent)
+            faults.point(f"named {path.name}")
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def locked(descriptor: int, what: Path) -> bool:
+    """Lock an open file, so that no other call writes `what`.
+
+    If the file system has no locks, a warning is logged and the result is True.
+
+    Returns:
+        False if another process holds the lock.
+
+    Raises:
+        OSError: Locking fails for another reason.
+
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        _log.warning(
+            "%s: its file system has no locks (flock: %s). Do not let another call write there", what, error.strerror
+        )
+    return True
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_digest(path: Path) -> str:
+    """BLAKE3 of a file, 128 bits of it."""
+    digest = blake3()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest(16)

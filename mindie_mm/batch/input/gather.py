@@ -1,0 +1,179 @@
+"""Conversion of media folders, standard input and pipes to files of rows, which any process can read in parts."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from codecs import BOM_UTF8
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from mindie_mm.batch.input.files import replacing
+from mindie_mm.batch.input.source import MEDIA_MARK
+from mindie_mm.errors import InputError, os_errors_as
+from mindie_mm.inputs import Kind
+from mindie_mm.media.endings import ending_of, kind_of
+from mindie_mm.settings.paths import absolute
+
+STDIN = "-"
+_STDIN_PATHS = frozenset({"/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
+_DESCRIPTOR = re.compile(r"/(dev|proc/self)/fd/[0-9]+")
+"""Paths that a shell passes for `<(...)`. They are valid only in the process that the shell starts."""
+_PIECE_BYTES = 1 << 20
+_BLANK = BOM_UTF8 + b" \t\n\r\v\f"
+_MOST_NAMED = 8
+_ROWS = (".jsonl", ".ndjson", ".parquet", ".pq", ".tar")
+_NAMED = re.compile(r"\.[a-z0-9]{1,8}")
+"""File name extensions that messages may show. Other file names might contain terminal control sequences."""
+
+
+def gathered_path(folder: Path, index: int) -> Path:
+    """The file of rows, in the run's `folder`, of the input of that number."""
+    return folder / f"input-{index:03d}.jsonl"
+
+
+def input_named(given: str) -> str:
+    """Return the name of an input in a run: its absolute path, or `-` for standard input under any name.
+
+    Raises:
+        InputError: `given` is empty, or a relative path in a working directory that was removed.
+
+    """
+    if not given:
+        raise InputError("an input is empty. Leave it out, or name a file")
+    return STDIN if given == STDIN or given in _STDIN_PATHS else str(absolute(given))
+
+
+def is_stream(given: str) -> bool:
+    """Return whether an input is standard input or a pipe, which can be read only once."""
+    if given == STDIN or _DESCRIPTOR.fullmatch(given):
+        return True
+    try:
+        return stat.S_ISFIFO(Path(given).stat().st_mode)
+    except (OSError, ValueError):  # a later step reports a path that cannot be read
+        return False
+
+
+def require_streams_once(inputs: Sequence[str]) -> None:
+    """Raise InputError if standard input or a pipe occurs more than once."""
+    for given in filter(is_stream, inputs):
+        if (times := inputs.count(given)) > 1:
+            raise InputError(f"{called(given)} is named {times} times; it can be read only once")
+
+
+def is_folder(given: str) -> bool:
+    """Return whether an input is a folder of media."""
+    return not is_stream(given) and os.path.isdir(given)  # noqa: PTH112 - False for a path that cannot be read
+
+
+def is_gathered(given: str) -> bool:
+    """Return whether an input must be converted to a file of rows."""
+    return is_stream(given) or is_folder(given)
+
+
+def called(given: str) -> str:
+    """Return the name of an input in messages."""
+    return "standard input" if given == STDIN else given
+
+
+def gather(
+    inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO, limit: int | None = None
+) -> Counter[str]:
+    """Convert all `inputs` that are not files of rows, with at most `limit` rows of standard input or a pipe.
+
+    Returns:
+        Number of files in media folders that are not media, by extension.
+
+    Raises:
+        InputError: An input cannot be read, or a folder has no media.
+        StorageError: The converted rows cannot be written.
+
+    """
+    left_out = Counter[str]()
+    for index, given in enumerate(inputs):
+        if is_gathered(given):
+            with replacing(gathered_path(folder, index)) as unfinished, unfinished.open("wb") as file:
+                if given == STDIN:
+                    file.writelines(_pieces(stdin, given, limit))
+                elif is_stream(given):
+                    with os_errors_as(InputError, f"{given} cannot be read"):
+                        pipe = Path(given).open("rb")  # noqa: SIM115 - it is closed below
+                    with pipe:
+                        file.writelines(_pieces(pipe, given, limit))
+                else:
+                    left_out += _list(Path(given), file, template)
+    return left_out
+
+
+def told(left_out: Counter[str]) -> str:
+    """Such as "12 files (.txt 7, .dng 3, others 2)": the commonest endings by name."""
+    total = left_out.total()
+    named = Counter({ending: count for ending, count in left_out.items() if _NAMED.fullmatch(ending)})
+    parts = named.most_common(_MOST_NAMED)
+    if others := total - sum(count for _, count in parts):
+        parts.append(("others", others))
+    listed = ", ".join(f"{ending} {count}" for ending, count in parts)
+    return f"{total} file{'' if total == 1 else 's'}" + (f" ({listed})" if listed else "")
+
+
+def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
+    """Removes what `gather` wrote, once the run is finished."""
+    for index, given in enumerate(inputs):
+        if is_gathered(given):
+            gathered_path(folder, index).unlink(missing_ok=True)
+
+
+def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
+    """Yield a stream up to its end or to the end of row `limit`. The stream may be endless, or may wait for more."""
+    rows, blank = 0, True
+    with os_errors_as(InputError, f"{called(given)} cannot be read"):
+        while rows != limit and (piece := stream.readline(_PIECE_BYTES)):
+            yield piece
+            blank = blank and not piece.strip(_BLANK)
+            if piece.endswith(b"\n"):
+                rows, blank = rows + (not blank), True
+
+
+def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
+    """Write one row per medium, in the order of names. Return the number of other files by extension."""
+    before, _, after = template.rpartition(MEDIA_MARK)
+    encoder, found, left_out = msgspec.json.Encoder(), False, Counter[str]()
+    for found_path, kind in _media_files(os.fspath(root), left_out):
+        # JSON cannot hold a name that is not UTF-8. The escaped name does not exist, so its row fails.
+        name = os.fsencode(os.path.relpath(found_path, root)).decode(errors="backslashreplace")
+        items: list[dict[str, Any]] = [{kind: f"./{name}"}]  # so that no name is taken for a URL or base64
+        items = [{"text": before}, *items] if before else items
+        items += [{"text": after}] if after else []
+        file.write(encoder.encode({"id": name, "inputs": items}) + b"\n")
+        found = True
+    if not found:
+        tables = [ending for ending in left_out if ending in _ROWS]
+        advice = f". Name files of rows directly: {root}/*{tables[0]}" if tables else ""
+        raise InputError(f"{root} has no file with a media extension; it has {told(left_out)}{advice}")
+    return left_out
+
+
+def _media_files(folder: str, left_out: Counter[str]) -> Iterator[tuple[str, Kind]]:
+    """Yield media files in the order of names, and count all other files by extension."""
+    with os_errors_as(InputError, f"{folder} cannot be listed"):
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _media_files(entry.path, left_out)
+        elif (kind := kind_of(entry.name)) and _is_file(entry):
+            yield entry.path, kind
+        else:
+            left_out[ending_of(entry.name)] += 1
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """A link that leads nowhere is none, nor is one that cannot be followed, such as one to itself."""
+    try:
+        return entry.is_file()
+    except OSError:
+        return False

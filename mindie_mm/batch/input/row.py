@@ -1,0 +1,343 @@
+"""One record of the input to one prompt, in whichever form it came."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from functools import partial
+from pathlib import Path, PurePath
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from mindie_mm.batch.input.placed import has_places, with_media
+from mindie_mm.batch.input.record import Files, Record
+from mindie_mm.batch.input.sniff import no_json
+from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON
+from mindie_mm.errors import InputError, MediaError
+from mindie_mm.inputs import (
+    KINDS,
+    OFF,
+    PROMPT_FIELDS,
+    Item,
+    Media,
+    Message,
+    Text,
+    parse_inputs,
+    parse_messages,
+    refused_fields,
+    template_variables,
+)
+from mindie_mm.media.endings import ending_of, kind_of
+from mindie_mm.media.source import located
+from mindie_mm.msgspec_errors import in_words
+
+_PROMPTS = ("inputs", "messages")
+_TEXTS = ("text", "prompt")
+_SOURCES = (*KINDS, *(f"{kind}_url" for kind in KINDS), "input_audio")
+_MEDIA = frozenset({*_SOURCES, *(f"{source}s" for source in _SOURCES)})
+_FLAT = _MEDIA.union(_TEXTS)
+_VARIABLES = frozenset({"tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt"})
+_NOT_SERVED = {**PROMPT_FIELDS, "add_special_tokens": OFF}
+_KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
+_FILE_KEYS = frozenset({"file_name", "img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
+"""What other formats call a medium's file. A text's row may have any other key, which says something about it."""
+_PACKED = frozenset({".gz", ".zst", ".xz", ".bz2"})
+_EXACT = 2**53
+"""Above it a float may stand for several integers."""
+_KEPT = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
+"""Keys of JSON whose values go to the chat template as they are: there a null may mean something."""
+
+_Locate = Callable[[Media], Media]
+"""Gives a medium with its file's path, or bytes, in place of what the row calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt: one user turn of items, or messages."""
+
+    items: Sequence[Item] | None = None
+    messages: Sequence[Message] | None = None
+    add_generation_prompt: bool = True
+    """End the chat with the head of the assistant's turn."""
+    template_kwargs: Mapping[str, Any] | None = None
+    """Further variables of the chat template, such as `tools`."""
+
+
+def row_id(record: Record) -> str | None:
+    """Return the name that the input gives a row, or None if it gives none.
+
+    A row that is no JSON keeps its name if the name can be read. Half of a surrogate pair in a name is escaped.
+    """
+    if isinstance(record, Files):
+        described = record.own(".json")
+        return (row_id(described) if described is not None else None) or printable(record.key)
+    try:
+        named = msgspec.json.decode(record, type=_Named) if isinstance(record, bytes) else _Named(record.get("id"))
+        return _id(named.id)
+    except InputError:
+        return None
+    except (*NOT_JSON, RecursionError):
+        return _damaged_id(record) if isinstance(record, bytes) else None
+
+
+def _damaged_id(record: bytes) -> str | None:
+    """Return the `id` of an object with NaN, or with text that is not Unicode. Python's own decoder accepts both."""
+    try:
+        value = json.loads(record.decode(errors="surrogateescape"))
+        found = _id(value.get("id")) if isinstance(value, dict) else None
+    except (ValueError, RecursionError, InputError):
+        return None
+    return None if found is None else printable(found)
+
+
+def _id(value: Any) -> str | None:
+    """Return the name of a row from its `id`, or None if it has none.
+
+    pandas turns a column of integers with missing values into floats with NaN. Databases export integers as decimals.
+
+    Raises:
+        InputError: The id is of another type.
+
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    number = _number(value) if isinstance(value, Decimal) else value
+    if isinstance(number, float) and number.is_integer() and abs(number) <= _EXACT:
+        number = int(number)
+    if isinstance(number, bool) or not isinstance(number, str | int | UUID):
+        raise InputError(
+            f"the row's id is {type(value).__name__}; it must be a string or an integer. In a table, cast the column"
+        )
+    return str(number)
+
+
+def _number(value: Decimal) -> int | float:
+    """Convert a decimal to a JSON number. Whole values become integers, as for decimal(20, 0)."""
+    return int(value) if value == value.to_integral_value() else float(value)
+
+
+def printable(text: str) -> str:
+    """`text` with whatever is not Unicode, such as a byte of a file's name, written out: a table holds nothing else."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+class _Named(msgspec.Struct):
+    id: Any = None
+
+
+def parse(record: Record, folder: Path, template: str) -> Row:
+    """The row of a record of a file in `folder`; `template` is for records that are files. InputError and below.
+
+    A record is a `List[Dict]`, or an object with `inputs` (such a list) or `messages`, or with `text` (or `prompt`),
+    `image`, `video_url`, `audio`, `images`...: then the media come first, in the object's order; beside `messages` they
+    go where parts such as `{"type": "image"}` keep a place. Beside any of them,
+    `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt` are as in a chat's body. A null is as
+    good as no key, in whatever depth, because a table has a column for each key of any row; so is a medium of nulls.
+    Paths are those of `folder`. Other keys are passed over, unless half of the prompt seems to be among them.
+    """
+    try:
+        if isinstance(record, Files):
+            return _from_files(record, folder, template)
+        if isinstance(record, bytes):
+            value = _without_nulls(_decoded(record, "the row"))
+        else:
+            value = _without_nulls(record, kept=frozenset())
+        return _from_object(value, partial(located, folder=folder))
+    except RecursionError:
+        raise InputError("the row is nested too deeply") from None
+
+
+def _from_object(record: Any, locate: _Locate) -> Row:
+    if isinstance(record, list):
+        record = {"inputs": record}
+    if not isinstance(record, Mapping):
+        raise InputError(f"the row is {type(record).__name__}; it must be an object or a list of items")
+    _id(record.get("id"))
+    given = [key for key in _PROMPTS if key in record]
+    flat = [key for key in record if key in _FLAT]
+    if not (flat or given):
+        raise InputError(f"the row has {sorted(record)}; it takes inputs, messages, or text and media")
+    prompt: Any = record[given[0]] if given else None
+    if isinstance(prompt, str):
+        prompt = _decoded(prompt, f"the row's {given[0]}")
+    if given == ["messages"] and _MEDIA.issuperset(flat) and has_places(prompt):
+        prompt, flat = with_media(prompt, _flat_items(record)), []
+    if len(given) + bool(flat) > 1 or record.keys() >= {*_TEXTS}:
+        raise InputError(
+            f"the row has {given + flat}; it takes inputs, messages, or text and media, of which prompt is another "
+            "name for text: --select-columns chooses"
+        )
+    variables = _variables(record)
+    if flat:
+        _require_whole(record, flat)
+        return Row(_located(parse_inputs(_flat_items(record)), locate), **variables)
+    if given[0] == "inputs":
+        return Row(_located(parse_inputs(prompt), locate), **variables)
+    return Row(messages=[_located_message(message, locate) for message in parse_messages(prompt)], **variables)
+
+
+def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
+    """InputError where what is passed over may be the other half of the prompt, under a name that is not known here."""
+    others = sorted(record.keys() - _KNOWN)
+    chosen = ",".join(key for key in record if key == "id" or key in flat)
+    if others and not any(key in _TEXTS for key in flat):
+        raise InputError(
+            f"the row has media, no text, and {others}, which is passed over: a text is called text; without one "
+            f"--select-columns {chosen} chooses"
+        )
+    if _MEDIA.isdisjoint(flat) and (named := [key for key in others if key in _FILE_KEYS]):
+        raise InputError(
+            f"the row has a text, no medium, and {named}, which is passed over: a medium is called image, video or "
+            f"audio; without one --select-columns {chosen} chooses"
+        )
+
+
+def _from_files(record: Files, folder: Path, template: str) -> Row:
+    """Files of one name: a .json with a prompt, whose media may be the others; else these, and a .txt or `template`."""
+    if record.repeated is not None:  # such as of rows that all have one name
+        raise InputError(f"{record.key} has several files {record.repeated}, one behind another")
+    media = [Media(kind, data) for name, data in record.files.items() if (kind := kind_of(name))]
+    described: Any = {}
+    if (own := record.own(".json")) is not None:
+        described = _without_nulls(_decoded(own, f"{record.key}.json"))
+        # A text alone is the prompt round the row's media, if it has any.
+        if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
+            return _from_object(described, partial(_located_file, files=record.files, folder=folder))
+    if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
+        raise InputError(f"{record.key} has {packed[0]}, which is compressed and may hold a part of the row. Unpack it")
+    if not media:
+        raise MediaError(f"{record.key} has no medium among {sorted({*map(ending_of, record.files)})}")
+    text = _own_text(record, described) or template or _text_file(record)
+    if not text and (others := sorted(described.keys() - _KNOWN)):
+        raise InputError(
+            f"{record.key} has media, no text, and {others} in its .json, which is passed over: a text is called text; "
+            "--template gives one, and --select-columns id goes without"
+        )
+    if text.count(MEDIA_MARK) > 1:
+        raise InputError(f"the text of {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; it takes one")
+    before, _, after = text.rpartition(MEDIA_MARK)
+    items: list[Item] = [Text(before), *media, Text(after)]
+    return Row([item for item in items if item != Text("")], **_variables(described))
+
+
+def _is_meant(name: str) -> bool:
+    """Return whether a compressed file would be read if it were not compressed."""
+    inner = PurePath(name).stem
+    return kind_of(inner) is not None or ending_of(inner) in (".json", ".txt")
+
+
+def _own_text(record: Files, described: Mapping[str, Any]) -> str:
+    texts = [value for key, value in described.items() if key in _TEXTS] or [""]
+    if len(texts) > 1:
+        raise InputError(f"{record.key}.json has text and prompt, of which one is another name for the other")
+    if not isinstance(texts[0], str):
+        raise InputError(f"the text in {record.key}.json is {type(texts[0]).__name__}; it must be a string")
+    return texts[0]
+
+
+def _text_file(record: Files) -> str:
+    """What the row's .txt has; InputError for several, none of which is called as the row is."""
+    texts = {name: data for name, data in record.files.items() if ending_of(name) == ".txt"}
+    text = record.own(".txt")
+    if text is None and len(texts) > 1:
+        raise InputError(f"{record.key} has the texts {sorted(texts)}; one of them must be {record.key}.txt")
+    try:
+        return (b"".join(texts.values()) if text is None else text).decode()
+    except UnicodeDecodeError:
+        raise InputError(f"{record.key}.txt is not UTF-8") from None
+
+
+def _located_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Media:
+    """`media` with the bytes of the file of its row that it names, with that one's folder or without it."""
+    for name, data in files.items():
+        if media.source in (name, name.rpartition("/")[2]):
+            return replace(media, source=data)
+    return located(media, folder)
+
+
+def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    media: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
+    for key, value in record.items():
+        if key in _TEXTS:
+            texts.append({"text": value})
+        elif key in _MEDIA:
+            name = key.removesuffix("s")
+            media += [{name: one} for one in (value if isinstance(value, list) else [value])]
+    return media + texts
+
+
+def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record's other fields of a `Row`, as the service takes them of a chat's body. InputError."""
+    if refused := refused_fields(record, _NOT_SERVED):
+        raise InputError(f"the row has {refused[0]}, which is not served")
+    if _VARIABLES.isdisjoint(record):
+        return {}
+    opens = _typed(record, "add_generation_prompt", bool)
+    kwargs = _typed(record, "chat_template_kwargs", dict[str, Any])
+    tools = _typed(record, "tools", list[dict[str, Any]])
+    variables = template_variables(kwargs, tools, record.get("tool_choice"), record.get("reasoning_effort"))
+    return {"add_generation_prompt": opens is not False, "template_kwargs": variables}
+
+
+def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
+    """A value of that type, or JSON text of one; None where there is none. InputError."""
+    value = record.get(key)
+    if isinstance(value, str):
+        value = _decoded(value, f"the row's {key}")
+    try:
+        return msgspec.convert(value, kind | None)
+    except msgspec.ValidationError as error:
+        raise InputError(f"the row's {key}: {in_words(error)}") from None
+
+
+def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat: bool = True) -> Any:
+    """Return `value` without nulls, with decimals as numbers, and with media of `datasets` as bytes.
+
+    The `datasets` library writes a medium as an object with bytes and a path. Such an object counts as null if both are
+    null. Values under the keys in `kept` are not changed. In a `flat` row, nulls are removed from lists of media. They
+    stay in a list inside an item, which is a video with a missing frame.
+    """
+    if isinstance(value, Mapping):
+        if key in _MEDIA and value:
+            if all(one is None for one in value.values()):
+                return None
+            if value.keys() <= {"bytes", "path"}:
+                return value.get("bytes") or value.get("path") or b""
+        return {
+            name: left
+            for name, one in value.items()
+            if (left := one if name in kept else _without_nulls(one, name, kept, flat)) is not None
+        }
+    if isinstance(value, list):
+        without = (_without_nulls(one, key, kept, flat=False) for one in value)
+        return [left for left in without if left is not None or not (flat and key in _MEDIA)]
+    return _number(value) if isinstance(value, Decimal) and key != "id" else value
+
+
+def _decoded(text: str | bytes, what: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except NOT_JSON as error:
+        raise InputError(f"{what} is not JSON: {no_json(text) or in_words(error)}") from None
+
+
+def _located_message(message: Message, locate: _Locate) -> Message:
+    return (
+        replace(message, content=_located(message.content, locate)) if isinstance(message.content, tuple) else message
+    )
+
+
+def _located(items: Sequence[Item], locate: _Locate) -> tuple[Item, ...]:
+    return tuple(_located_item(item, locate) if isinstance(item, Media) else item for item in items)
+
+
+def _located_item(media: Media, locate: _Locate) -> Media:
+    if not isinstance(media.source, tuple):
+        return locate(media)
+    return replace(media, source=tuple(locate(Media("image", frame)).source for frame in media.source))

@@ -1,0 +1,391 @@
+"""Files of rows, divided into chunks that any process can read independently."""
+
+from __future__ import annotations
+
+import stat
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from codecs import BOM_UTF8
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from mindie_mm.batch.input.file_state import DIGESTED_BYTES, FileState, digest_of
+from mindie_mm.batch.input.record import Files, Record
+from mindie_mm.batch.input.sniff import are_tables, no_lines, packing
+from mindie_mm.batch.input.tar import key_of, members, row_starts
+from mindie_mm.errors import InputError, StorageError, os_errors_as
+from mindie_mm.media.endings import ending_of
+from mindie_mm.settings.config import MAX_SOURCE_BYTES
+
+MEDIA_MARK = "{media}"
+"""Placeholder for the media in a prompt template."""
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
+"""Exceptions of msgspec for bytes that are not JSON, or are JSON of another type."""
+_PIECE_BYTES = 1 << 16
+_RESTORE = "Restore the file, or name another output folder for its new content"
+_MOST_ROWS_AT_ONCE = 64
+_BYTES_AT_ONCE = 1 << 20
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Consecutive rows of one file, which a worker processes together, and which are repeated if the worker dies."""
+
+    number: int
+    file: int
+    """Index of the source."""
+    first_row: int
+    """In the whole input."""
+    num_rows: int
+    start: int
+    """Where it begins in its file: a byte, or a row of a table."""
+    stop: int
+
+    @property
+    def stop_row(self) -> int:
+        """One past its last row."""
+        return self.first_row + self.num_rows
+
+
+class Source(ABC):
+    """A file of rows."""
+
+    def __init__(
+        self,
+        path: Path,
+        columns: Sequence[str] = (),
+        name: str = "",
+        state: FileState | None = None,
+        digest: str = "",
+    ) -> None:
+        """Create a source.
+
+        Args:
+            path: File to read.
+            columns: Columns to read, or all columns if empty.
+            name: Name of the file in messages, by default its path.
+            state: State that the file must have, by default the one that it has now.
+            digest: Fingerprint of the file in that state, if it is known.
+
+        Raises:
+            InputError: The file cannot be read.
+
+        """
+        self.path = path
+        self.columns = columns
+        self.name = name or str(path)
+        self.digest = digest
+        if state is None:
+            with _reading(path), path.open("rb") as file:
+                state = FileState.of(file.fileno())
+        self.state = state
+
+    @property
+    def size(self) -> int:
+        """Where its last chunk stops."""
+        return self.state.size
+
+    @property
+    def is_digested_whole(self) -> bool:
+        """Whether the fingerprint covers every byte of the file."""
+        return self.state.size <= DIGESTED_BYTES
+
+    def fingerprint(self) -> str:
+        """Return a digest of the whole file, or of the size and 1,024 pieces of a large one.
+
+        Raises:
+            InputError: The file cannot be read.
+            StorageError: The file has changed.
+
+        """
+        with _reading(self.path), self.opened() as file:
+            found = digest_of(file)
+        self.digest = found
+        return found
+
+    @contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """Open the file, and check on entry and on leaving that it is in the state that it had at first.
+
+        Raises:
+            OSError: The file cannot be opened.
+            StorageError: The file has changed, or another file has taken its path.
+
+        """
+        with self.path.open("rb") as file:
+            self._require_state(file)
+            file.seek(0)
+            yield file
+            self._require_state(file)
+
+    def require_unchanged(self) -> None:
+        """Raise StorageError if the file has changed since the run began, or was removed."""
+        try:
+            with self.opened():
+                pass
+        except (FileNotFoundError, NotADirectoryError):
+            raise StorageError(f"{self.name} was removed while the run read it. {_RESTORE}") from None
+        except OSError as error:
+            raise StorageError(f"{self.name} cannot be read any further: {error.strerror}") from error
+
+    def _require_state(self, file: BinaryIO) -> None:
+        now = FileState.of(file.fileno())
+        if now == self.state:
+            return
+        if not (self.digest and now.may_equal(self.state) and digest_of(file) == self.digest):
+            difference = self.state.difference(now)
+            raise StorageError(f"{self.name} changed while the run read it: {difference}. {_RESTORE}")
+        self.state = now
+
+    def close(self) -> None:
+        """Lets go of what was opened to read on from; the next chunk opens it again."""
+
+    def check(self) -> None:
+        """Raise InputError for damage that would otherwise end a run halfway."""
+
+    @abstractmethod
+    def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
+        """(rows, start, stop) of chunks of `num_rows` rows, the last one of fewer."""
+
+    @abstractmethod
+    def records(self, start: int, stop: int) -> Iterator[Record]:
+        """The rows of a chunk as they stand in the file: nothing in one of them is looked at here."""
+
+
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return os_errors_as(InputError, f"{path} cannot be read")
+
+
+def _chosen(text: bytes, columns: Sequence[str]) -> bytes:
+    """An object, as JSON, with those keys alone; what is none is left as it is."""
+    if not columns:
+        return text
+    try:
+        values = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (*NOT_JSON, RecursionError):
+        return text
+    return msgspec.json.encode({name: value for name, value in values.items() if name in columns})
+
+
+def _without_mark(line: bytes) -> bytes:
+    """Return a line without a byte order mark. Every line is checked, because files may be concatenated."""
+    return line.removeprefix(BOM_UTF8)
+
+
+class JSONLines(Source):
+    """A file with one row per line. Blank lines and byte order marks are ignored."""
+
+    def check(self) -> None:
+        with _reading(self.path), self.opened() as file:
+            head = file.read(_BYTES_AT_ONCE)
+        if found := no_lines(head):
+            raise InputError(f"{self.name} is not JSON lines, but {found}")
+
+    def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
+        with self.opened() as file:
+            rows = 0
+            start = stop = file.seek(len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
+            for line in file:
+                stop += len(line)
+                rows += not _without_mark(line).isspace()
+                if rows == num_rows:
+                    yield rows, start, stop
+                    rows, start = 0, stop
+            if rows:
+                yield rows, start, stop
+
+    def records(self, start: int, stop: int) -> Iterator[bytes]:
+        with self.opened() as file:
+            file.seek(start)
+            while start < stop:
+                line = file.readline()
+                if not line:  # the file was cut short since its rows were counted
+                    return
+                start += len(line)
+                if not (row := _without_mark(line)).isspace():
+                    yield _chosen(row, self.columns)
+
+
+class Table(Source):
+    """A Parquet file."""
+
+    def __init__(
+        self,
+        path: Path,
+        columns: Sequence[str] = (),
+        name: str = "",
+        state: FileState | None = None,
+        digest: str = "",
+    ) -> None:
+        import pyarrow as pa  # late: the parent of the workers does with what lists its files
+
+        super().__init__(path, columns, name, state, digest)
+        try:
+            with self._parquet() as file:
+                self._metadata, names = file.metadata, file.schema_arrow.names
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise InputError(f"{path} cannot be read as Parquet: {error}") from None
+        if missing := set(columns) - set(names):
+            raise InputError(f"{path} has no column {sorted(missing)}; it has {names}")
+        if twice := [name for name, count in Counter(names).items() if count > 1 and (not columns or name in columns)]:
+            raise InputError(f"{path} has several columns of the name {twice[0]!r}; rename or drop all but one")
+        groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
+        self._group_starts = list(accumulate((group.num_rows for group in groups[:-1]), initial=0))
+        row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+        self._rows_at_once = max(1, min(_MOST_ROWS_AT_ONCE, _BYTES_AT_ONCE // max(1, row_bytes)))
+        self._at = 0
+        self._rows: Iterator[dict[str, Any]] = iter(())
+
+    @property
+    def size(self) -> int:
+        return int(self._metadata.num_rows)
+
+    def check(self) -> None:
+        with _reading(self.path), self.opened() as file:
+            if are_tables(file, self._metadata):
+                raise InputError(f"{self.path} is several concatenated Parquet files. Name each of them separately")
+
+    def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
+        for start in range(0, self.size, num_rows):
+            stop = min(start + num_rows, self.size)
+            yield stop - start, start, stop
+
+    def records(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
+        # Within one row group a worker goes on behind its last chunk: to begin anew is to decode what lies before.
+        first = self._group_starts[bisect_right(self._group_starts, start) - 1]
+        if not first < self._at <= start:
+            self._at, self._rows = first, self._read(self._group_starts.index(first))
+        for row in islice(self._rows, stop - self._at):
+            self._at += 1
+            if self._at > start:
+                yield row
+
+    def close(self) -> None:
+        self._at, self._rows = 0, iter(())
+
+    def _parquet(self, **options: Any) -> Any:
+        """Open the file as Parquet. pyarrow opens the descriptor again, so that it reads the file that was checked."""
+        import pyarrow.parquet as pq
+
+        with self.opened() as file:
+            return pq.ParquetFile(f"/proc/self/fd/{file.fileno()}", **options)
+
+    def _read(self, first_group: int) -> Iterator[dict[str, Any]]:
+        groups = list(range(first_group, self._metadata.num_row_groups))
+        # In pieces: a group of rows with pictures in it may be larger than the memory.
+        pieces = {"buffer_size": _PIECE_BYTES, "pre_buffer": False}
+        with self._parquet(metadata=self._metadata, **pieces) as file:
+            for batch in file.iter_batches(self._rows_at_once, row_groups=groups, columns=[*self.columns] or None):
+                try:
+                    rows = batch.to_pylist()
+                except (ValueError, OverflowError):
+                    names = batch.schema.names
+                    rows = [{name: _cell(name, row.column(name)[0]) for name in names} for row in _single(batch)]
+                yield from rows
+
+
+def _single(batch: Any) -> Iterator[Any]:
+    return (batch.slice(row, 1) for row in range(batch.num_rows))
+
+
+def _cell(name: str, scalar: Any) -> Any:
+    """Return the value of a cell, or empty bytes if Python has no such value, as for text that is not UTF-8.
+
+    Such text in an id is escaped, so that its row keeps its name.
+    """
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError) as error:
+        if name == "id" and isinstance(error, UnicodeDecodeError):
+            return error.object.decode(errors="backslashreplace")
+        return b""
+
+
+class Tar(Source):
+    """A tar in WebDataset format. Contiguous files whose names agree up to the first dot form a row."""
+
+    _starts: Sequence[int] = ()
+    """Offsets in bytes of all rows, followed by the end of the last row. Empty until `check` has run."""
+
+    def check(self) -> None:
+        with _reading(self.path), self.opened() as file:
+            self._starts = row_starts(file, self.path)
+
+    def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
+        if not self._starts:
+            self.check()
+        starts = self._starts
+        for first in range(0, len(starts) - 1, num_rows):
+            stop = min(first + num_rows, len(starts) - 1)
+            yield stop - first, starts[first], starts[stop]
+
+    def records(self, start: int, stop: int) -> Iterator[Files]:
+        key, files, repeated = "", dict[str, bytes](), None
+        with self.opened() as file:
+            for member in members(file, self.path, start):
+                if member.offset >= stop:
+                    break
+                if (name := key_of(member.name)) != key:
+                    if files:
+                        yield Files(key, files, repeated)
+                    key, files, repeated = name, {}, None
+                file.seek(member.offset_data)
+                data = file.read(min(member.size, MAX_SOURCE_BYTES + 1))  # so that it fails for its size
+                repeated = member.name if member.name in files else repeated
+                files[member.name] = _chosen(data, self.columns) if ending_of(member.name) == ".json" else data
+        if files:
+            yield Files(key, files, repeated)
+
+
+def open_source(
+    path: Path, columns: Sequence[str], name: str = "", state: FileState | None = None, digest: str = ""
+) -> Source:
+    """Open a file of rows, in the format that its extension states. `Source` describes the arguments.
+
+    Raises:
+        InputError: The file does not exist, cannot be read, or has an unknown extension.
+        StorageError: The file is not in the given state.
+
+    """
+    with _reading(path):
+        try:
+            is_file = stat.S_ISREG(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            is_file = False
+    if not is_file:
+        raise InputError(f"there is no file {path}")
+    ending = ending_of(path.name)
+    if ending in (".jsonl", ".ndjson"):
+        return JSONLines(path, columns, name, state, digest)
+    if ending in (".parquet", ".pq"):
+        return Table(path, columns, name, state, digest)
+    if ending == ".tar":
+        return Tar(path, columns, name, state, digest)
+    raise InputError(
+        f"{path} is neither a folder of media nor a .jsonl, .ndjson, .parquet, .pq or .tar file{_but(path)}"
+    )
+
+
+def _but(path: Path) -> str:
+    """Return an addition to the message for an unknown extension that names a detected format."""
+    with _reading(path), path.open("rb") as file:
+        found = packing(file.read(_PIECE_BYTES))
+    return f". It is {found}" if found else ""
+
+
+def chunks(sources: Sequence[Source], num_rows: int, limit: int | None) -> Iterator[Chunk]:
+    """All rows, or the first `limit`, in chunks of `num_rows`; none reaches from one file into the next. InputError."""
+    number = first_row = 0
+    for index, source in enumerate(sources):
+        with _reading(source.path):
+            for rows, start, stop in source.cut(num_rows):
+                taken = rows if limit is None else min(rows, limit - first_row)
+                if taken <= 0:
+                    return
+                yield Chunk(number, index, first_row, taken, start, stop)
+                number, first_row = number + 1, first_row + taken

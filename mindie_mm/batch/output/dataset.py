@@ -1,0 +1,163 @@
+"""A finished run as a sequence of samples, for a trainer or whoever looks."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from threading import Lock
+from typing import Any, SupportsIndex, overload
+from weakref import WeakSet
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mindie_mm.batch.output.manifest import Manifest, Shard
+from mindie_mm.batch.output.shard import ShardInfo, ShardRow, arena_path, read_table, table_path
+from mindie_mm.settings.paths import absolute
+from mindie_mm.shm.reader.mapped import MappedArena
+from mindie_mm.shm.reader.view import View
+from mindie_mm.tokenize.prompt import MediaSpan
+
+_OPEN_ARENAS = 8
+_TABLE_BYTES = 128 << 20
+"""Bytes of tables that are kept: to read one takes far longer than to take a row out of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One row."""
+
+    row: int
+    id: str
+    ids: NDArray[np.int64] | None
+    """int64 [T], every slot that takes a feature holding its placeholder; None where there is an error."""
+    spans: Sequence[MediaSpan]
+    """The slots of each media item."""
+    arrays: Sequence[Mapping[str, NDArray[Any]]]
+    """Each media item's arrays, by name: read-only, over the file's own pages."""
+    error: str | None = None
+    """Why there are no ids."""
+
+
+class Dataset(Sequence[Sample]):
+    """Rows of a finished run, in input order. A dataset may be shared by threads and pickled for other processes."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open the run in `folder`. Raise InputError if it holds no finished run."""
+        self.folder = absolute(folder)
+        self.manifest = Manifest.read(self.folder)
+        self._firsts = [shard.info.first_row for shard in self.manifest.shards]
+        self._begin()
+
+    def __len__(self) -> int:
+        return self.manifest.num_rows
+
+    @overload
+    def __getitem__(self, row: SupportsIndex) -> Sample: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[Sample]: ...
+
+    def __getitem__(self, row: SupportsIndex | slice) -> Sample | list[Sample]:
+        """The row of that number, counted from the end if negative; of a slice, a list.
+
+        IndexError; where files were lost or changed since they were written, CorruptReference or SegmentMissing.
+        """
+        if isinstance(row, slice):
+            return [self[one] for one in range(*row.indices(len(self)))]
+        number = index(row)
+        number += len(self) if number < 0 else 0
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        return self._sample(number)
+
+    def __iter__(self) -> Iterator[Sample]:
+        for row in range(len(self)):
+            yield self._sample(row)
+
+    def record(self, number: int) -> ShardRow:
+        """The row as its table has it, words in its ids."""
+        info = self.shard(number).info
+        return ShardRow.of(self._table(info).slice(number - info.first_row, 1).to_pylist()[0])
+
+    def shard(self, number: int) -> Shard:
+        """The shard that a row is in."""
+        return self.manifest.shards[bisect_right(self._firsts, number) - 1]
+
+    def views(self, record: ShardRow) -> list[View]:
+        """The blocks of a row's media items. CorruptReference, SegmentMissing."""
+        assert record.prompt is not None
+        arena = self._arena(self.shard(record.row).info.first_row)
+        return [View(arena, ref) for ref in record.prompt.refs()]
+
+    def _sample(self, number: int) -> Sample:
+        record = self.record(number)
+        if record.prompt is None:
+            return Sample(number, record.id, None, (), (), record.error)
+        prompt = record.prompt
+        arrays = [{name: view[name] for name in view} for view in self.views(record)]
+        return Sample(number, record.id, prompt.plain_ids, prompt.spans, arrays)
+
+    def _table(self, info: ShardInfo) -> pa.Table:
+        with self._lock:
+            if (table := self._tables.get(info.first_row)) is not None:
+                self._tables.move_to_end(info.first_row)
+                return table
+        # Read without the lock, so that other threads can go on.
+        table = read_table(table_path(self.folder, info.first_row), info.num_rows)
+        with self._lock:
+            if info.first_row not in self._tables:
+                self._tables[info.first_row] = table
+                self._table_bytes += table.nbytes
+            while len(self._tables) > 1 and self._table_bytes > _TABLE_BYTES:
+                self._table_bytes -= self._tables.popitem(last=False)[1].nbytes
+        return table
+
+    def _arena(self, first_row: int) -> MappedArena:
+        with self._lock:
+            if (arena := self._arenas.get(first_row)) is not None:
+                self._arenas.move_to_end(first_row)
+                return arena
+        arena = MappedArena(arena_path(self.folder, first_row))
+        with self._lock:
+            arena = self._arenas.setdefault(first_row, arena)
+            if len(self._arenas) > _OPEN_ARENAS:
+                self._arenas.popitem(last=False)
+        return arena
+
+    def renew_lock(self) -> None:
+        """Replace the lock after a fork. The thread that held it, possibly while counting, is not in the child."""
+        self._lock = Lock()
+        self._table_bytes = sum(table.nbytes for table in self._tables.values())
+
+    def _begin(self) -> None:
+        self._tables: OrderedDict[int, pa.Table] = OrderedDict()
+        self._arenas: OrderedDict[int, MappedArena] = OrderedDict()
+        self.renew_lock()
+        _datasets.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without open files. The receiving process opens its own."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THE_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._begin()
+
+
+_OF_THE_PROCESS = frozenset({"_tables", "_table_bytes", "_arenas", "_lock"})
+_datasets: WeakSet[Dataset] = WeakSet()
+
+
+def _renew_locks() -> None:
+    for dataset in [*_datasets]:
+        dataset.renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

@@ -1,0 +1,180 @@
+"""What a finished run is: counts, settings, fingerprints, digests. The same for the same input."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+import pyarrow.compute as pc
+from blake3 import blake3
+
+from mindie_mm.batch.input.files import file_digest, replacing
+from mindie_mm.batch.input.repeated import RepeatedIds
+from mindie_mm.batch.input.source import NOT_JSON
+from mindie_mm.batch.output.shard import ShardInfo, arena_path, read_info, read_table, table_path
+from mindie_mm.batch.settings import FORMAT, Run
+from mindie_mm.errors import CorruptReference, InputError, SegmentMissing, StorageError, os_errors_as
+from mindie_mm.msgspec_errors import in_words
+from mindie_mm.shm.disk.disk_digest import digest_of as blocks_digest
+
+_log = logging.getLogger(__name__)
+
+MANIFEST_FILE = "manifest.json"
+ERRORS_FILE = "errors.jsonl"
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One shard, by its files."""
+
+    table: str
+    table_digest: str
+    """BLAKE3, 128 bits."""
+    info: ShardInfo
+
+    def verify(self, folder: Path) -> None:
+        """CorruptReference, SegmentMissing unless both files in `folder` are, to the last bit, what the run wrote."""
+        table, arena = (path(folder, self.info.first_row) for path in (table_path, arena_path))
+        for path, written, digest in (
+            (table, self.table_digest, file_digest),
+            (arena, self.info.arena_digest, blocks_digest),
+        ):
+            try:
+                found = digest(path)
+            except SegmentMissing as error:
+                raise SegmentMissing(f"{path}: {error}") from error
+            except OSError as error:
+                raise CorruptReference(f"{path} cannot be read: {error.strerror}") from error
+            if found != written:
+                raise CorruptReference(f"{path} is not what the run wrote: its digest is {found}, not {written}")
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a run."""
+
+    run: Run
+    num_rows: int
+    num_errors: int
+    num_tokens: int
+    num_items: int
+    num_bytes: int
+    """Bytes of blocks."""
+    num_repeated_ids: int = 0
+    """Rows whose id an earlier row has."""
+    shards: list[Shard]
+
+    @classmethod
+    def write(cls, folder: Path, run: Run, num_rows: int) -> Manifest:
+        """Count the shards in `folder`, list the rows that failed, and write the manifest of a finished run.
+
+        A warning is logged if rows share an id.
+
+        Raises:
+            StorageError: Shards of the `num_rows` rows are missing. Other nodes have them on disks of their own.
+
+        """
+        shards = _shards(folder, run.digest)
+        infos = [shard.info for shard in shards]
+        if (found := sum(info.num_rows for info in infos)) != num_rows:
+            raise StorageError(
+                f"{folder} has the first {found} of {num_rows} rows: copy the shards here that other nodes wrote to "
+                "the same folder of theirs, and call again"
+            )
+        repeated = RepeatedIds.of(_ids(folder, shard) for shard in shards)
+        if repeated.num_rows:
+            _warn(repeated)
+        manifest = cls(
+            run=run,
+            num_repeated_ids=repeated.num_rows,
+            num_rows=sum(info.num_rows for info in infos),
+            num_errors=sum(info.num_errors for info in infos),
+            num_tokens=sum(info.num_tokens for info in infos),
+            num_items=sum(info.num_items for info in infos),
+            num_bytes=sum(info.num_bytes for info in infos),
+            shards=shards,
+        )
+        with replacing(folder / ERRORS_FILE) as unfinished, unfinished.open("wb") as file:
+            for shard in shards:
+                if shard.info.num_errors:
+                    table = read_table(folder / shard.table, shard.info.num_rows).select(["row", "id", "error"])
+                    for row in table.filter(pc.field("error").is_valid()).to_pylist():
+                        file.write(msgspec.json.encode(row) + b"\n")
+        with replacing(folder / MANIFEST_FILE) as unfinished:
+            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        return manifest
+
+    @property
+    def digest(self) -> str:
+        """Digest of the rows. It differs once a shard was made anew with other bytes, but not after inputs moved."""
+        return blake3(msgspec.json.encode((self.run.digest, self.shards))).hexdigest(16)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """InputError where there is no finished run, CorruptReference where its file is damaged, StorageError."""
+        file = folder / MANIFEST_FILE
+        try:
+            manifest = msgspec.json.decode(file.read_bytes(), type=cls)
+        except NotADirectoryError:
+            raise InputError(f"{folder} is a file; give the folder of a finished run") from None
+        except FileNotFoundError:
+            raise InputError(f"{folder} holds no finished run: there is no {MANIFEST_FILE}") from None
+        except OSError as error:
+            raise StorageError(f"{file} cannot be read: {error.strerror}") from error
+        except NOT_JSON as error:
+            raise CorruptReference(f"{file} is damaged: {in_words(error)}") from None
+        if manifest.run.format != FORMAT:
+            raise InputError(f"{folder} was written in format {manifest.run.format}; only {FORMAT} is read")
+        stops = [0, *(shard.info.stop_row for shard in manifest.shards)]
+        firsts = [*(shard.info.first_row for shard in manifest.shards), manifest.num_rows]
+        if stops != firsts or any(shard.info.num_rows < 1 for shard in manifest.shards):
+            raise CorruptReference(f"{file} is damaged: its shards do not have the rows 0 to {manifest.num_rows - 1}")
+        return manifest
+
+
+def _ids(folder: Path, shard: Shard) -> list[str]:
+    table = read_table(folder / shard.table, shard.info.num_rows, ["id"])
+    ids: list[str] = table.column("id").to_pylist()
+    return ids
+
+
+def _warn(repeated: RepeatedIds) -> None:
+    _log.warning(
+        "%d rows have the id of an earlier row, such as rows %s. Join results to the input by `row`, which is unique",
+        repeated.num_rows,
+        ", ".join(f"{first} and {row}" for first, row in repeated.examples),
+    )
+
+
+def drop_changed(folder: Path, run: Run) -> None:
+    """Removes the tables of a finished run that are not what it wrote: their shards are then made anew.
+
+    Else the next manifest would vouch for them. The blocks' digests stand in the tables. CorruptReference where the
+    manifest itself is damaged, StorageError.
+    """
+    if not (folder / MANIFEST_FILE).exists():
+        return
+    manifest = Manifest.read(folder)
+    for shard in manifest.shards if manifest.run.digest == run.digest else ():
+        path = table_path(folder, shard.info.first_row)
+        with os_errors_as(StorageError, f"{path} cannot be read, or removed"):
+            if path.exists() and (found := file_digest(path)) != shard.table_digest:
+                _log.warning(
+                    "%s is not what the run wrote: its digest is %s, not %s. Its shard is made anew",
+                    path,
+                    found,
+                    shard.table_digest,
+                )
+                path.unlink()
+
+
+def _shards(folder: Path, run: str) -> list[Shard]:
+    """The run's shards from the first row on, each where the one before it stops; `run` is its digest."""
+    found: list[Shard] = []
+    row = 0
+    while (path := table_path(folder, row)).is_file():
+        info = read_info(path)
+        if info.run != run:
+            break
+        found.append(Shard(path.name, file_digest(path), info))
+        row = info.stop_row
+    return found

@@ -1,0 +1,271 @@
+"""A shard: a table of rows beside a file of blocks, complete once the table has its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from mindie_mm.batch.input.files import replacing
+from mindie_mm.batch.input.record import RecordsDigest
+from mindie_mm.batch.input.source import NOT_JSON, Chunk
+from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, SharedMemoryError, StorageError
+from mindie_mm.msgspec_errors import in_words
+from mindie_mm.processes import faults
+from mindie_mm.shm import ArraySpec, DiskArena
+from mindie_mm.shm.disk.disk_writer import LotMemory
+from mindie_mm.shm.format.layout import DISK_PAGE, ArenaHeader
+from mindie_mm.shm.format.words import MAX_ARENA
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt
+
+MAX_ROW_BYTES = 1 << 34
+"""Most bytes that the row which fills a shard may add to it."""
+MAX_BLOCKS = 2048
+"""Media items of a shard; with less than half of them left the next row begins another, so that it has room."""
+
+_SPAN = pa.struct([("kind", pa.string()), *((name, pa.int64()) for name in ("start", "stop", "token", "lead", "tail"))])
+_ARRAY = pa.struct([("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int64()))])
+SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("input_ids", pa.list_(pa.int64())),
+        pa.field("spans", pa.list_(_SPAN)),
+        pa.field("digests", pa.list_(pa.binary())),
+        pa.field("arrays", pa.list_(pa.list_(_ARRAY))),
+        pa.field("error", pa.string()),
+    ]
+)
+"""A row: ids with words in place and, one a media item, its span, the digest of its content and what it holds."""
+
+_COLUMNS, _SPAN_NAMES = tuple(SCHEMA.names), tuple(_SPAN.names)
+_INFO = b"mindie_mm"
+
+
+class ShardInfo(msgspec.Struct, frozen=True):
+    """What a shard says of itself, in its table's metadata."""
+
+    run: str
+    """`Run.digest` of the run that it is of."""
+    first_row: int
+    num_rows: int
+    num_errors: int
+    num_tokens: int
+    num_items: int
+    num_bytes: int
+    """Bytes of the blocks, in whole pages."""
+    arena_digest: str
+    """`DiskArena.digest` of the file of blocks."""
+    records_digest: str = ""
+    """`RecordsDigest` of the input's rows that it was made from. Empty if an earlier release wrote it."""
+
+    @property
+    def stop_row(self) -> int:
+        """One past its last row."""
+        return self.first_row + self.num_rows
+
+
+def table_path(folder: Path, first_row: int) -> Path:
+    """The table of the shard that begins with `first_row`."""
+    return folder / f"shard-{first_row:09d}.parquet"
+
+
+def arena_path(folder: Path, first_row: int) -> Path:
+    """Its file of blocks."""
+    return folder / f"shard-{first_row:09d}.arena"
+
+
+def read_info(path: Path) -> ShardInfo:
+    """What a table says of its shard. CorruptReference for another file."""
+    try:
+        metadata = pq.read_metadata(path).metadata or {}
+        return msgspec.json.decode(metadata[_INFO], type=ShardInfo)
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise CorruptReference(f"{path} is not the table of a shard: {error}") from error
+    except NOT_JSON as error:
+        raise CorruptReference(f"{path} is not the table of a shard: {in_words(error)}") from error
+
+
+def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | None:
+    """The shards of a chunk of the run of that digest, if all of them are there."""
+    found: list[ShardInfo] = []
+    row = chunk.first_row
+    while row < chunk.stop_row and (path := table_path(folder, row)).is_file():
+        try:
+            found.append(read_info(path))
+        except CorruptReference:
+            return None  # made anew, as one that is missing
+        if found[-1].run != run:
+            return None  # a node's disk may still have another run's
+        if not _has_blocks(arena_path(folder, row), found[-1].num_bytes):
+            return None
+        row = found[-1].stop_row
+    return found if row == chunk.stop_row else None
+
+
+def _has_blocks(path: Path, num_bytes: int) -> bool:
+    """Whether it is a file of so many bytes of blocks, not cut short; what is in them is not read."""
+    try:
+        with path.open("rb") as file:
+            header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()), DISK_PAGE)
+            return header.capacity_bytes == num_bytes
+    except (OSError, SegmentMissing):
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRow:
+    """A row of a table, read back."""
+
+    row: int
+    """Its number in the whole input."""
+    id: str
+    prompt: Prompt | None
+    """None where there is an error."""
+    error: str | None
+    digests: Sequence[bytes]
+    arrays: Sequence[Sequence[Mapping[str, Any]]]
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        """From a table's own. CorruptReference for a row that no run writes."""
+        error, ids, spans = record["error"], record["input_ids"], record["spans"]
+        prompt = None
+        if error is None:
+            if ids is None or spans is None:
+                raise CorruptReference(f"row {record['row']} has neither ids nor an error")
+            prompt = Prompt(np.asarray(ids, np.int64), tuple(MediaSpan(**span) for span in spans))
+            bounds = [0, *(bound for span in prompt.spans for bound in (span.start, span.stop)), len(prompt)]
+            if any(start > stop for start, stop in pairwise(bounds)):
+                raise CorruptReference(f"row {record['row']}: its media items' slots {bounds[1:-1]} are not in its ids")
+        return cls(record["row"], record["id"], prompt, error, record["digests"] or (), record["arrays"] or ())
+
+    def plain_prompt(self) -> Prompt:
+        """Its prompt without words."""
+        assert self.prompt is not None
+        return Prompt(self.prompt.plain_ids, self.prompt.spans)
+
+
+def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the rows of a shard, with all columns or with `columns`. Raise CorruptReference for another file."""
+    try:
+        with pq.ParquetFile(path) as file:  # in half the time of `pq.read_table`
+            schema, table = file.schema_arrow, file.read(columns)
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptReference(f"{path} cannot be read: {error}") from error
+    if not schema.equals(SCHEMA) or table.num_rows != num_rows:
+        raise CorruptReference(f"{path} is no table of {num_rows} rows of a run")
+    return table
+
+
+class ShardWriter:
+    """One shard being written. A context manager: left by an error, or not finished, it leaves nothing."""
+
+    def __init__(
+        self, folder: Path, run: str, number: int, first_row: int, shard_bytes: int, memory: LotMemory | None = None
+    ) -> None:
+        """For the run of that digest.
+
+        `number` stands in the words as the arena; the table tells which file is meant, so it may come again. `memory`
+        is shared by shards that are written one after another.
+        """
+        self._table_path = table_path(folder, first_row)
+        self._run = run
+        self._first_row = first_row
+        self._shard_bytes = shard_bytes
+        self._records: list[dict[str, Any]] = []
+        self._num_items = 0
+        self.records = RecordsDigest()
+        """Digest of the records that its rows are made from."""
+        path = arena_path(folder, first_row)
+        self.arena = DiskArena.create(path, number % (MAX_ARENA + 1), shard_bytes + MAX_ROW_BYTES, MAX_BLOCKS, memory)
+        """Where the rows' blocks go."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next row belongs to another shard."""
+        return self.arena.used_bytes >= self._shard_bytes or self.arena.num_free < MAX_BLOCKS // 2
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._records)
+
+    def add(self, row_id: str | None, prompt: Prompt, items: Sequence[tuple[bytes, Mapping[str, ArraySpec]]]) -> None:
+        """A row whose blocks were written; `items` gives each one's digest and arrays."""
+        self._num_items += len(items)
+        self._append(
+            row_id,
+            input_ids=prompt.ids,
+            spans=[{name: getattr(span, name) for name in _SPAN_NAMES} for span in prompt.spans],
+            digests=[digest for digest, _ in items],
+            arrays=[
+                [{"name": name, "dtype": spec.dtype, "shape": spec.shape} for name, spec in specs.items()]
+                for _, specs in items
+            ],
+        )
+
+    def add_error(self, row_id: str | None, error: str) -> None:
+        """A row that came to nothing."""
+        self._append(row_id, error=error)
+
+    def _append(self, row_id: str | None, **columns: Any) -> None:
+        row = self._first_row + len(self._records)
+        record = dict.fromkeys(_COLUMNS) | {"row": row, "id": str(row) if row_id is None else row_id}
+        self._records.append(record | columns)
+
+    def finish(self) -> ShardInfo:
+        """Gives both files their names, the table last, complete and synced. StorageError."""
+        with replacing(self._table_path) as unfinished:
+            try:
+                self.arena.flush()  # its last blocks are written while the table is made
+                with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
+                    writer.write_table(self._table())
+                    self.arena.close()
+                    info = self._info()
+                    writer.add_key_value_metadata({_INFO: msgspec.json.encode(info)})
+            except (ArenaFull, SharedMemoryError) as error:
+                raise StorageError(str(error)) from error
+            faults.point(f"named {self.arena.path.name}")
+        return info
+
+    def _table(self) -> pa.Table:
+        columns = {name: [record[name] for record in self._records] for name in SCHEMA.names}
+        ids = _lists(columns.pop("input_ids"))
+        return pa.table(
+            [pa.array(columns[field.name], field.type) if field.name in columns else ids for field in SCHEMA], SCHEMA
+        )
+
+    def _info(self) -> ShardInfo:
+        return ShardInfo(
+            run=self._run,
+            first_row=self._first_row,
+            num_rows=len(self._records),
+            num_errors=sum(record["error"] is not None for record in self._records),
+            num_tokens=sum(len(record["input_ids"]) for record in self._records if record["error"] is None),
+            num_items=self._num_items,
+            num_bytes=self.arena.used_bytes,
+            arena_digest=self.arena.digest,
+            records_digest=self.records.hex(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.arena.abandon()
+
+
+def _lists(rows: Sequence[NDArray[np.int64] | None]) -> pa.ListArray:
+    """A column of such arrays, some of them null; from Python objects pyarrow takes twenty times as long."""
+    starts = list(accumulate((0 if row is None else len(row) for row in rows), initial=0))
+    values = np.concatenate([np.empty(0, np.int64), *(row for row in rows if row is not None)])
+    return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), values, mask=pa.array([row is None for row in rows]))

@@ -1,0 +1,134 @@
+"""Messages between the tokenizer, its decoders and the process that forks them, as msgpack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import msgspec
+
+from mindie_mm.decode.parcel import Part
+from mindie_mm.decode.scratch import Layout
+from mindie_mm.inputs import Kind, Media, MediaOptions
+from mindie_mm.nn.family import Plan
+from mindie_mm.processes.ipc import Failure
+from mindie_mm.settings.config import MediaCaps
+from mindie_mm.shm import ArraySpec
+
+
+class DecoderSetup(msgspec.Struct, frozen=True):
+    """Settings of the decoders, passed to the process that forks them as JSON."""
+
+    model: str
+    """Directory of the checkpoint."""
+    family: str | None
+    media: MediaCaps
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Nursery to tokenizer, once: decoders can be forked. A Failure in its place says what is wrong."""
+
+
+class Item(msgspec.Struct, frozen=True):
+    """A media item. The first descriptor beside the message is its open file."""
+
+    kind: Kind
+    options: MediaOptions
+    counts: dict[Kind, int]
+    """Number of items of each kind in the prompt."""
+    parts: tuple[Part, ...]
+    """Contents of the file, as in `Parcel`."""
+    is_list: bool
+    decodes_to_count: bool
+    """Whether the frames of a video are counted by decoding them, and not by their packets."""
+
+    @property
+    def media(self) -> Media:
+        """The item without its source."""
+        return Media(self.kind, None, self.options)
+
+
+class PlanItem(msgspec.Struct, frozen=True, tag="plan"):
+    """Tokenizer to decoder: read and plan an item. The decoder keeps the plan until its next message."""
+
+    item: Item
+
+
+class WriteItem(msgspec.Struct, frozen=True, tag="write"):
+    """Tokenizer to decoder: decode an item into the scratch memory."""
+
+    layout: Layout
+    """Where its arrays lie."""
+    item: Item | None
+    """None: the item that this decoder planned last."""
+
+
+class Facts(msgspec.Struct, frozen=True, tag="facts"):
+    """Decoder to tokenizer: the plan of an item, without the function that carries it out."""
+
+    num_features: int
+    specs: dict[str, tuple[str, tuple[int, ...]]]
+    """Dtype and shape of each array."""
+    settings: str
+    grid: tuple[int, ...]
+    picture_pixels: int
+    """As `Work.picture_pixels`, of this item alone."""
+    video_pixels: int
+    """As `Work.video_pixels`, of this item alone."""
+
+    @classmethod
+    def of(cls, plan: Plan, picture_pixels: int, video_pixels: int) -> Self:
+        """Return the facts of `plan`."""
+        specs = {name: (spec.dtype, spec.shape) for name, spec in plan.specs.items()}
+        return cls(plan.num_features, specs, plan.settings, plan.grid, picture_pixels, video_pixels)
+
+    def plan(self) -> Plan:
+        """Return the plan, which a decoder carries out in place of its `write`."""
+        specs = {name: ArraySpec(shape, dtype) for name, (dtype, shape) in self.specs.items()}
+        return Plan(self.num_features, specs, self.settings, _write_elsewhere, self.grid)
+
+
+class Written(msgspec.Struct, frozen=True, tag="written"):
+    """Decoder to tokenizer: the arrays are in the scratch memory."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Decoder to tokenizer: the item has failed."""
+
+    error: Failure
+    frames: str = ""
+    """Where an exception that nobody foresaw was raised, for the log."""
+
+
+class Fork(msgspec.Struct, frozen=True, tag="fork"):
+    """Tokenizer to nursery: fork a decoder. Beside the message are its socket and the file of its scratch memory."""
+
+
+class Kill(msgspec.Struct, frozen=True, tag="kill"):
+    """Tokenizer to nursery: kill a decoder, if it still runs."""
+
+    pid: int
+
+
+class Forked(msgspec.Struct, frozen=True, tag="forked"):
+    """Nursery to tokenizer: the decoder runs. Answers come in the order of the `Fork` messages."""
+
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """Nursery to tokenizer: a decoder has ended."""
+
+    pid: int
+    status: int
+    """Exit status, or the negative number of the signal."""
+
+
+ToDecoder = PlanItem | WriteItem
+FromDecoder = Facts | Written | Refused
+ToNursery = Fork | Kill
+FromNursery = Forked | Ended
+
+
+def _write_elsewhere(arrays: Mapping[str, Any]) -> None:
+    raise AssertionError("a decoder writes these arrays")

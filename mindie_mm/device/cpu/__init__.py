@@ -1,0 +1,59 @@
+"""The CPU: always there."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from mindie_mm.device import host_memory
+from mindie_mm.device.base import Device
+from mindie_mm.device.cpu import cpu_attention
+from mindie_mm.device.cpu.cpu_layers import lighten
+from mindie_mm.device.cpu.packed_linear import pack
+
+
+class CPU(Device):
+    """The host's processor, in float32 unless asked otherwise."""
+
+    name: ClassVar[str] = "cpu"
+    memory_share: ClassVar[float] = 0.5  # other processes live in the same memory, and shared memory does
+    measure_s: ClassVar[float] = 0.5
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        # bfloat16 is slower than float32 on most hosts, and less exact on all
+        return torch.float32
+
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        if dtype not in (torch.bfloat16, torch.float16):
+            return super().multiplies(dtype)
+        if not torch.backends.mkldnn.is_available():
+            return False
+        on_x86 = platform.machine() == "x86_64"
+        if dtype == torch.float16:
+            return not on_x86 or torch.ops.mkldnn._is_mkldnn_fp16_supported()  # noqa: SLF001 - there is no public name
+        # oneDNN accepts bfloat16 on any AVX-512 processor, but may multiply in float32.
+        has = not on_x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
+        return has and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
+
+    def prepare(self, module: torch.nn.Module) -> None:
+        host_memory.keep_freed()
+        pack(module)
+        lighten(module)
+        cpu_attention.replace(module)
+
+    def free_bytes(self) -> int:
+        return host_memory.available_bytes()
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return host_memory.peak_bytes(work)

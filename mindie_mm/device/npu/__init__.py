@@ -1,0 +1,120 @@
+"""Ascend NPUs through torch_npu; fused operators are in `npu_kernels.py` and `npu_layers.py`, why: docs/npu.md."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import platform
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from mindie_mm.device.base import Device, allocator_peak_bytes
+from mindie_mm.device.finding import Finding
+from mindie_mm.device.kernels import Kernels
+from mindie_mm.device.npu import doctor as npu_doctor
+from mindie_mm.device.npu import npu_layers
+from mindie_mm.device.npu.npu_kernels import NPUKernels
+from mindie_mm.errors import DeviceError
+
+_log = logging.getLogger(__name__)
+
+_HOST_TO_DEVICE = 1
+_REGISTER = (0x1000_0000 | 0x2, 0x2)
+"""ACL_HOST_REG_PINNED and _MAPPED, or the latter alone: what is only pinned is read more slowly (docs/npu.md)."""
+_KERNEL_THAT_FAILS = (5, 10)
+"""Up to this one, CANN says of aclrtHostRegisterV2, memory that it did not allocate itself leads to exceptions."""
+
+
+class NPU(Device):
+    """The current NPU, in the checkpoint's own dtype."""
+
+    name: ClassVar[str] = "npu"
+    memory_share: ClassVar[float] = 0.9
+    measure_s: ClassVar[float] = 10.0
+    kv_block_size: ClassVar[int] = 128  # the least that fused attention takes
+    kernels: ClassVar[Kernels] = NPUKernels()
+    has_bitsandbytes: ClassVar[bool] = False
+
+    @classmethod
+    def missing(cls) -> str | None:
+        if importlib.util.find_spec("torch_npu") is None:
+            release = torch.__version__.partition("+")[0]
+            return f"torch_npu is not installed: pip install torch_npu=={release} beside CANN"
+        try:
+            importlib.import_module("torch_npu")
+        except Exception as error:  # noqa: BLE001 - beside another torch it looks in vain for what it replaces
+            return f"torch_npu does not load ({error}); source CANN's set_env.sh first"
+        return None if _npu().is_available() else "no NPU is visible, see npu-smi info"
+
+    @classmethod
+    def findings(cls, root: Path) -> Iterator[Finding]:
+        return npu_doctor.findings(root)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("npu", _npu().current_device())
+
+    def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
+        if checkpoint_dtype == torch.bfloat16 and not _npu().is_bf16_supported():  # such as on a 310P
+            return torch.float16
+        return checkpoint_dtype
+
+    @classmethod
+    def pin(cls, address: int, num_bytes: int) -> bool:
+        runtime = getattr(_npu(), "npurt", None)  # torch_npu of 2026 brought it, and torch the other
+        if runtime is None or not hasattr(torch.Stream, "native_handle") or not registers(platform.release()):
+            return False
+        try:
+            return any(runtime().npuHostRegister(address, num_bytes, flags) == 0 for flags in _REGISTER)
+        except Exception as error:  # noqa: BLE001 - torch_npu raises various errors if CANN lacks the function
+            _log.warning("CANN cannot register host memory: %s", str(error).partition("\n")[0])
+            return False
+
+    @classmethod
+    def read(cls, source: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
+        # torch_npu waits for a copy from memory that its own allocator has not pinned: CANN is asked itself.
+        with stream:
+            target = torch.empty_like(source, device=stream.device)
+        size, handle = source.nbytes, stream.native_handle  # type: ignore[attr-defined]
+        if code := _acl().aclrtMemcpyAsync(target.data_ptr(), size, source.data_ptr(), size, _HOST_TO_DEVICE, handle):
+            raise DeviceError(f"aclrtMemcpyAsync of {size} bytes to {stream.device} failed with {code}")
+        return target
+
+    @classmethod
+    def unpin(cls, address: int) -> None:
+        _npu().npurt().npuHostUnregister(address)
+
+    def prepare(self, module: torch.nn.Module) -> None:
+        npu_layers.fuse(module)
+
+    def free_bytes(self) -> int:
+        torch.zeros(1, device=self.torch_device)  # starts it: CANN says nothing of one that is not
+        return int(_npu().mem_get_info()[0])
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return allocator_peak_bytes(_npu(), work)
+
+
+def registers(kernel: str) -> bool:
+    """Whether CANN registers shared memory where the host's kernel has this release, such as 5.10.0-136.oe2203."""
+    found = re.match(r"(\d+)\.(\d+)", kernel)
+    return found is not None and (int(found[1]), int(found[2])) > _KERNEL_THAT_FAILS
+
+
+@cache
+def _acl() -> ctypes.CDLL:
+    """CANN's runtime, which torch_npu has loaded."""
+    library = ctypes.CDLL("libascendcl.so")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    library.aclrtMemcpyAsync.argtypes = [pointer, size, pointer, size, ctypes.c_int, pointer]
+    return library
+
+
+def _npu() -> Any:
+    return torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there

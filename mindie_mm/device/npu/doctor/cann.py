@@ -1,0 +1,93 @@
+"""CANN: where it is installed, which version, and whether its environment is in force."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mindie_mm.device.finding import Finding
+from mindie_mm.device.npu.doctor.machine import ASCEND, Machine
+
+_LIBRARY = "libhccl.so"
+"""One that torch_npu is linked with; where the loader does not find it, `import torch_npu` fails with its name."""
+_IN_FORCE = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+# Until 8.3 ascend-toolkit/latest, since 8.5 cann: hiascend.com, CANN 8.5.0, release notes, "changes of the layout".
+_USUAL = ("cann", "ascend-toolkit/latest", "nnae/latest", "nnrt/latest")
+
+
+@dataclass(frozen=True, slots=True)
+class CANN:
+    """An installation."""
+
+    home: str
+    version: str | None
+    """As 9.1.0 or 8.3.RC1."""
+    drivers: str
+    """The versions of the driver that it says it suits, as [V100R001C15],[V100R001C23]; empty if it says none."""
+    in_force: bool
+    """Whether this process has its environment."""
+
+
+def find(machine: Machine) -> CANN | None:
+    """The one whose environment is in force, else one at a usual place."""
+    named = [machine.variables[name] for name in _IN_FORCE if machine.variables.get(name)]
+    users = f"{machine.variables['HOME']}/Ascend" if machine.variables.get("HOME") else ASCEND
+    usual = [f"{folder}/{place}" for folder in (ASCEND, users) for place in _USUAL]
+    for home in (*named, *usual):
+        if machine.exists(home):
+            in_force = home in named and machine.loads(_LIBRARY)
+            return CANN(home, _version(machine, home), _drivers(machine, home), in_force)
+    return None
+
+
+def findings(machine: Machine, cann: CANN | None) -> Iterator[Finding]:
+    """Whether it is there, and in force."""
+    wrong = {name: machine.variables[name] for name in _IN_FORCE if machine.variables.get(name)}
+    for name, home in wrong.items():
+        if not machine.exists(home):
+            advice = "source the set_env.sh of the CANN that is installed, in a new shell"
+            yield Finding("CANN", "error", f"{name} is {home}, which is not there", advice)
+            return
+    if cann is None:
+        advice = (
+            "install Ascend-cann-toolkit and the ops package of this NPU (hiascend.com/cann/download), "
+            "or use an image of quay.io/ascend/cann"
+        )
+        yield Finding("CANN", "error", f"not installed: {', '.join(f'{ASCEND}/{place}' for place in _USUAL)}", advice)
+    elif not cann.in_force:
+        script = _script(machine, cann.home)
+        advice = f"source {script}" if script else f"source set_env.sh of {cann.home}"
+        found = f"{cann.version or 'some version'} in {cann.home}, but its environment is not set: "
+        found += f"the loader does not find {_LIBRARY}" if wrong else f"{' and '.join(_IN_FORCE)} are not set"
+        yield Finding("CANN", "error", found, f"{advice}; a systemd unit has to do so, too")
+    else:
+        yield Finding("CANN", "ok", f"{cann.version or 'of a version that it does not say'} in {cann.home}")
+
+
+def _script(machine: Machine, home: str) -> str | None:
+    """set_env.sh of this installation: beside it until 8.3, in it since."""
+    scripts = (f"{home}/set_env.sh", f"{home.rsplit('/', 1)[0]}/set_env.sh")
+    return next((script for script in scripts if machine.exists(script)), None)
+
+
+def _version(machine: Machine, home: str) -> str | None:
+    if stated := machine.setting(_install_info(home), "version"):
+        return stated
+    # version.cfg: toolkit_running_version=[7.7.T20.0.B210:8.1.RC1]
+    for name in ("toolkit_running_version", "runtime_running_version"):
+        if (value := machine.setting(f"{home}/version.cfg", name)) and ":" in value:
+            return value.strip("[]").rsplit(":", 1)[1]
+    if stated := machine.setting(f"{home}/version.info", "Version"):
+        return stated
+    named = re.search(r"cann-(\d[\w.]*)$|ascend-toolkit/(\d[\w.]*)$", home)
+    return named.group(1) or named.group(2) if named else None
+
+
+def _drivers(machine: Machine, home: str) -> str:
+    return machine.setting(_install_info(home), "compatible_version") or ""
+
+
+def _install_info(home: str) -> str:
+    return f"{home}/{platform.machine()}-linux/ascend_toolkit_install.info"

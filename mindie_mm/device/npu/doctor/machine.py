@@ -1,0 +1,121 @@
+"""Where the checks look: a tree of files, the variables of CANN, and the packages of this environment."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from mindie_mm.settings.environment import foreign
+
+ASCEND = "/usr/local/Ascend"
+"""Where driver and CANN are installed by root, unless told otherwise."""
+
+_VARIABLES = (
+    "ASCEND_HOME_PATH",
+    "ASCEND_TOOLKIT_HOME",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "HCCL_IF_BASE_PORT",
+    "HCCL_HOST_SOCKET_PORT_RANGE",
+    "HOME",
+    "LD_LIBRARY_PATH",
+    "PATH",
+)
+_SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64")
+_HUAWEI, _PROCESSING_ACCELERATOR = "0x19e5", "0x1200"
+"""Vendor of a PCI device, and the beginning of its class, as under /sys/bus/pci: an NPU has both (`lspci -nn`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Files below `root`, by their absolute paths, and variables of the environment."""
+
+    root: Path
+    variables: Mapping[str, str]
+
+    @classmethod
+    def here(cls, root: Path) -> Machine:
+        """With the variables of this process."""
+        return cls(root, foreign(_VARIABLES))
+
+    def path(self, absolute: str) -> Path:
+        """Where the file `absolute` is."""
+        return self.root / absolute.lstrip("/")
+
+    def exists(self, absolute: str) -> bool:
+        """Whether there is such a file or folder, and this user may see it."""
+        try:
+            return self.path(absolute).exists()
+        except OSError:
+            return False
+
+    def read(self, absolute: str) -> str:
+        """Its text; empty where it can't be read."""
+        try:
+            return self.path(absolute).read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def setting(self, absolute: str, key: str) -> str | None:
+        """The value of the line KEY=VALUE of a file, whatever the case of the key."""
+        found = re.search(rf"^{key}\s*=\s*(.+?)\s*$", self.read(absolute), re.MULTILINE | re.IGNORECASE)
+        return found.group(1) if found else None
+
+    def device_ids(self) -> list[int]:
+        """N of each /dev/davinciN, in order."""
+        names = (path.name for path in self.path("/dev").glob("davinci*"))
+        return sorted(int(name[7:]) for name in names if name[7:].isdecimal())
+
+    def num_boards(self) -> int:
+        """NPUs on the PCI bus, with a driver or without."""
+        devices = (f"/{path.relative_to(self.root)}" for path in self.path("/sys/bus/pci/devices").glob("*"))
+        return sum(
+            self.read(f"{device}/vendor").strip() == _HUAWEI
+            and self.read(f"{device}/class").startswith(_PROCESSING_ACCELERATOR)
+            # HiSilicon's compression engines are of the same class; NPUs are d100, d500, d801, d802, d803.
+            and self.read(f"{device}/device").startswith(("0xd1", "0xd5", "0xd8"))
+            for device in devices
+        )
+
+    def loads(self, library: str) -> bool:
+        """Whether the loader would find `library` by its name: LD_LIBRARY_PATH, ld.so.conf, the system's folders."""
+        return any(self.exists(f"{folder}/{library}") for folder in self._library_folders())
+
+    def _library_folders(self) -> Iterator[str]:
+        yield from filter(None, self.variables.get("LD_LIBRARY_PATH", "").split(":"))
+        for file in ("/etc/ld.so.conf", *self._configurations()):
+            yield from (line.strip() for line in self.read(file).splitlines() if line.startswith("/"))
+        yield from _SYSTEM_LIBRARIES
+        yield from (f"{folder}/{platform.machine()}-linux-gnu" for folder in _SYSTEM_LIBRARIES)
+
+    def _configurations(self) -> list[str]:
+        return [f"/{path.relative_to(self.root)}" for path in self.path("/etc/ld.so.conf.d").glob("*.conf")]
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Python packages that have to suit one another."""
+
+    torch: str
+    """Its version, with the local part: 2.13.0+cpu."""
+    accelerator: str | None
+    """What torch is built for beside the CPU: "CUDA 13.0", "ROCm 7.1"; None for a CPU build."""
+    torch_npu: str | None
+    architecture: str
+    """As `uname -m`."""
+
+    @classmethod
+    def installed(cls) -> Software:
+        """The packages of this environment."""
+        try:
+            torch_npu = version("torch_npu")
+        except PackageNotFoundError:
+            torch_npu = None
+        cuda, hip = torch.version.cuda, torch.version.hip
+        accelerator = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else None
+        return cls(torch.__version__, accelerator, torch_npu, platform.machine())

@@ -1,0 +1,66 @@
+"""Whether an NPU can be started: tried in a process of its own, which may crash or hang with the driver."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+from mindie_mm.device.finding import Finding
+from mindie_mm.device.npu.doctor import programs
+from mindie_mm.device.npu.doctor.machine import Software
+from mindie_mm.device.npu.doctor.symptoms import explain
+
+_TIMEOUT_S = 120.0  # torch_npu takes 10 s to import, and a device some seconds to start; one that is ill never answers
+_GiB = 2**30
+_LITTLE = 0.5
+"""Share of the memory; with less of it free, somebody else has the rest."""
+ANSWER = "mindie_mm.device.npu.doctor.probe: "
+"""What the probe's one line begins with: CANN may print its log on standard output, too, before and after it."""
+
+
+def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
+    """What came of it."""
+    subject = "npu runtime"
+    if software.torch_npu is None:
+        # No other version: a later one brings the torch that it is for, in PyPI's CUDA build.
+        advice = f"pip install torch_npu=={software.torch.partition('+')[0]}"
+        return Finding(subject, "error", "torch_npu is not installed", advice)
+    command = [sys.executable, "-P", "-m", "mindie_mm.device.npu.doctor.probe"]
+    ended = programs.run(command, timeout_s)
+    if ended is None:
+        advice = "npu-smi info -t health -i NPU; reset it when nothing uses it, or reboot"
+        return Finding(subject, "error", f"the NPU does not answer within {timeout_s:.0f} s", advice)
+    if ended.status:
+        return _failed(subject, ended.stderr, ended.status)
+    said = _answer(ended.stdout)
+    if said is None:
+        advice = "python -m mindie_mm.device.npu.doctor.probe; see the log of CANN, ~/ascend/log/debug/plog, and dmesg"
+        return Finding(subject, "error", "starting the NPU ends without an error, and without a word of it", advice)
+    free, total = said["free_bytes"], said["total_bytes"]
+    found = f"{said['count']} x {said['name']}, {free / _GiB:.1f} of {total / _GiB:.1f} GiB free on the first"
+    if free < _LITTLE * total:
+        advice = "stop what uses it (npu-smi info), or choose another with ASCEND_RT_VISIBLE_DEVICES"
+        return Finding(subject, "warning", found, advice)
+    return Finding(subject, "ok", found)
+
+
+def _answer(stdout: str) -> dict[str, Any] | None:
+    """The probe's answer, among all else that was printed; None if there is none."""
+    found = re.search(rf"^{re.escape(ANSWER)}(.*)$", stdout, re.MULTILINE)
+    return json.loads(found.group(1)) if found else None
+
+
+def _failed(subject: str, stderr: str, status: int) -> Finding:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    symptom = explain(stderr)
+    if symptom:
+        line = next((line for line in lines if explain(line) is symptom), lines[-1])
+        return Finding(subject, "error", f"{symptom.meaning}: {line[:300]}", symptom.advice)
+    # Of a trace the exception is at the end; torch_npu adds lines of its own below.
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)] or lines[-1:]
+    ended = f"signal {-status}" if status < 0 else f"status {status}"
+    said = errors[-1][:300] if errors else ""
+    advice = "see the log of CANN, ~/ascend/log/debug/plog, and dmesg"
+    return Finding(subject, "error", f"starting the NPU ends with {ended}: {said}", advice)

@@ -1,0 +1,135 @@
+"""What `npu-smi info` says of each NPU: its health, its memory, and who uses it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from mindie_mm.device.finding import Finding
+from mindie_mm.device.npu.doctor import programs
+from mindie_mm.device.npu.doctor.machine import Machine
+from mindie_mm.device.npu.doctor.symptoms import explain
+
+_TIMEOUT_S = 30.0  # it waits for the driver, which may have hung
+_BUSY_SHARE = 0.25
+"""Share of its memory above which an NPU is in use: an idle 910B has 5 % of its 64 GiB in use."""
+
+# | 0     910B3               | OK            | 91.0        36                0    / 0             |
+# | 0                         | 0000:41:00.0  | 0           0    / 0          3401 / 65536         |
+# and, between rules, | 2       0                 | 1333928       |                          | 37709                   |
+_NPU = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|")
+_CHIP = re.compile(r"^\|\s*(\d+)(?:\s+\d+)?\s*\|\s*[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:\S+\s*\|(.*)\|")
+_PROCESS = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|")
+_USAGE = re.compile(r"(\d+)\s*/\s*(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One that uses an NPU."""
+
+    pid: int
+    name: str
+    mib: int
+
+
+@dataclass(frozen=True, slots=True)
+class NPU:
+    """A chip, as npu-smi has it."""
+
+    npu: int
+    chip: int
+    name: str
+    health: str
+    """OK, Warning, Alarm, Critical or UNKNOWN."""
+    used_mib: int
+    total_mib: int
+    """0 where it does not say."""
+    processes: tuple[Process, ...] = ()
+
+
+def parse(text: str) -> list[NPU]:
+    """The table of `npu-smi info`, by NPU and chip: the order in which programs number them."""
+    npus: dict[tuple[int, int], NPU] = {}
+    above: tuple[int, str, str] | None = None
+    for line in text.splitlines():
+        if found := _PROCESS.match(line):
+            key, process = (int(found[1]), int(found[2])), Process(int(found[3]), found[4], int(found[5]))
+            if key in npus:
+                npus[key] = replace(npus[key], processes=(*npus[key].processes, process))
+        elif found := _NPU.match(line):
+            above = (int(found[1]), found[2], found[3])
+        elif (found := _CHIP.match(line)) and above:
+            usages = [(int(u), int(t)) for u, t in _USAGE.findall(found[2])]
+            used, total = max(usages, key=lambda one: one[1], default=(0, 0))  # "NA / NA" of one that does not answer
+            npus[above[0], int(found[1])] = NPU(above[0], int(found[1]), above[1], above[2], used, total)
+            above = None
+    return [npus[key] for key in sorted(npus)]
+
+
+def findings(machine: Machine, visible: list[int] | None, timeout_s: float = _TIMEOUT_S) -> Iterator[Finding]:
+    """Health and use of the NPUs that are `visible` to this process, by their place; None: of all."""
+    folders = (machine.variables.get("PATH", ""), "/usr/local/bin", "/usr/local/sbin")
+    program = shutil.which("npu-smi", path=os.pathsep.join(folders))
+    if program is None:
+        advice = "in a container mount /usr/local/bin/npu-smi and /usr/local/dcmi"
+        yield Finding("npu health", "warning", "npu-smi is not there: neither health nor use can be told", advice)
+        return
+    try:
+        ended = programs.run([program, "info"], timeout_s)
+    except OSError as error:  # of another architecture, or its loader is not there
+        yield Finding("npu health", "warning", f"npu-smi can't be run: {error}", "install the driver anew")
+        return
+    if ended is None:
+        found = f"npu-smi info gives no answer within {timeout_s:.0f} s"
+        yield Finding("npu health", "error", found, "the driver hangs: see dmesg; reboot")
+        return
+    said = f"{ended.stdout}\n{ended.stderr}"
+    npus = {place: one for place, one in enumerate(parse(said)) if visible is None or place in visible}
+    if not npus:
+        symptom = explain(said)
+        text = " ".join(said.split())[:200] or f"nothing, and ends with {ended.status}"
+        meaning, advice = (symptom.meaning, symptom.advice) if symptom else ("", "see dmesg; install the driver anew")
+        yield Finding("npu health", "error", f"npu-smi info says: {text}{meaning and f' ({meaning})'}", advice)
+        return
+    yield _health([*npus.values()])
+    yield _use(npus)
+
+
+def _health(npus: list[NPU]) -> Finding:
+    ill = [one for one in npus if one.health.upper() != "OK"]
+    if not ill:
+        return Finding("npu health", "ok", f"{len(npus)} x {npus[0].name}")
+    found = ", ".join(f"NPU {one.npu} chip {one.chip} ({one.name}): {one.health}" for one in ill)
+    first = ill[0]
+    advice = (
+        f"npu-smi info -t health -i {first.npu} -c {first.chip} names the fault; leave it out with "
+        f"ASCEND_RT_VISIBLE_DEVICES, or, when nothing uses it, npu-smi set -t reset -i {first.npu} -c {first.chip}"
+    )
+    # Warning is a general alarm, under which it works; Alarm and Critical, and UNKNOWN, where it has not started, not.
+    grave = any(one.health.upper() != "WARNING" for one in ill)
+    return Finding("npu health", "error" if grave else "warning", found, advice)
+
+
+def _use(npus: Mapping[int, NPU]) -> Finding:
+    """By place, which is what ASCEND_RT_VISIBLE_DEVICES takes: cards of two chips have two, a container counts anew."""
+    busy = [one for one in npus.values() if one.processes or one.used_mib > _BUSY_SHARE * one.total_mib]
+    if not busy:
+        free = [one.total_mib - one.used_mib for one in npus.values() if one.total_mib]
+        told = f"{min(free) / 1024:.1f} GiB free on each" if free else "npu-smi does not say how much memory is free"
+        return Finding("npu use", "ok", f"no other process, {told}")
+    found = "; ".join(_occupied(one) for one in busy)
+    idle = [str(place) for place, one in npus.items() if one not in busy]
+    advice = (
+        "stop them" if any(one.processes for one in busy) else "a process of another container has it, or a dead one"
+    )
+    advice += f", or use others: {len(idle)} idle, ASCEND_RT_VISIBLE_DEVICES={','.join(idle)}" if idle else ""
+    return Finding("npu use", "warning", found, f"{advice}; else the KV cache gets what is left")
+
+
+def _occupied(one: NPU) -> str:
+    who = ", ".join(f"process {each.pid} {each.name}".strip() + f" has {each.mib} MiB" for each in one.processes)
+    free = (one.total_mib - one.used_mib) / 1024
+    return f"NPU {one.npu} chip {one.chip}: {free:.1f} of {one.total_mib / 1024:.1f} GiB free{who and f', {who}'}"

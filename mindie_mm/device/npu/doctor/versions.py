@@ -1,0 +1,125 @@
+"""Versions that belong together: torch and torch_npu, torch_npu and CANN, CANN and the driver.
+
+Only what is known to fail is an error; a pair that no table here has may still be right, and is a warning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mindie_mm.device.finding import Finding
+from mindie_mm.device.npu.doctor import driver
+from mindie_mm.device.npu.doctor.cann import CANN
+from mindie_mm.device.npu.doctor.machine import Machine, Software
+
+# torch_npu to the CANN that it is released with: COMPATIBILITY.md of gitcode.com/Ascend/pytorch, and the release notes
+# of TorchNPU 26.2.0 (docs/zh/release_notes, October 2026).
+_RELEASED_WITH = {
+    "2.10.0": "9.0.0",
+    "2.10.0.post4": "9.1.0",
+    "2.11.0": "9.1.0",
+    "2.12.0": "9.1.0",
+    "2.10.0.post7": "9.2.0",
+    "2.11.0.post3": "9.2.0",
+    "2.12.0.post3": "9.2.0",
+    "2.13.0": "9.2.0",
+    "2.14.0": "9.2.0",
+}
+# The same release notes: TorchNPU 7.3 to 26.2 (all of the above) with each of these.
+_COMPATIBLE = ("8.5", "9.0", "9.1", "9.2")
+# CANN to drivers, by their series: release notes of CANN 8.5.0 and 9.1.1 (hiascend.com, gitcode.com/cann).
+_DRIVERS = {
+    "8.5": ("25.0", "25.2", "25.3", "25.5", "25.7", "26.0", "26.1"),
+    "9.0": ("25.0", "25.2", "25.3", "25.5", "25.7", "26.0", "26.1"),
+    "9.1": ("25.2", "25.3", "25.5", "25.7", "26.0", "26.1"),
+}
+_TABLE = "https://www.hiascend.com/developer/download/compatibility has pairs"
+
+
+def findings(machine: Machine, software: Software, cann: CANN | None) -> Iterator[Finding]:
+    """One for each pair whose parts are there."""
+    if software.torch_npu:
+        yield _torch_build(software)
+        yield _torch(software.torch, software.torch_npu)
+        if cann and cann.version:
+            yield _torch_npu(software.torch_npu, cann.version)
+    installed = driver.version(machine)
+    if cann and cann.version and installed:
+        yield _driver(cann, cann.version, installed, driver.inner_version(machine) or "")
+
+
+def _torch_build(software: Software) -> Finding:
+    subject, version = "torch build", _release(software.torch)
+    if software.accelerator is None:
+        return Finding(subject, "ok", f"{software.torch}, for the CPU")
+    # torch_npu/__init__.py, _check_device_conflict: it asks what torch was built for, not what is there.
+    found = f"{software.torch} is built for {software.accelerator}; torch_npu wants the CPU build"
+    advice = f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu"
+    if software.architecture == "aarch64":  # torch_npu's README has the CPU index for it since 2.11
+        advice += "; for aarch64 PyPI has CUDA builds alone, so pin it before anything else that needs torch"
+    return Finding(subject, "error", found, advice)
+
+
+def _torch(torch: str, torch_npu: str) -> Finding:
+    wanted = _release(torch_npu)
+    if _release(torch) != wanted:
+        advice = f"pip install torch=={wanted} --index-url https://download.pytorch.org/whl/cpu"
+        return Finding(
+            "torch and torch_npu", "error", f"torch_npu {torch_npu} is for torch {wanted}, not {torch}", advice
+        )
+    return Finding("torch and torch_npu", "ok", f"{torch} and {torch_npu}")
+
+
+def _torch_npu(torch_npu: str, cann: str) -> Finding:
+    subject, pair = "torch_npu and CANN", f"{torch_npu} and {cann}"
+    released_with = _RELEASED_WITH.get(torch_npu)
+    if released_with is None:
+        return Finding(subject, "warning", f"{pair}: no release notes known here name this torch_npu", _TABLE)
+    if _series(cann) == _series(released_with):
+        return Finding(subject, "ok", pair)
+    found = f"{pair}: this torch_npu is released with CANN {released_with}"
+    if _series(cann) in _COMPATIBLE:
+        return Finding(subject, "ok", f"{found}; {_series(cann)} is said to do")
+    return Finding(subject, "warning", f"{found}, and said to do with {', '.join(_COMPATIBLE)}", _TABLE)
+
+
+def _driver(cann: CANN, version: str, driver: str, inner: str) -> Finding:
+    subject, pair = "CANN and driver", f"CANN {version}, driver {driver}"
+    drivers = _DRIVERS.get(_series(version), ())
+    if _series(driver) in drivers or _suits(inner, cann.drivers):
+        return Finding(subject, "ok", pair)
+    if drivers:
+        found = f"{pair}: release notes of this CANN name the drivers {', '.join(drivers)}"
+        # drvRet=87, 507899: what a driver says to a CANN that is newer than it.
+        return Finding(
+            subject, "warning", found, f"update the driver (Ascend HDK), or take the CANN that suits; {_TABLE}"
+        )
+    return Finding(subject, "warning", f"{pair}: no release notes known here name this CANN", _TABLE)
+
+
+def _suits(inner: str, drivers: str) -> bool:
+    """Whether the driver's inner version, as V100R001C23SPC006B220, is in CANN's list.
+
+    That is [V100R001C15],[V100R001C18,V100R001C23]: single ones, and ranges.
+    """
+    if not (counted := _counted(inner)):
+        return False
+    bounds = [[_counted(end) for end in group.split(",")] for group in re.findall(r"\[([^]]*)\]", drivers)]
+    return any(min(ends) <= counted <= max(ends) for ends in bounds)
+
+
+def _counted(inner: str) -> tuple[int, ...]:
+    found = re.match(r"V(\d+)R(\d+)C(\d+)", inner.strip())
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def _release(version: str) -> str:
+    """2.10.0 of 2.10.0.post4 and of 2.10.0+cpu."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return found.group() if found else version
+
+
+def _series(version: str) -> str:
+    """9.1 of 9.1.0 and of 9.1.RC1."""
+    return ".".join(_release(version).split(".")[:2])

@@ -1,0 +1,44 @@
+"""ASCEND_RT_VISIBLE_DEVICES: which NPUs this process may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindie_mm.device.finding import Finding
+from mindie_mm.device.npu.doctor.machine import Machine
+
+_NAME = "ASCEND_RT_VISIBLE_DEVICES"
+
+
+def places(machine: Machine) -> list[int] | None:
+    """The NPUs that it leaves, counted from 0; None where it is not set.
+
+    Read as CANN reads it (hiascend.com, environment variables of CANN 9.1.0): numbers between commas, up to the first
+    that is none or has no NPU.
+    """
+    value = machine.variables.get(_NAME)
+    if value is None:
+        return None
+    left = []
+    for part in value.split(","):
+        if not part.isdecimal() or int(part) >= len(machine.device_ids()):
+            break
+        left.append(int(part))
+    return left
+
+
+def findings(machine: Machine) -> Iterator[Finding]:
+    """What is wrong with it; nothing where it is not set."""
+    left, value, num = places(machine), machine.variables.get(_NAME, ""), len(machine.device_ids())
+    if left is None or not num:  # without NPUs, every number is wrong, and something else is to be said
+        return
+    advice = f"numbers from 0 to {num - 1}, between commas, without blanks, rising; in a container they count anew"
+    if not left:
+        yield Finding("visible NPUs", "error", f"{_NAME} is {value!r}, which leaves none of {num}", advice)
+    elif len(left) < len(value.split(",")):
+        counted = ", ".join(map(str, left))
+        yield Finding("visible NPUs", "warning", f"{_NAME} is {value!r}, of which CANN reads only {counted}", advice)
+    elif left != sorted(set(left)):
+        yield Finding("visible NPUs", "warning", f"{_NAME} is {value!r}, which is not in rising order", advice)
+    else:
+        yield Finding("visible NPUs", "ok", f"{', '.join(map(str, left))} of {num}")

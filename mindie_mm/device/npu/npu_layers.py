@@ -1,0 +1,96 @@
+"""Layers that transformers writes out operator by operator, as torch_npu's fused ones.
+
+A layer is replaced because a fused one gives the same numbers, whatever its name: each kind is tried on random values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from mindie_mm.device import rotation
+from mindie_mm.device.npu import npu_towers
+from mindie_mm.device.npu.npu_kernels import rms_norm, rotary, works
+
+_LANE_BYTES = 32
+"""A head's width in bytes must be a multiple of this, or the fused rotation is slower than the parts."""
+_MAX_ROTATED = 896
+"""Width of a head below which values are rotated by the fused operator."""
+
+
+class FusedRMSNorm(nn.Module):
+    """As the layer that it is made from."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., width], of the weight's dtype."""
+        return rms_norm(hidden, self.weight, self.eps)
+
+
+def fuse(module: nn.Module) -> None:
+    """Replaces what `module` has of norms and rotations on an NPU; others stay as they are."""
+    _fuse_norms(module)
+    npu_towers.pack(module)
+    # The operator takes cosines of up to 1; YaRN's are multiplied.
+    if all(getattr(part, "attention_scaling", 1.0) == 1.0 for part in module.modules()):
+        rotation.replace(module, rotation.TEXT, _rotate)
+
+
+def _fuse_norms(module: nn.Module) -> None:
+    same: dict[tuple[type[nn.Module], torch.dtype, torch.Size], bool] = {}
+    for parent in [*module.modules()]:
+        for name, child in [*parent.named_children()]:
+            if not type(child).__name__.endswith("RMSNorm") or isinstance(child, FusedRMSNorm):
+                continue
+            if child._forward_pre_hooks or child._forward_hooks:  # noqa: SLF001 - moved apart (nn/placement.py)
+                continue
+            weight = getattr(child, "weight", None)
+            eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
+            if weight is None or eps is None or weight.device.type != "npu":
+                continue
+            fused = FusedRMSNorm(weight, eps)
+            kind = type(child), weight.dtype, weight.shape
+            if kind not in same:
+                runs = works("npu_rms_norm", weight.device, weight.dtype, *weight.shape)
+                same[kind] = runs and _agree(child, fused, weight)
+            if same[kind]:
+                setattr(parent, name, fused)
+
+
+def _agree(layer: nn.Module, fused: nn.Module, weight: Tensor) -> bool:
+    with torch.inference_mode():
+        values = torch.randn(4, *weight.shape, dtype=torch.float32).to(weight)
+        try:
+            return _close(layer(values), fused(values))
+        except (TypeError, AttributeError):  # it takes more than values
+            return False
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    tolerance = 1e-5 if one.dtype == torch.float32 else 0.05
+    return bool(torch.allclose(one.float().cpu(), other.float().cpu(), rtol=tolerance, atol=tolerance))
+
+
+def _rotate(
+    own: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    width = q.shape[-1]
+    if (
+        q.device.type != "npu"
+        or unsqueeze_dim != 1
+        or q.dim() != 4
+        or q.dtype != cos.dtype
+        or cos.shape[-1] != width
+        or width >= _MAX_ROTATED
+        or width * q.itemsize % _LANE_BYTES
+        or not works("npu_rotary_mul", q.device, q.dtype, width)
+    ):
+        return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return rotary(q, cos, sin), rotary(k, cos, sin)

@@ -1,0 +1,1 @@
+"""Caches of the engine: KV blocks, shared prefixes, and features of media."""

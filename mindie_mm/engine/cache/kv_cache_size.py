@@ -1,0 +1,67 @@
+"""How large a KV cache is of use, and what context one holds."""
+
+from __future__ import annotations
+
+import logging
+
+from mindie_mm.device import kind_of
+from mindie_mm.engine.ranks import ALONE, Ranks
+from mindie_mm.errors import DeviceError
+from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.seq2seq import Seq2SeqModel
+from mindie_mm.settings.config import EngineConfig
+
+_log = logging.getLogger(__name__)
+
+MORE_ROOM = (
+    "Raise memory_share, lower max_num_batched_tokens, max_tower_tokens, max_tower_bytes, encoder_cache_bytes or "
+    "max_model_len, or set kv_cache_bytes"
+)
+"""Advice for an operator if memory does not suffice."""
+
+
+def context_length(spec: ModelSpec, config: EngineConfig) -> int:
+    """Most tokens of one sequence."""
+    return min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+
+
+def block_size(spec: ModelSpec, config: EngineConfig) -> int:
+    """Tokens in one block of the KV cache."""
+    return config.kv_block_size or kind_of(spec.device).kv_block_size
+
+
+def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
+    """Blocks of the KV cache that all sequences at full length hold: more are never used."""
+    return config.max_num_seqs * -(-context_length(spec, config) // block_size(spec, config))
+
+
+def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
+    """Bytes that all sequences at full length hold."""
+    spec = model.spec
+    if isinstance(model, Seq2SeqModel):
+        token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # as long a prompt as an answer
+        return config.max_num_seqs * context_length(spec, config) * token_bytes
+    return useful_blocks(spec, config) * block_size(spec, config) * spec.kv_token_bytes
+
+
+def fitting_context(
+    model: Model | Seq2SeqModel, config: EngineConfig, num_bytes: int, num_tokens: int, ranks: Ranks = ALONE
+) -> int:
+    """Most tokens of one sequence beside a KV cache of `num_bytes` for `num_tokens`, of each rank; the log says both.
+
+    A context that does not fit is cut, with a warning; DeviceError where max_model_len asks for it, or nothing fits.
+    """
+    wanted = context_length(model.spec, config)
+    fitting = min(wanted, num_tokens)
+    needed = useful_bytes(model, config) // config.max_num_seqs
+    says = (
+        f"a context of {wanted} tokens takes {needed} bytes of KV cache, which has {num_bytes}, for {num_tokens} tokens"
+    )
+    advice = MORE_ROOM if config.kv_cache_bytes is None else "Raise kv_cache_bytes, or lower max_model_len"
+    if fitting < wanted and (config.max_model_len is not None or not fitting):
+        raise DeviceError(f"{says}. {advice}")
+    if ranks.number == 0:  # the others come to the same
+        if fitting < wanted:
+            _log.warning("%s. Longer requests are refused. %s", says, advice)
+        _log.info("the KV cache holds %d tokens in %d bytes; the context length is %d", num_tokens, num_bytes, fitting)
+    return fitting

@@ -1,0 +1,95 @@
+"""Keys of a sequence's blocks in the KV cache: blocks of one key hold the same keys and values.
+
+A block's key is a hash over all that its keys and values depend on, with the key of the block before it: the ids,
+which item's features stand on which slots, positions, and groups with whatever lies in them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from mindie_mm.engine.requests.sequence import Sequence
+from mindie_mm.nn.model import Model
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.salt import salted
+
+KEY_BYTES = 32
+
+
+def share(sequence: Sequence, model: Model) -> None:
+    """Lets other sequences share the blocks of `sequence`, a new one, as far as the model's tokens can be named."""
+    sequence.num_shareable = _num_shareable(model, sequence)
+    if not sequence.num_shareable:
+        return
+    root = salted(sequence.params.cache_salt)
+    if model.prefix_sees_length:
+        root.update(sequence.num_prompt.to_bytes(8))
+    if model.prefix_sees_later_media:
+        for item in sequence.items:
+            root.update(_identity(item))
+    sequence.root_key = root.digest(KEY_BYTES)
+
+
+def _num_shareable(model: Model, sequence: Sequence) -> int:
+    """How many of its tokens, from the first, depend on no item without a digest."""
+    for item in sequence.items:
+        if item.digest is None:
+            first = next((start for start, stop in sequence.spans if start <= item.start < stop), item.start)
+            return 0 if model.prefix_sees_later_media else first
+    return sys.maxsize
+
+
+def extend_keys(sequence: Sequence, block_size: int, stop: int) -> None:
+    """Adds to `sequence.keys` those of the full blocks among its first `stop` tokens, as far as they can have one."""
+    known = len(sequence.keys)
+    count = min(stop, sequence.num_shareable) // block_size
+    if count <= known:
+        return
+    key = sequence.keys[-1] if known else sequence.root_key
+    rows = _rows(sequence, known * block_size, count * block_size)
+    for start in range(known * block_size, count * block_size, block_size):
+        end = start + block_size
+        block = blake3(key)
+        block.update(rows[start - known * block_size : end - known * block_size].tobytes())
+        block.update(_media(sequence, start, end))
+        for span in sequence.spans_in(start, end):
+            block.update(_span_key(sequence, span))  # its tokens see those of the group behind the block, too
+        key = block.digest(KEY_BYTES)
+        sequence.keys.append(key)
+
+
+def _rows(sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
+    """What each of tokens [start, stop) is by itself: its id, its positions, its group; int64 [tokens, columns]."""
+    columns = [sequence.ids(start, stop), *sequence.positions(start, stop)]
+    if sequence.groups is not None:
+        known = sequence.groups[start:stop].numpy()
+        columns.append(np.pad(known, (0, stop - start - len(known)), constant_values=-1))
+    return np.stack(columns, axis=1)
+
+
+def _media(sequence: Sequence, start: int, stop: int) -> bytes:
+    """Which features stand on which of tokens [start, stop); each part tells the length of the one behind it."""
+    parts: list[bytes] = []
+    for item in sequence.items_in(start, stop):
+        first, last = item.features_in(start, stop)
+        slots = item.slots[first:last] - start
+        parts += [_identity(item), np.array([first, len(slots)], np.int64).tobytes(), slots.tobytes()]
+    return b"".join(parts)
+
+
+def _span_key(sequence: Sequence, span: tuple[int, int]) -> bytes:
+    if span not in sequence.span_keys:
+        content = _rows(sequence, *span).tobytes() + _media(sequence, *span)
+        sequence.span_keys[span] = blake3(content).digest(KEY_BYTES)
+    return sequence.span_keys[span]
+
+
+def _identity(item: MediaItem) -> bytes:
+    """Names an item's features, in KEY_BYTES."""
+    assert item.digest is not None
+    shape = item.shape.to_array().tobytes()  # the digest should tell it; one wrong picture costs more than to say it
+    return blake3(len(shape).to_bytes(8) + shape + item.digest).digest(KEY_BYTES)

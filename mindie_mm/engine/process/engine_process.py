@@ -1,0 +1,167 @@
+"""The engine process; the first message on its channel says what to serve."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from mindie_mm.device import slow_dtype
+from mindie_mm.engine.base import BaseEngine
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.process.memory_profile import kv_cache_bytes
+from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
+from mindie_mm.engine.requests.default_sampling import defaults_of
+from mindie_mm.engine.requests.engine_messages import (
+    Abort,
+    Add,
+    Mount,
+    Progress,
+    Ready,
+    Refill,
+    Start,
+    Stepped,
+    ToEngine,
+    Unmount,
+)
+from mindie_mm.engine.seq2seq import Seq2SeqEngine
+from mindie_mm.errors import MindieMMError
+from mindie_mm.models import family_of, load_model, reading
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.placement import Placement
+from mindie_mm.nn.seq2seq import Seq2SeqModel
+from mindie_mm.processes import faults
+from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline
+from mindie_mm.settings.environment import fault_folder
+from mindie_mm.shm import collect, mount
+from mindie_mm.shm.reader.mapped import drop_removed
+from mindie_mm.structured.grammar import Grammars
+from mindie_mm.tokenize.text.detokenizer import load_tokenizer
+
+_log = logging.getLogger(__name__)
+
+REST_S = 0.5
+"""How long an engine at rest waits for a message before it looks for arenas that were removed. While it maps one, its
+pages are not free, and a tokenizer in place of a dead one may find no room for its own."""
+
+
+def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> None:
+    """Serves until the parent closes the channel, or dies. The first of several `ranks` alone receives and sends."""
+    faults.arm("engine", fault_folder())
+    faults.point("starting")
+    lifeline.before_end(collect)  # of a tokenizer that died before its parent, too, which nobody else would remove
+    disable_progress_bar()
+    try:
+        serve(channel, ranks)
+    except (EOFError, BrokenPipeError):
+        _log.debug("the parent closed the channel")
+
+
+def serve(channel: ChildChannel, ranks: Ranks) -> None:
+    """Loads what the first message names, then steps as long as there is work, and waits when there is none."""
+    start = msgspec.msgpack.decode(ranks.same(bytes, channel.recv), type=Start)
+
+    def send(message: Ready | Failure | Stepped) -> None:
+        if ranks.number == 0:
+            channel.send(msgspec.msgpack.encode(message))
+
+    try:
+        default_sampling = defaults_of(start.model, start.family, start.generation_config)
+        engine = load_engine(start, ranks)
+    except MindieMMError as error:
+        return send(Failure.of(error))
+    faults.point("loaded")
+    send(msgspec.structs.replace(engine.ready, default_sampling=default_sampling))
+    decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
+    mounts: dict[int, ExitStack] = {}
+    while True:
+        told: list[Progress] = []
+        messages = ranks.same(list[bytes], lambda: received(channel, engine, decoder))
+        for message in messages:
+            told += _take(decoder.decode(message), engine, mounts)
+        if told or (messages and not engine.has_work()):
+            send(Stepped(told, engine.stats))
+        if engine.has_work():
+            stepped = engine.step()
+            faults.point("before-reply")
+            send(stepped)
+            faults.point("after-reply")
+        if drop_removed(cleanups=True):
+            gc.collect()  # a request that failed may still hold its media, in a cycle of the error and its frames
+
+
+def received(channel: ChildChannel, engine: BaseEngine, decoder: msgspec.msgpack.Decoder[ToEngine]) -> list[bytes]:
+    """The messages that are there, or up to the first that delays the next step; at rest it waits REST_S for one."""
+    messages: list[bytes] = []
+    while channel.poll(0 if messages or engine.has_work() else REST_S):
+        messages.append(channel.recv())
+        message = decoder.decode(messages[-1])
+        if isinstance(message, Add) and engine.must_compile(message):
+            break
+    return messages
+
+
+def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -> list[Progress]:
+    """Does what a message asks for; what is to be told of it at once."""
+    match message:
+        case Add():
+            faults.point("received")
+            failure = engine.add(message)
+            faults.point("queued")
+            return [failure] if failure else []
+        case Abort():
+            faults.point("aborting")
+            engine.abort(message)
+        case Refill():
+            told = engine.refill(message)
+            return [told] if told else []
+        case Mount():
+            _mount(message, mounts)
+        case Unmount():
+            mounts.pop(message.number).close()
+    return []
+
+
+def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
+    """What cannot be mounted fails the requests whose words lead there, each with an error of its own."""
+    mounts[message.number] = stack = ExitStack()
+    try:
+        stack.enter_context(mount(Path(message.path), message.number))
+    except MindieMMError:
+        _log.exception("%s cannot be mounted", message.path)
+
+
+def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
+    config = start.config
+    # If one rank fails, the others must learn it before they wait for that rank in a collective operation.
+    device = ranks.together(lambda: ranks.open_device(config.device))
+    torch.set_num_threads(config.num_threads or ranks.num_threads())
+    model = ranks.together(
+        lambda: load_model(
+            Path(start.model) if start.model else None,
+            config.device,
+            config.dtype,
+            start.family,
+            vision=Placement(config.vision_device, config.vision_bits),
+            projector=Placement(config.projector_device, config.projector_bits),
+            end_token_ids=start.end_token_ids,
+        ),
+        LOADING_PATIENCE,
+    )
+    if ranks.number == 0 and (said := slow_dtype(model.module)):
+        _log.warning("%s; --dtype float32, or 32 bits for that part, is faster", said)
+    checkpoint = Checkpoint.open(start.model)
+    family = family_of(checkpoint, start.family)
+    with reading(checkpoint, family):
+        processor = family.processor(checkpoint)
+    kv_bytes = ranks.together(lambda: kv_cache_bytes(model, processor, family.kinds, device, config, ranks))
+    if isinstance(model, Seq2SeqModel):
+        return Seq2SeqEngine(model, config, kv_bytes)
+    engine = Engine(model, config, ranks.least(kv_bytes), ranks)
+    engine.grammars = Grammars(load_tokenizer(checkpoint, start.family), model.spec.eos_token_ids)
+    return engine

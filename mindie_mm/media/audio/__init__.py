@@ -1,0 +1,1 @@
+"""Audio: decoding, resampling and mel spectrograms."""

@@ -1,0 +1,216 @@
+"""Decoding of sound through PyAV, with a mix to one channel and resampling, as in `load_audio` of transformers.
+
+The result equals that of its soundfile backend and of `librosa.load`, bit for bit for lossless files. Channels are
+averaged, soxr resamples at quality HQ, and the result has ceil(samples * rate / source rate) samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import av
+import numpy as np
+import soxr
+from av.audio.stream import AudioStream
+from av.container import InputContainer
+from numpy.typing import NDArray
+
+from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.media.guard.caps import caps
+from mindie_mm.media.guard.container import BARE, best_stream, check_codec, frames_of, open_container, reading
+from mindie_mm.media.image.encoded_image import Data
+
+CONTAINERS = (
+    *("wav", "flac", "mp3", "aac", "ogg", "aiff", "caf", "w64", "au", "nistsphere"),
+    *("mov", "matroska", "asf", "avi", "mpegts", "flv", "mpeg"),
+)
+"""Supported containers, detected by content. Video containers are supported for their sound.
+
+`mov` includes MP4 and M4A, `matroska` includes WebM, and `mpeg` is the program stream. Playlists are not supported.
+"""
+_PASSED_OVER = (*BARE, "mpegts", "mpeg")
+"""Containers in which packets that do not decode are skipped. Broadcast recordings start in the middle of a frame."""
+MIN_RATE, MAX_RATE = 1_000, 768_000
+"""Minimum and maximum sampling rate of a source in Hz."""
+MAX_CHANNELS = 64
+MAX_AMPLITUDE = 1e9
+"""Maximum absolute sample value. Unscaled integers are far below it, and powers of larger values would overflow."""
+
+_MAX_PLANES = 7
+"""Maximum number of planes of a frame that PyAV can read. It looks for the end of a list that longer lists lack."""
+
+# Seconds that are decoded beyond a cut, so that the resampling filter does not see the cut.
+_MARGIN_S = 1.0
+
+Samples = NDArray[np.float32]
+"""float32 [samples] of one channel, mostly within [-1, 1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedAudio:
+    """A clip whose container has been read and checked against the caps. The samples are not decoded yet."""
+
+    rate: int
+    """Sampling rate in Hz, as the container states it. The decoder may report another rate."""
+    data: bytes
+    max_source_samples: int
+    """Maximum number of decoded samples per channel. They are kept as float32 until they are resampled."""
+    max_pixels: int
+    """Maximum size in pixels of an embedded cover picture."""
+
+    @classmethod
+    def open(cls, data: bytes) -> EncodedAudio:
+        """Read the container of `data` without decoding it.
+
+        Raises:
+            MediaError: The data are not readable as sound.
+            LimitExceeded: The clip exceeds a cap.
+
+        """
+        limits = caps()
+        unreadable = MediaError(f"the {len(data)} bytes are no readable sound ({', '.join(CONTAINERS)})")
+        with reading(lambda: unreadable), open_container(data, CONTAINERS, limits.max_video_pixels) as container:
+            stream, num_channels = _stream_of(container)
+            rate = stream.rate
+            durations = [container.duration and container.duration / av.time_base]
+            durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
+        _check_rate(rate)
+        if not 1 <= num_channels <= MAX_CHANNELS:
+            raise LimitExceeded(f"the clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
+        if (stated := max(filter(None, durations), default=0.0)) > limits.max_audio_seconds:
+            raise LimitExceeded(f"the clip lasts {stated:.1f} s; the limit is {limits.max_audio_seconds:g} s")
+        return cls(rate, data, limits.max_audio_samples, limits.max_video_pixels)
+
+    def decode(self, rate: int, max_samples: int) -> Samples:
+        """Return the first `max_samples` samples, or fewer, at `rate` Hz. The rest of the clip is not decoded.
+
+        Raises:
+            MediaError: The clip is broken.
+            LimitExceeded: More than `max_source_samples` must be decoded.
+
+        """
+        pieces: list[Samples] = []
+        num_samples, own_rate = 0, self.rate
+        with reading(lambda: MediaError(f"the sound is broken: {num_samples} samples can be decoded")):
+            for frame in self._frames():
+                if not pieces:
+                    own_rate = _check_rate(frame.sample_rate)
+                elif frame.sample_rate != own_rate:
+                    raise MediaError(f"the clip changes from {own_rate} samples a second to {frame.sample_rate}")
+                pieces.append(_mono(frame))
+                num_samples += len(pieces[-1])
+                if num_samples > self.max_source_samples:
+                    raise LimitExceeded(f"the clip has more than {self.max_source_samples} samples, the limit")
+                if num_samples >= _num_source_samples(max_samples, own_rate, rate):
+                    break
+        if not num_samples:
+            raise MediaError("the clip has no samples")
+        return _resample(np.concatenate(pieces), own_rate, rate, max_samples)
+
+    def _frames(self) -> Iterator[av.AudioFrame]:
+        interleaver = av.AudioResampler("flt")
+        with open_container(self.data, CONTAINERS, self.max_pixels) as container:
+            for frame in frames_of(container, _stream_of(container)[0], len(self.data), _PASSED_OVER):
+                if not frame.samples:
+                    continue
+                if frame.format.is_planar and frame.layout.nb_channels > _MAX_PLANES:
+                    yield from interleaver.resample(frame)
+                else:
+                    yield frame
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedAudio:
+    """Samples that the caller supplies, with the interface of an EncodedAudio."""
+
+    samples: Samples
+    rate: int | None
+    """Sampling rate in Hz, or None for the rate of the model."""
+
+    def decode(self, rate: int, max_samples: int) -> Samples:
+        """Return the first `max_samples` samples, or fewer, at `rate` Hz."""
+        return _resample(self.samples, self.rate or rate, rate, max_samples)
+
+
+def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAudio:
+    """Read the header of a clip. Its samples are decoded on request.
+
+    Args:
+        data: An encoded clip, or samples of one channel.
+        rate: Sampling rate of samples in Hz, or None for the rate of the model. Not allowed for an encoded clip.
+
+    Raises:
+        InputError: `rate` is given for an encoded clip.
+        MediaError: The data are not readable as sound.
+        LimitExceeded: The clip exceeds a cap.
+
+    """
+    assert not isinstance(data, tuple), "frames are a video's"
+    if not isinstance(data, bytes):
+        return DecodedAudio(data, rate)
+    if rate is not None:
+        raise InputError(f"sampling_rate {rate} is given of an encoded clip, which states its own")
+    return EncodedAudio.open(data)
+
+
+def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
+    """Return the audio stream that players choose, and its number of channels.
+
+    The channel layout is replaced by a plain number of channels. If PyAV reads a layout with a custom order, as in some
+    CAF, AIFF and MOV files, it frees a list that belongs to FFmpeg, and would free it again for each frame.
+
+    Raises:
+        MediaError: There is no supported audio stream.
+
+    """
+    if container.streams.best("audio") is None and any(_states_no_rate(one) for one in container.streams.audio):
+        raise MediaError("the file's sound states no rate, how many samples a second it has")
+    stream: AudioStream = best_stream(container, "audio")
+    check_codec(stream.codec_context, "the file's sound")
+    if num_channels := stream.codec_context.channels:  # the list is freed by this, and let go of by the next
+        stream.codec_context.layout = f"{num_channels} channels"
+    return stream, num_channels
+
+
+def _states_no_rate(stream: AudioStream) -> bool:
+    """Return whether a stream states no sampling rate. FFmpeg then finds no best stream."""
+    return stream.codec_context is not None and not stream.codec_context.sample_rate
+
+
+def _check_rate(rate: int) -> int:
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise LimitExceeded(f"the clip has {rate} samples a second; the limits are {MIN_RATE} and {MAX_RATE}")
+    return rate
+
+
+def _num_source_samples(max_samples: int, source_rate: int, rate: int) -> int:
+    """Return the number of source samples that are needed for the first `max_samples` at `rate`."""
+    return math.ceil(max_samples * source_rate / rate) + math.ceil(_MARGIN_S * source_rate)
+
+
+def _mono(frame: av.AudioFrame) -> Samples:
+    """float32 [samples]: whole numbers scaled to [-1, 1), the channels averaged."""
+    array = frame.to_ndarray()
+    channels = array if frame.format.is_planar else array.reshape(-1, frame.layout.nb_channels).T
+    with np.errstate(over="ignore", invalid="ignore"):  # what is no number is refused once it is together
+        scaled: Samples = channels.astype(np.float32)
+        if array.dtype.kind == "u":
+            scaled -= 128  # bytes are the only unsigned samples there are
+        if array.dtype.kind != "f":
+            scaled *= np.float32(2.0 ** (1 - 8 * array.dtype.itemsize))
+        mono: Samples = scaled[0] if len(scaled) == 1 else scaled.mean(axis=0)
+    return mono
+
+
+def _resample(samples: Samples, source_rate: int, rate: int, max_samples: int) -> Samples:
+    peak = np.abs(samples).max()
+    if not peak <= MAX_AMPLITUDE:  # not a number among others
+        raise MediaError(f"the clip has samples of {peak}; the limit is {MAX_AMPLITUDE:g}")
+    if source_rate != rate:
+        samples = samples[: _num_source_samples(max_samples, source_rate, rate)]
+        num_samples = math.ceil(len(samples) * rate / source_rate)
+        samples = soxr.resample(samples, source_rate, rate, quality="HQ")
+        samples = np.pad(samples, (0, max(0, num_samples - len(samples))))[:num_samples]
+    return np.ascontiguousarray(samples[:max_samples])

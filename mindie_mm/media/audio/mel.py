@@ -1,0 +1,105 @@
+"""Log-mel spectrograms, as transformers' WhisperFeatureExtractor computes them with torch.
+
+Source: Whisper (arXiv 2212.04356, section 2.2): Hann windows, power, mel filters, log10, no more than 8 below the
+clip's largest value, (x + 4) / 4. The extractor pads each clip to 30 s or more; of that silence no more is computed
+here than what is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.media.audio.encoded_audio import Samples
+
+_FLOOR = 1e-10
+_RANGE = 8.0
+_MAX_FREQUENCY = 8000.0
+
+
+@dataclass(frozen=True, slots=True)
+class MelSettings:
+    """How a checkpoint has its sound made into spectrograms."""
+
+    rate: int
+    """Samples a second."""
+    num_bins: int
+    """Mel bins of a frame."""
+    window: int
+    """Samples of a frame's window."""
+    hop: int
+    """Samples from one frame to the next."""
+    max_samples: int
+    """Samples of the longest clip; what lies behind them is cut off, as the reference does."""
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str) -> MelSettings:
+        """From a feature extractor's configuration; UnsupportedCheckpoint for what is not served."""
+        for name, needed in (("padding_value", 0.0), ("dither", 0.0)):
+            if config.get(name, needed) != needed:
+                raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}, only {needed!r} is served")
+        rate = config.get("sampling_rate", 16_000)
+        return cls(
+            rate=rate,
+            num_bins=config.get("feature_size", 80),
+            window=config.get("n_fft", 400),
+            hop=config.get("hop_length", 160),
+            max_samples=config.get("chunk_length", 30) * rate,
+        )
+
+    @property
+    def max_frames(self) -> int:
+        """Frames of the longest clip."""
+        return self.max_samples // self.hop
+
+    def num_frames(self, num_samples: int) -> int:
+        """Frames that begin within a clip of `num_samples`."""
+        return min(math.ceil(num_samples / self.hop), self.max_frames)
+
+
+def write_log_mel(samples: Samples, settings: MelSettings, out: NDArray[np.float32]) -> None:
+    """The spectrogram of a clip into `out`, float32 [num_bins, frames]; frames behind the clip are of silence.
+
+    `frames` is any number from `settings.num_frames(len(samples))` to `settings.max_frames`.
+    """
+    samples = samples[: settings.max_samples]
+    num_frames = out.shape[1]
+    assert settings.num_frames(len(samples)) <= num_frames <= settings.max_frames, (len(samples), out.shape)
+    # Silence as long as a window, so that the last frames are what they are in silence without an end.
+    length = min(max(len(samples), num_frames * settings.hop) + 2 * settings.window, settings.max_samples)
+    padded = torch.zeros(length)
+    padded[: len(samples)] = torch.from_numpy(samples.copy() if not samples.flags.writeable else samples)
+    spectrum = torch.stft(
+        padded, settings.window, settings.hop, window=torch.hann_window(settings.window), return_complex=True
+    )
+    real, imaginary = torch.view_as_real(spectrum.T[:-1]).unbind(-1)  # torch's own order in memory: no copy
+    power = real.square().addcmul_(imaginary, imaginary)
+    logarithm = (_filters(settings.rate, settings.num_bins, settings.window) @ power.T).clamp_(min=_FLOOR).log10_()
+    floor = logarithm.max() - _RANGE  # over all the clip's frames, also those that are not asked for
+    torch.from_numpy(out).copy_(logarithm[:, :num_frames].clamp_(min=floor).add_(4.0).div_(4.0))
+
+
+@cache
+def _filters(rate: int, num_bins: int, window: int) -> Tensor:
+    """float32 [num_bins, 1 + window // 2], as Slaney's Auditory Toolbox has them."""
+    from transformers.audio_utils import mel_filter_bank  # late: it takes a second, and most prompts hold no sound
+
+    filters = mel_filter_bank(
+        num_frequency_bins=1 + window // 2,
+        num_mel_filters=num_bins,
+        min_frequency=0.0,
+        max_frequency=_MAX_FREQUENCY,
+        sampling_rate=rate,
+        norm="slaney",
+        mel_scale="slaney",
+    )
+    return torch.from_numpy(filters).to(torch.float32).T.contiguous()

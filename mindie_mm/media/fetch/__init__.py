@@ -1,0 +1,1 @@
+"""Fetching media: URLs, and HTTP restricted to public addresses."""

@@ -1,0 +1,219 @@
+"""Fetching of media over HTTP, restricted to public addresses.
+
+A name is resolved once per connection, and every address that it resolves to must be public. The socket is opened only
+to an address that was checked, so a DNS record that changes after the check has no effect. Each redirect is checked
+like the first URL (`http_url.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Callable, Sequence
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.fetch.http_body import codings_of, decode_body
+from mindie_mm.media.fetch.http_connector import MAX_INTERIM, Connector, TooManyInterim
+from mindie_mm.media.fetch.http_url import checked_url, redirected_url
+from mindie_mm.media.fetch.threads import Threads
+from mindie_mm.processes.tasks import in_thread
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_CHUNK_BYTES = 1 << 16
+
+# Python's is_global accepts these networks, but they may lead to any IPv4 address or into the cloud of the machine.
+_CLOSED = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "::/96",  # IPv4-compatible
+        "64:ff9b::/96",  # NAT64
+        "64:ff9b:1::/48",  # NAT64, local use
+        "2001::/32",  # Teredo
+        "2002::/16",  # 6to4
+        "fec0::/10",  # site-local
+        "192.88.99.0/24",  # 6to4 relays
+        "192.0.0.0/24",  # protocols; one cloud's metadata are at .192
+        "168.63.129.16/32",  # another cloud's host, for its own machines alone
+        "3fff::/20",  # documentation
+        "5f00::/16",  # segment routing
+    )
+)
+
+
+def is_public(address: str) -> bool:
+    """Return whether the IP `address` belongs to the public internet. A zone is ignored."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    return (
+        ip.is_global
+        and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
+        and not any(ip in network for network in _CLOSED if network.version == ip.version)
+    )
+
+
+async def fetch(
+    url: str,
+    *,
+    max_bytes: int,
+    timeout_s: float,
+    connect_timeout_s: float = 5.0,
+    read_timeout_s: float = 10.0,
+    max_redirects: int = 3,
+    allowed_domains: Sequence[str] = (),
+    allow_private: bool = False,
+    spend: Callable[[int], None] | None = None,
+    request: str | None = None,
+) -> bytes:
+    """Fetch the body of `url`.
+
+    Args:
+        url: An http or https URL.
+        max_bytes: Maximum size of the body, as sent and as decoded.
+        timeout_s: Maximum duration in seconds, including redirects.
+        connect_timeout_s: Maximum time in seconds to open a connection.
+        read_timeout_s: Maximum time in seconds in which the server sends nothing.
+        max_redirects: Maximum number of redirects.
+        allowed_domains: Allowed hosts, including their subdomains. If empty, every host is allowed.
+        allow_private: Whether to allow addresses that are not public.
+        spend: Called with the size in bytes of each chunk, and with the bytes that decoding adds. An exception from it
+            ends the fetch.
+        request: Request on whose behalf the URL is fetched. Name lookups take turns between requests.
+
+    Raises:
+        MediaError: The URL is not allowed or cannot be fetched.
+        LimitExceeded: The URL or the body is too long.
+
+    """
+    target = checked_url(url, allowed_domains)
+    connector = Connector(
+        resolver=_Resolver(allow_private, request), socket_factory=_socket_factory(allow_private), force_close=True
+    )
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            aiohttp.ClientSession(
+                connector=connector,
+                trust_env=False,  # a proxy would connect in our place, and no address could be checked
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                headers={"Accept-Encoding": "identity", "User-Agent": "mindie_mm"},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=read_timeout_s),
+            ) as session,
+        ):
+            for _ in range(1 + max_redirects):
+                async with session.get(target, allow_redirects=False) as response:
+                    if response.status not in _REDIRECTS:
+                        return await _body(response, max_bytes, spend)
+                    location = response.headers.get("Location", "")
+                    target = checked_url(redirected_url(location, target), allowed_domains)
+            raise MediaError(f"{target.host} redirects more than {max_redirects} times")
+    except aiohttp.ConnectionTimeoutError as error:
+        raise MediaError(f"{target.host} took no connection within the limit of {connect_timeout_s:g} s") from error
+    except aiohttp.SocketTimeoutError as error:
+        raise MediaError(f"{target.host} was silent for longer than the limit of {read_timeout_s:g} s") from error
+    except TimeoutError as error:
+        raise MediaError(f"fetching from {target.host} took longer than the limit of {timeout_s:g} s") from error
+    except TooManyInterim as error:
+        raise MediaError(f"{target.host} sends more than {MAX_INTERIM} interim answers, the limit") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise MediaError(f"could not fetch from {target.host}: {_reason(error)}") from error
+
+
+async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callable[[int], None] | None) -> bytes:
+    host = response.url.host
+    if response.status != 200:
+        raise MediaError(f"{host} answered with status {response.status}")
+    codings = codings_of(response.headers.getall("Content-Encoding", ()), host)
+    if (length := response.content_length) is not None and length > max_bytes:
+        raise LimitExceeded(f"{host} announces {length} bytes, the limit for one item is {max_bytes}")
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        body += chunk
+        if len(body) > max_bytes:
+            raise LimitExceeded(f"{host} sends more than {max_bytes} bytes, the limit for one item")
+        if spend is not None:
+            spend(len(chunk))
+    if not codings:
+        return bytes(body)
+    decoded = await in_thread(lambda: decode_body(bytes(body), codings, max_bytes, host))
+    if spend is not None:
+        spend(max(0, len(decoded) - len(body)))
+    return decoded
+
+
+LOOKUPS = Threads("lookup")
+"""Shared by all fetches: it is the process's threads that are bounded."""
+
+
+class _Resolver(AbstractResolver):
+    """The system's resolver; a name is refused if any of its addresses is not public."""
+
+    def __init__(self, allow_private: bool, request: str | None) -> None:
+        self._allow_private = allow_private
+        self._request = request
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        results = await LOOKUPS.run(lambda: _resolve(host, port, family), self._request)
+        if not self._allow_private and not all(is_public(result["host"]) for result in results):
+            raise _NotPublic
+        return results
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def _resolve(host: str, port: int, family: int) -> list[ResolveResult]:
+    """As aiohttp's own resolver, which asks the event loop. OSError (gaierror), UnicodeError if it is no name."""
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    return [
+        ResolveResult(
+            hostname=host,
+            host=socket.getnameinfo(address, numeric)[0],  # with the zone, where the address has one
+            port=port,
+            family=found,
+            proto=protocol,
+            flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+        )
+        for found, _, protocol, _, address in socket.getaddrinfo(
+            host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+        )
+    ]
+
+
+class _NotPublic(OSError):
+    """An address outside the public internet; an OSError, as the connector expects from a failed connection."""
+
+
+def _socket_factory(allow_private: bool) -> Callable[[aiohttp.AddrInfoType], socket.socket]:
+    def create(info: aiohttp.AddrInfoType) -> socket.socket:
+        family, kind, protocol, _, address = info
+        if not allow_private and not is_public(str(address[0])):
+            raise _NotPublic
+        return socket.socket(family=family, type=kind, proto=protocol)
+
+    return create
+
+
+def _reason(error: BaseException) -> str:
+    """Our words for a failure; the library's own name addresses and may be of any length."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, _NotPublic):
+            return "its address is not public"
+        cause = getattr(cause, "os_error", None) or cause.__cause__
+    if isinstance(error, aiohttp.InvalidURL):
+        return "its host is no name and no canonical address"
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return "its name cannot be resolved"
+    if isinstance(error, aiohttp.ClientSSLError):
+        return "no trustworthy TLS connection"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "no connection"
+    return "the answer broke off or is not HTTP"

@@ -1,0 +1,1 @@
+"""Limits on hostile media, checked before and during decoding."""

@@ -1,0 +1,1 @@
+"""Images: decoding, colour conversion, resizing, tiles and patches."""

@@ -1,0 +1,145 @@
+"""Decoder of portable anymaps: PBM, PGM, PPM, and PFM with one channel.
+
+Pillow decodes these formats in Python, one sample at a time, which is too slow. The formats are specified at
+netpbm.sourceforge.net/doc/pbm.html and the pages beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.guard.caps import add_picture
+from mindie_mm.media.image.colours import scaled_floats, scaled_integers
+
+ANYMAP_START = re.compile(rb"P[1-6f][\s#]")
+MAX_COMMENTS = 1000
+"""Maximum number of comments between the samples of a plain (text) anymap."""
+_MAX_HEAD = 2**16
+"""Maximum size of a header in bytes, including comments."""
+_GAP = rb"(?:\s|#[^\r\n]*+[\r\n])++"
+_NUMBER = _GAP + rb"([0-9]{1,10})"
+_HEADS = (
+    re.compile(rb"P([14])" + 2 * _NUMBER + rb"\s"),
+    re.compile(rb"P([2356])" + 3 * _NUMBER + rb"\s"),
+    re.compile(rb"P(f)" + 2 * _NUMBER + _GAP + rb"([-+]?[0-9.eE+-]{1,30})\s"),
+)
+_COMMENT = re.compile(rb"#[^\r\n]*+")
+_WHITE_SPACE = b" \t\n\v\f\r"
+_BLANKS = bytes.maketrans(_WHITE_SPACE, b" " * len(_WHITE_SPACE))
+_PIECE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Anymap:
+    """A portable anymap whose header has been read and checked against the caps. The samples are not decoded yet."""
+
+    height: int
+    width: int
+    kind: bytes
+    """The digit or letter after the P of the magic number."""
+    scale: bytes
+    """Maximum sample value, or scale and byte order of a PFM. Empty for PBM."""
+    raster: memoryview
+
+    @classmethod
+    def open(cls, data: bytes) -> Anymap:
+        """Read the header of `data`.
+
+        Raises:
+            MediaError: The header is malformed.
+            LimitExceeded: The image has too many pixels or comments.
+
+        """
+        head = data[:_MAX_HEAD]
+        found = next(filter(None, (pattern.match(head) for pattern in _HEADS)), None)
+        if found is None:
+            raise MediaError(f"the {len(data)} bytes are no readable image (a portable anymap without a valid header)")
+        width, height = int(found[2]), int(found[3])
+        if not width or not height:
+            raise MediaError(f"the portable anymap has {width}x{height} pixels")
+        if found[1] in b"123" and (num_comments := data.count(b"#", found.end())) > MAX_COMMENTS:
+            raise LimitExceeded(f"the portable anymap has {num_comments} comments; the limit is {MAX_COMMENTS}")
+        add_picture(width, height)
+        scale = found[4] if found.re.groups == 4 else b""
+        return cls(height, width, found[1], scale, memoryview(data)[found.end() :])
+
+    def decode(self) -> NDArray[np.uint8]:
+        """Return RGB pixels, uint8 [height, width, 3].
+
+        Raises:
+            MediaError: The image is broken or truncated.
+
+        """
+        try:
+            grey_or_rgb = self._samples()
+        except (ValueError, OverflowError):
+            raise MediaError(
+                f"the portable anymap of {self.width}x{self.height} pixels is broken or truncated"
+            ) from None
+        return np.ascontiguousarray(np.broadcast_to(grey_or_rgb, (self.height, self.width, 3)))
+
+    def _samples(self) -> NDArray[np.uint8]:
+        """Return uint8 [height, width, 1 or 3]. Raise ValueError if the samples are broken."""
+        if self.kind in b"14":
+            return self._bits()
+        if self.kind == b"f":
+            scale = float(self.scale)
+            floats = self._binary("<f4" if scale < 0 else ">f4", 1)
+            return scaled_floats(floats[::-1])  # PFM stores the bottom row first
+        most = int(self.scale)
+        if not 1 <= most <= 65535:
+            raise ValueError(most)
+        channels = 3 if self.kind in b"36" else 1
+        plain = self.kind in b"23"
+        found = self._plain(channels) if plain else self._binary("u1" if most < 256 else ">u2", channels)
+        values = np.minimum(found, most)
+        if most == 255:
+            as_they_are: NDArray[np.uint8] = values.astype(np.uint8)
+            return as_they_are
+        if most == 65535:  # writers state 65535 whatever the real depth is
+            return scaled_integers(values, None)
+        table = np.rint(np.arange(most + 1) * 255 / most).astype(np.uint8)
+        scaled: NDArray[np.uint8] = table[values]
+        return scaled
+
+    def _bits(self) -> NDArray[np.uint8]:
+        """Return 255 (white) for each 0 bit and 0 (black) for each 1 bit."""
+        num_pixels = self.height * self.width
+        if self.kind == b"4":
+            row_bytes = -(-self.width // 8)
+            packed = np.frombuffer(self.raster, np.uint8, self.height * row_bytes).reshape(self.height, row_bytes)
+            bits = np.unpackbits(packed, axis=1)[:, : self.width]
+        else:
+            digits = _COMMENT.sub(b"", self.raster).translate(None, _WHITE_SPACE)
+            bits = np.frombuffer(digits, np.uint8, num_pixels) - ord("0")
+        if bits.max() > 1:
+            raise ValueError("a bit is 0 or 1")
+        white: NDArray[np.uint8] = (1 - bits.reshape(self.height, self.width, 1)) * np.uint8(255)
+        return white
+
+    def _binary(self, dtype: str, channels: int) -> NDArray[Any]:
+        shape = self.height, self.width, channels
+        return np.frombuffer(self.raster, dtype, self.height * self.width * channels).reshape(shape)
+
+    def _plain(self, channels: int) -> NDArray[Any]:
+        shape = self.height, self.width, channels
+        count = self.height * self.width * channels
+        text = _COMMENT.sub(b" ", self.raster).translate(_BLANKS)
+        if 2 * count - 1 > len(text) or text.translate(None, b" 0123456789"):
+            raise ValueError("too few samples, or a sample that is not a number")
+        values, num_found, start = np.empty(count, np.int64), 0, 0
+        while num_found < count and start < len(text):
+            # Samples are parsed in pieces, because one list of all would take 40 bytes per sample.
+            stop = (text.find(b" ", start + _PIECE_BYTES) + 1) or len(text)
+            piece = list(map(int, text[start:stop].split()))[: count - num_found]
+            values[num_found : num_found + len(piece)] = piece
+            num_found, start = num_found + len(piece), stop
+        if num_found < count:
+            raise ValueError("too few samples")
+        return values.reshape(shape)

@@ -1,0 +1,238 @@
+"""Decoding and resizing of images, as in `load_image` of transformers and its torchvision backend."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import simplejpeg
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch.utils.dlpack import from_dlpack
+
+from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.guard.boxes import check_boxes
+from mindie_mm.media.guard.caps import add_picture, caps, check_pixels
+from mindie_mm.media.guard.segments import JPEG_START, MAX_SCANS, PNG_START, check_parts, check_scans, jpeg_head
+from mindie_mm.media.image.anymap import ANYMAP_START, Anymap
+from mindie_mm.media.image.colours import (
+    mend_transparency,
+    orientation_of,
+    pil_to_rgb,
+    significant_bits_of,
+    states_orientation_in_tiff,
+)
+from mindie_mm.media.image.icons import ICON_START, picture_of_icon
+from mindie_mm.settings.config import MAX_IMAGE_PIXELS, Colour
+
+# Each strip of a TIFF may be a JPEG. libtiff reads this variable when it decodes one, and allows 100 scans by default.
+os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO", "PPM")
+"""Supported formats, detected by content.
+
+Pillow reads other formats too. Some of them have decoders in Python, which take minutes for a few megabytes, and some
+cannot be detected by content.
+"""
+_FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
+
+Pixels = NDArray[np.uint8]
+"""uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
+Frames = tuple[bytes | Pixels, ...]
+"""Frames of a video, each as an encoded image or as pixels."""
+Data = bytes | NDArray[Any] | Frames
+"""Input of preprocessing: encoded bytes, pixels, samples of sound, or frames of a video."""
+
+Resample = Literal["bilinear", "bicubic", "lanczos"]
+RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
+"""Filters by the number under which Pillow, and so a preprocessor's configuration, knows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An image whose header has been read and checked against the caps. The pixels are not decoded yet."""
+
+    height: int
+    """Height in pixels after the EXIF orientation is applied."""
+    width: int
+    """Width in pixels after the EXIF orientation is applied."""
+    file: Image.Image
+    background: Colour | None
+    """Colour behind transparent pixels. None drops the alpha channel instead."""
+    significant_bits: int | None = None
+    """Number of significant bits of 16-bit grey samples, if a PNG states it."""
+
+    @classmethod
+    def open(cls, data: bytes, *, drop_alpha: bool = False) -> EncodedImage:
+        """Read the header of `data`. `drop_alpha` is as in `open_image`.
+
+        Raises:
+            MediaError: The data are not a readable image.
+            LimitExceeded: The image exceeds a cap.
+
+        """
+        try:
+            if data.startswith(ICON_START):
+                data = picture_of_icon(data)
+            file = _open_file(data)
+            width, height = file.size
+            add_picture(width, height)  # first, because reading the orientation may decode the image
+            if data.startswith(JPEG_START):  # Pillow calls a JPEG of several pictures MPO
+                check_scans(data, width, height, up_to_end=True)
+            mend_transparency(file)
+            orientation = orientation_of(file) if _has_exif(file, data) else 1
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+            raise _beyond_pillows_limit() from None
+        except (LimitExceeded, MemoryError):
+            raise
+        except Exception:  # noqa: BLE001 - a hostile header makes decoders raise anything
+            raise MediaError(f"the {len(data)} bytes are no readable image ({', '.join(FORMATS)})") from None
+        # Pillow reports the upright size if a TIFF tag states the orientation, but not if XMP does.
+        if orientation in {5, 6, 7, 8} and not states_orientation_in_tiff(file):
+            width, height = height, width
+        significant_bits = significant_bits_of(data) if data.startswith(PNG_START) else None
+        background = None if drop_alpha else caps().rgba_background_color
+        return cls(height, width, file, background, significant_bits)
+
+    def decode(self) -> Pixels:
+        """Return RGB pixels, uint8 [height, width, 3]. Call this method only once.
+
+        Raises:
+            MediaError: The image is broken or truncated.
+
+        """
+        try:
+            return np.asarray(pil_to_rgb(self.file, self.background, self.significant_bits))
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - broken data makes decoders raise anything
+            raise MediaError(
+                f"the {self.file.format} image of {self.width}x{self.height} pixels is broken or truncated"
+            ) from None
+        finally:
+            self.file.close()  # the file would keep its decoded pixels until the whole prompt is done
+
+
+@dataclass(frozen=True, slots=True)
+class PlainJpeg:
+    """A JPEG that libjpeg-turbo decodes to the same bits as Pillow, in less than half the time."""
+
+    height: int
+    width: int
+    data: bytes
+
+    def decode(self) -> Pixels:
+        """Return RGB pixels, uint8 [height, width, 3]. Raise MediaError if the image is broken or truncated."""
+        try:
+            rgb: Pixels = simplejpeg.decode_jpeg(self.data, "RGB", strict=True)
+        except ValueError:  # Pillow decides about irregular files; open_image has counted the pixels
+            return EncodedImage.open(self.data).decode()
+        return rgb
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedImage:
+    """Pixels that the caller supplies, with the interface of an EncodedImage."""
+
+    pixels: Pixels
+
+    @property
+    def height(self) -> int:
+        return int(self.pixels.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.pixels.shape[1])
+
+    def decode(self) -> Pixels:
+        """Return RGB pixels, uint8 [height, width, 3]."""
+        return self.pixels
+
+
+def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | EncodedImage | DecodedImage:
+    """Read the size of an image. Its pixels are decoded on request.
+
+    Args:
+        data: The file, or pixels, uint8 [height, width, 3].
+        drop_alpha: Show the colours that transparent pixels have in the file, instead of the background.
+
+    Raises:
+        MediaError: The data are not a readable image.
+        LimitExceeded: The image exceeds a cap.
+
+    """
+    assert not isinstance(data, tuple), "frames are a video's"
+    if not isinstance(data, bytes):
+        check_pixels(data.shape[1], data.shape[0])
+        return DecodedImage(data)
+    if ANYMAP_START.match(data):
+        return Anymap.open(data)
+    if (size := _plain_jpeg_size(data)) is None:
+        return EncodedImage.open(data, drop_alpha=drop_alpha)
+    add_picture(size[1], size[0])
+    check_scans(data, size[1], size[0], up_to_end=True)
+    return PlainJpeg(*size, data)
+
+
+def _open_file(data: bytes) -> Image.Image:
+    """Check the limits of the format, then open the file with Pillow. Any exception may be raised."""
+    check_parts(data)
+    codestream = check_boxes(data)
+    file = Image.open(io.BytesIO(data), formats=_FORMATS_OF_PILLOW)
+    if codestream not in {None, file.size}:
+        raise ValueError("the size in the box differs from the size in the codestream")
+    return file
+
+
+def _beyond_pillows_limit() -> LimitExceeded:
+    """Return the error for an image above Pillow's limit.
+
+    Pillow warns at its limit and raises at twice the limit. The program that uses this package may have changed it.
+    """
+    limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+    if limit == MAX_IMAGE_PIXELS:
+        return LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels, the limit")
+    return LimitExceeded(
+        f"the image has more pixels than Pillow accepts in this process (PIL.Image.MAX_IMAGE_PIXELS is "
+        f"{Image.MAX_IMAGE_PIXELS})"
+    )
+
+
+def _has_exif(file: Image.Image, data: bytes) -> bool:
+    """Return whether the file may have EXIF. For a PNG, Pillow would decode all pixels to find out."""
+    return file.format != "PNG" or b"eXIf" in data or b"XML:com.adobe.xmp" in data or b"Raw profile type" in data
+
+
+def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic") -> Pixels:
+    """Resize uint8 [..., H, W, 3] to uint8 [..., height, width, 3] with antialiasing. An equal size is returned as is.
+
+    torch computes the result in uint8, as torchvision's `resize` does.
+    """
+    if rgb.shape[-3:-1] == (height, width):
+        return rgb
+    frames = from_dlpack(rgb.reshape(-1, *rgb.shape[-3:]))  # torch.from_numpy warns about read-only arrays
+    # The strides are those of channels_last, for which torch has a kernel that is twice as fast.
+    resized = torch.nn.functional.interpolate(
+        frames.permute(0, 3, 1, 2), size=(height, width), mode=resample, align_corners=False, antialias=True
+    )
+    array: Pixels = resized.permute(0, 2, 3, 1).numpy()
+    return array.reshape(*rgb.shape[:-3], height, width, 3)
+
+
+def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Return height and width of a grey or RGB JPEG whose header states no orientation, or None for anything else."""
+    if not data.startswith(JPEG_START):
+        return None
+    header = data[: jpeg_head(data)]
+    if b"Exif\0" in header or b"tiff:Orientation" in header:
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    except (ValueError, KeyError):  # it has no name for the subsampling 4:4:1
+        return None
+    return (height, width) if colours in {"Gray", "YCbCr", "RGB"} else None

@@ -1,0 +1,43 @@
+"""Cutting images into the rows that a vision tower with a convolutional patch embedding takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mindie_mm.media.image.encoded_image import Pixels
+
+
+def patchify(rgb: Pixels, patches: np.ndarray[Any, np.dtype[np.uint8]], patch_size: int, merge_size: int) -> None:
+    """Cuts `rgb`, uint8 [H, W, 3], into `patches`, uint8 [H/patch * W/patch, patch, patch, 3], in place.
+
+    Patches that a tower merges into one token stand together: blocks of merge_size x merge_size patches, row by row.
+    H and W are multiples of patch_size * merge_size. Where in `patches` only the first axis is strided, channels stay
+    where a decoder puts them; sorting the bytes into planes, where it has them so, takes five times as long.
+    """
+    height, width, channels = rgb.shape
+    blocks_high, blocks_wide = height // (patch_size * merge_size), width // (patch_size * merge_size)
+    if not patches[0].flags.c_contiguous:
+        blocks = rgb.reshape(blocks_high, merge_size, patch_size, blocks_wide, merge_size, patch_size, channels)
+        apart = patches.reshape(blocks_high, blocks_wide, merge_size, merge_size, patch_size, patch_size, channels)
+        assert np.shares_memory(apart, patches)
+        np.copyto(apart, blocks.transpose(0, 3, 1, 4, 2, 5, 6))
+        return
+    # One element is one row of one patch: numpy moves it at once.
+    patch_row = np.dtype((np.void, patch_size * channels))
+    rows = np.ascontiguousarray(rgb).reshape(height, -1).view(patch_row)
+    source = rows.reshape(blocks_high, merge_size, patch_size, blocks_wide, merge_size)
+    target = patches.reshape(len(patches), patch_size, -1).view(patch_row)
+    assert np.shares_memory(target, patches)
+    np.copyto(
+        target.reshape(blocks_high, blocks_wide, merge_size, merge_size, patch_size),
+        source.transpose(0, 3, 1, 4, 2),
+    )
+
+
+def unpatchify(patches: Pixels, rows: int, columns: int, merge_size: int) -> Pixels:
+    """The picture, uint8 [rows * patch, columns * patch, 3], that `patchify` cut into uint8 [n, patch, patch, 3]."""
+    size = patches.shape[1]
+    blocks = patches.reshape(rows // merge_size, columns // merge_size, merge_size, merge_size, size, size, 3)
+    return np.ascontiguousarray(blocks.transpose(0, 2, 4, 1, 3, 5, 6)).reshape(rows * size, columns * size, 3)

@@ -1,0 +1,1 @@
+"""Videos: timeline, choice of frames, seeking and decoding."""

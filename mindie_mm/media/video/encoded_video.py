@@ -1,0 +1,368 @@
+"""Decoding of videos through PyAV. Only sampled frames are converted to RGB, and distant frames are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+import av
+import numpy as np
+import torch
+from av.container import InputContainer
+from av.video.reformatter import VideoReformatter
+from av.video.stream import VideoStream
+from numpy.typing import NDArray
+
+from mindie_mm.errors import FramesMiscounted, InputError, LimitExceeded, MediaError, naming
+from mindie_mm.media.guard import cancellation
+from mindie_mm.media.guard.caps import Work, decodes_to_count, work
+from mindie_mm.media.guard.container import (
+    best_stream,
+    check_codec,
+    coded_pixels,
+    open_container,
+    packets_of,
+    reading,
+)
+from mindie_mm.media.guard.sample_tables import may_be_turned
+from mindie_mm.media.image.encoded_image import Data, Frames, Pixels, open_image
+from mindie_mm.media.video import seek
+from mindie_mm.media.video.display_matrix import Orientation
+from mindie_mm.media.video.seek import Keyframes
+from mindie_mm.media.video.timeline import (
+    AVI,
+    PLACEHOLDER,
+    Packets,
+    decoded_times,
+    frames_of_video,
+    longest_tail,
+    rate_of,
+)
+from mindie_mm.settings.config import MediaCaps
+
+CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg", "gif", "dv", "ogg", "ivf")
+"""Supported containers, detected by content.
+
+`mov` includes MP4, `matroska` includes WebM, and `mpeg` is the program stream. Playlists are not supported, because
+they would make FFmpeg open files and addresses that the client chooses.
+"""
+_FEW_FRAMES = 64
+"""Number of further frames that may be decoded to check that a video is complete, even if few are sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedVideo:
+    """A video whose container has been read and checked against the caps. The frames are not decoded yet."""
+
+    height: int
+    """Height in pixels of an upright frame."""
+    width: int
+    """Width in pixels of an upright frame."""
+    num_frames: int
+    """Number of frames that FFmpeg decodes from the file."""
+    fps: float | None
+    """Mean frames per second, or None if neither the container nor the frame times reveal it."""
+    orientation: Orientation
+    """Rotation and mirroring that make a frame upright."""
+    data: bytes
+    max_pixels: int
+    """Maximum number of pixels of a frame, whatever the container states."""
+    keyframes: Keyframes | None
+    """Positions from which decoding can start, or None if the file must be decoded from its start."""
+    is_counted: bool
+    """Whether `num_frames` counts packets instead of decoded frames."""
+    work: Work
+    """Decoding work of the request that the video belongs to."""
+
+    @classmethod
+    def open(cls, data: bytes) -> EncodedVideo:
+        """Read the container of `data`.
+
+        One frame is decoded if the frames may be rotated or mirrored. All frames are decoded if packets cannot be
+        counted as frames.
+
+        Raises:
+            MediaError: The data are not a readable video, or are damaged.
+            LimitExceeded: The video exceeds a cap.
+
+        """
+        of_request = work()
+        limits = of_request.caps
+        max_pixels, max_frames = limits.max_video_pixels, limits.max_video_frames
+        with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
+            stream = best_stream(container, "video")
+            check_codec(stream.codec_context, "the video")
+            height, width, stated, name = stream.height, stream.width, stream.frames, container.format.name
+            _check_size(height, width, max_pixels)
+            packets = Packets.read(
+                packets_of(container, stream, len(data)), stream.codec_context, max_frames, max_pixels
+            )
+            if packets.number > max_frames:
+                _check_length(max(packets.number, stated if stated < PLACEHOLDER else 0), None, limits)
+            num_missing = _num_missing(stream, name, packets.number, data)
+            if num_missing > longest_tail(packets.number + num_missing):
+                raise MediaError(f"the video is truncated: it states {stated} frames and holds {packets.number}")
+            if not (height and width):  # FFmpeg does not parse frames that are above the limit
+                raise LimitExceeded(f"the frame size is unknown, or above the limit of {max_pixels} pixels")
+            num_frames, times = packets.num_shown, packets.times
+            is_counted = packets.are_frames and not num_missing and not decodes_to_count()
+            if num_frames and not is_counted:
+                of_request.add_video(packets.number * height * width)
+                num_frames, times = _decoded(data, max_pixels, packets.number)
+                if not num_frames:
+                    raise MediaError(f"the video is broken: none of its {packets.number} packets can be decoded")
+            if not num_frames:
+                raise MediaError("the video has no frames")
+            rate = rate_of(stream, name, packets, times, num_frames)
+        fps = float(rate) if rate else None
+        _check_length(num_frames, fps, limits)
+        orientation = _orientation(data, max_pixels)
+        if orientation.transposed:
+            height, width = width, height
+        keyframes = None
+        if times is not None and name in seek.CONTAINERS:
+            keyframes = Keyframes.of(times, packets.key_times)
+        return cls(height, width, num_frames, fps, orientation, data, max_pixels, keyframes, is_counted, of_request)
+
+    def count(self, indices: Sequence[int]) -> None:
+        """Count the pixels that `decode` will decode for `indices`. Nothing is decoded.
+
+        Raises:
+            LimitExceeded: The request would decode too many pixels.
+
+        """
+        self.work.add_video(self._num_decoded(indices) * self.height * self.width)
+
+    def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
+        """Yield the frame for each of the ascending `indices` as RGB pixels, uint8 [height, width, 3].
+
+        A frame of another size is scaled. If the container supports seeking, distant frames are not decoded. Frames up
+        to the end of the video may be decoded to verify the frame count.
+
+        Raises:
+            MediaError: The video ends before the last of `indices`.
+            LimitExceeded: A frame has too many pixels.
+            FramesMiscounted: The video has more or fewer frames than its packets indicated.
+
+        """
+        taken = 0
+
+        def broken() -> MediaError:
+            kind = FramesMiscounted if self.is_counted else MediaError
+            decoded = min(taken, len(indices))
+            return kind(f"the video is broken: {decoded} of {len(indices)} sampled frames can be decoded")
+
+        scaler = VideoReformatter()  # shared, because its setup takes longer than scaling a small frame
+        wanted = self._up_to_end(indices)
+        with reading(broken):
+            for frame in self._found(wanted):
+                if taken < len(indices):
+                    yield self._upright(frame, scaler)
+                taken += 1
+        if taken < len(wanted):
+            raise broken()
+
+    def _found(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
+        """Yield the frames of `indices` up to the first one that is missing.
+
+        PyAV's errors are not translated.
+
+        Raises:
+            FramesMiscounted: The video has more frames than its packets indicated.
+
+        """
+        taken = 0
+        for frame in self._sought(indices):
+            yield frame
+            taken += 1
+        if taken == len(indices):
+            return
+        if self.keyframes is not None and self.keyframes.spare(indices):  # `count` assumed that seeking works
+            self.work.add_video((indices[-1] + 1) * self.height * self.width)
+        with open_container(self.data, CONTAINERS, self.max_pixels) as container:
+            stream = _stream_to_decode(container, self.max_pixels)
+            for index, frame in enumerate(frames_of_video(container, stream, len(self.data))):
+                if index == self.num_frames:
+                    raise FramesMiscounted(f"the video has more than the {index} frames that its packets indicate")
+                while taken < len(indices) and index == indices[taken]:
+                    yield frame
+                    taken += 1
+                is_last = self.is_counted and index + 1 == self.num_frames
+                if taken == len(indices) and not is_last:
+                    return
+
+    def _num_decoded(self, indices: Sequence[int]) -> int:
+        return indices[-1] + 1 if self.keyframes is None else self.keyframes.num_decoded(indices)
+
+    def _up_to_end(self, indices: Sequence[int]) -> Sequence[int]:
+        """Return `indices` plus the last frame if decoding on to that frame is cheap enough, or else `indices`."""
+        wanted = [*indices, self.num_frames - 1]
+        before = self._num_decoded(indices)
+        further = self._num_decoded(wanted) - before
+        num_pixels = further * self.height * self.width
+        left = self.work.caps.max_request_video_pixels - self.work.video_pixels
+        if not self.is_counted or further > max(before, _FEW_FRAMES) or num_pixels > left:
+            return indices
+        self.work.add_video(num_pixels)
+        return wanted
+
+    def _sought(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
+        """Yield the frames of `indices` up to the first one that seeking misses, or none if seeking saves nothing."""
+        if self.keyframes is None or not self.keyframes.spare(indices):
+            return
+        with (
+            suppress(av.FFmpegError, ValueError, OSError),
+            open_container(self.data, CONTAINERS, self.max_pixels) as container,
+        ):
+            stream = _stream_to_decode(container, self.max_pixels)
+            yield from seek.sought(container, stream, self.keyframes, indices, len(self.data))
+
+    def _upright(self, frame: av.VideoFrame, scaler: VideoReformatter) -> Pixels:
+        _check_size(frame.height, frame.width, self.max_pixels)
+        height, width = (self.width, self.height) if self.orientation.transposed else (self.height, self.width)
+        pixels = scaler.reformat(frame, width, height, "rgb24", threads=torch.get_num_threads()).to_ndarray()
+        return self.orientation.apply(pixels.astype(np.uint8, copy=False))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledVideo:
+    """Frames that the caller has already sampled, with the interface of an EncodedVideo."""
+
+    height: int
+    """Height in pixels of each frame."""
+    width: int
+    """Width in pixels of each frame."""
+    fps: float | None
+    """Rate in frames per second at which the frames were sampled, or None if unknown."""
+    frames: Frames | Pixels
+
+    @classmethod
+    def open(cls, frames: Frames | Pixels, fps: float | None) -> SampledVideo:
+        """Read the headers of the encoded frames.
+
+        Raises:
+            InputError: The frames have different sizes.
+            MediaError: A frame is not readable.
+            LimitExceeded: A frame or the number of frames exceeds a cap.
+
+        """
+        limits = work().caps
+        sizes: list[tuple[int, int]] = []
+        _check_length(len(frames), fps, limits)
+        for index, frame in enumerate(frames if isinstance(frames, tuple) else frames[:1]):
+            with naming(f"frame {index}"):
+                picture = open_image(frame)
+                sizes.append((picture.height, picture.width))
+                _check_size(*sizes[index], limits.max_video_pixels)
+            if sizes[index] != sizes[0]:
+                (height, width), (first_height, first_width) = sizes[index], sizes[0]
+                raise InputError(
+                    f"frame {index} is {width}x{height} pixels, frame 0 is {first_width}x{first_height}: "
+                    "the frames of a video are of one size"
+                )
+        return cls(*sizes[0], fps, frames)
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.frames)
+
+    def count(self, indices: Sequence[int]) -> None:
+        """Do nothing. Each encoded image was counted when it was opened, and pixels need no decoding."""
+
+    def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
+        """Yield RGB pixels, uint8 [height, width, 3], for each index. Raise MediaError if an image is broken."""
+        for index in indices:
+            cancellation.check()
+            with naming(f"frame {index}"):
+                pixels = open_image(self.frames[index]).decode()  # opened again, because an index may occur twice
+            yield pixels
+
+
+Video = EncodedVideo | SampledVideo
+"""Either."""
+
+
+def open_video(data: Data, sample_fps: float | None) -> Video:
+    """Read the frame count and size of a video. Its frames are decoded on request.
+
+    Args:
+        data: An encoded video, or frames that the caller has sampled.
+        sample_fps: Rate in frames per second of sampled frames. Not allowed for an encoded video.
+
+    Raises:
+        InputError: `sample_fps` is given for an encoded video, or frames have different sizes.
+        MediaError: The data are not readable, or are damaged.
+        LimitExceeded: The video exceeds a cap.
+
+    """
+    if not isinstance(data, bytes):
+        return SampledVideo.open(data, sample_fps)
+    if sample_fps is not None:
+        raise InputError(f"sample_fps {sample_fps:g} is given of an encoded video, which states its own rate")
+    return EncodedVideo.open(data)
+
+
+def _num_missing(stream: VideoStream, container: str, num_packets: int, data: bytes) -> int:
+    """Return how many of its stated packets a truncated file lacks.
+
+    A complete file may have fewer packets than its container states. FFmpeg's index omits packets that edit lists hide,
+    AVI repeats a frame with an empty chunk, and an AVI written to a pipe has placeholders in its header.
+    """
+    if num_packets >= stream.frames:
+        return 0
+    if container == AVI:
+        num_bytes = int.from_bytes(data[4:8], "little") + 8
+        is_cut = stream.frames < PLACEHOLDER and len(data) < num_bytes < 2**32
+        return stream.frames - num_packets if is_cut else 0
+    return max(0, sum(entry.size > 0 for entry in islice(stream.index_entries, stream.frames)) - num_packets)
+
+
+def _decoded(data: bytes, max_pixels: int, num_packets: int) -> tuple[int, NDArray[np.int64] | None]:
+    """Decode all frames and return their number and times. The times are None if any is missing or out of order.
+
+    Raises:
+        MediaError: The video is broken.
+
+    """
+    with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
+        found = decoded_times(container, _stream_to_decode(container, max_pixels), len(data), num_packets)
+    known = [time for time in found if time is not None]
+    times = np.array(known, np.int64)
+    return len(found), times if len(known) == len(found) and (np.diff(times) > 0).all() else None
+
+
+def _orientation(data: bytes, max_pixels: int) -> Orientation:
+    """Return the orientation of the frames of `data`. Raise MediaError if the video cannot be read."""
+    if not may_be_turned(data):
+        return Orientation()
+    with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
+        for frame in frames_of_video(container, _stream_to_decode(container, max_pixels), len(data)):
+            return Orientation.of(frame)
+    return Orientation()
+
+
+def _stream_to_decode(container: InputContainer, max_pixels: int) -> VideoStream:
+    stream: VideoStream = best_stream(container, "video")
+    stream.codec_context.options = {"max_pixels": str(coded_pixels(max_pixels))}
+    stream.thread_type = "AUTO"
+    # The HEVC threads of FFmpeg wait for each other's frames. In a damaged file they may wait forever.
+    stream.codec_context.thread_count = 1 if stream.codec_context.name == "hevc" else torch.get_num_threads()
+    return stream
+
+
+def _unreadable(data: bytes) -> MediaError:
+    return MediaError(f"the {len(data)} bytes are no readable video ({', '.join(CONTAINERS)})")
+
+
+def _check_size(height: int, width: int, max_pixels: int) -> None:
+    if height * width > max_pixels:
+        raise LimitExceeded(f"the video has {width}x{height} = {width * height} pixels; the limit is {max_pixels}")
+
+
+def _check_length(num_frames: int, fps: float | None, limits: MediaCaps) -> None:
+    if num_frames > limits.max_video_frames:
+        raise LimitExceeded(f"the video has {num_frames} frames; the limit is {limits.max_video_frames}")
+    if fps and num_frames / fps > limits.max_video_seconds:
+        raise LimitExceeded(f"the video lasts {num_frames / fps:.1f} s; the limit is {limits.max_video_seconds:g} s")

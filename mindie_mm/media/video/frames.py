@@ -1,0 +1,113 @@
+"""Selection of video frames, by the options of an item or by the sampling of the model family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.inputs import MediaOptions
+from mindie_mm.media.video.encoded_video import SampledVideo, Video
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The default sampling of transformers.
+
+    At most one of `num_frames` and `fps` is set. If neither is set, all frames are taken. The sampling applies to
+    encoded videos. Frames that the caller supplies are all taken unless an option asks for fewer.
+    """
+
+    limit: int
+    """Maximum number of frames."""
+    num_frames: int | None = None
+    fps: float | None = None
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], limit: int) -> Self:
+        """Read the sampling from the configuration of a video preprocessor."""
+        if not config.get("do_sample_frames", False):
+            return cls(limit)
+        return cls(limit, config.get("num_frames"), config.get("fps") if config.get("num_frames") is None else None)
+
+    def count(self, video: Video, options: MediaOptions) -> int:
+        """Return the number of frames to take from `video` under the options of its item.
+
+        Raises:
+            InputError: The options do not fit the video.
+            LimitExceeded: More than `limit` frames would be taken.
+
+        """
+        total = video.num_frames
+        if options.num_frames is None and options.fps is None and not isinstance(video, SampledVideo):
+            own = self.num_frames and bounded(self.num_frames, options)
+            options = replace(options, num_frames=own, fps=self.fps)
+        check_asked(video, options)
+        by_rate = total if options.fps is None or video.fps is None else int(total / video.fps * options.fps)
+        return num_taken(by_rate, video, options, self.limit)
+
+
+def comes_sampled(video: Video, options: MediaOptions) -> bool:
+    """Return whether `video` is a list of frames that no option samples. All are then taken, up to `max_frames`."""
+    return isinstance(video, SampledVideo) and options.num_frames is None and options.fps is None
+
+
+def check_asked(video: Video, options: MediaOptions) -> None:
+    """Raise InputError if a rate is requested for a video without one, or more frames than the video has."""
+    if options.fps is not None and video.fps is None:
+        what = (
+            "frames handed in without a rate: sample_fps is what they were sampled at"
+            if isinstance(video, SampledVideo)
+            else "a video that states no frame rate; num_frames can be given"
+        )
+        raise InputError(f"fps {options.fps:g} is asked of {what}")
+    if options.num_frames is not None and options.num_frames > video.num_frames:
+        raise InputError(f"num_frames {options.num_frames} is more than the video's {video.num_frames} frames")
+
+
+def bounded(count: int, options: MediaOptions) -> int:
+    """Return `count` limited to the range of `min_frames` and `max_frames`."""
+    count = max(count, options.min_frames or 1)
+    return count if options.max_frames is None else min(count, options.max_frames)
+
+
+def num_taken(own: int, video: Video, options: MediaOptions, limit: int) -> int:
+    """Return the number of frames to take from `video` under all options.
+
+    Args:
+        own: Number of frames from the sampling of the family or from `fps`.
+        video: The video.
+        options: Options of the item.
+        limit: Maximum number of frames.
+
+    Raises:
+        LimitExceeded: More than `limit` frames would be taken.
+
+    """
+    count = min(bounded(options.num_frames or own, options), video.num_frames)
+    if count > limit:
+        raise LimitExceeded(
+            f"{count} frames of the video would be taken; the limit is {limit}: "
+            "num_frames, max_frames or fps can ask for fewer"
+        )
+    return count
+
+
+def evenly(total: int, count: int) -> list[int]:
+    """Return ascending indices of `count` evenly spaced frames out of `total`, starting with 0."""
+    return [index * total // count for index in range(count)]
+
+
+def stepped(total: int, count: int, first: float = 0) -> list[int]:
+    """Return ascending indices of `count` frames out of `total`, `total / count` apart.
+
+    The indices equal `torch.arange(first, total, total / count)` truncated to integers, as in transformers. If the step
+    is rounded down, that range has one more index, which is `total`. transformers fails then, for example for 14 of 17
+    frames. This function omits the extra index. If `first` is larger than the step, fewer than `count` indices are
+    returned.
+    """
+    indices: list[int] = torch.arange(first, total, total / count).int()[:count].tolist()
+    return indices

@@ -1,0 +1,93 @@
+"""Decoding of frames that are far apart, each from the last keyframe before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.video.stream import VideoStream
+from numpy.typing import NDArray
+
+from mindie_mm.media.guard.container import packets_of
+
+CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
+"""Containers in which seeking is exact, by FFmpeg's names."""
+LEAST_SPARED = 8
+"""Number of skipped frames above which flushing the decoder and seeking pays off."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keyframes:
+    """The keyframes of a video, from which decoding may start."""
+
+    times: NDArray[np.int64]
+    """Ascending presentation times of all frames, [frames], in units of the time base of the stream."""
+    places: NDArray[np.int64]
+    """Ascending indices of keyframes, [keyframes]. No frame from a keyframe on depends on a frame before it."""
+
+    @classmethod
+    def of(cls, times: NDArray[np.int64], key_times: Sequence[int]) -> Keyframes | None:
+        """Build from the times of all frames and of keyframes in decoding order. Return None unless both ascend."""
+        keys = np.array(key_times, np.int64)
+        if not len(times) or not len(keys) or not (np.diff(times) > 0).all() or not (np.diff(keys) > 0).all():
+            return None
+        return cls(times, np.flatnonzero(np.isin(times, keys)))
+
+    def before(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Return the index of the last keyframe at or before each of `indices`, or -1 if there is none."""
+        found = np.searchsorted(self.places, indices, side="right")
+        return np.concatenate(([-1], self.places))[found]
+
+    def spare(self, indices: Sequence[int]) -> bool:
+        """Return whether seeking pays off for any gap between the ascending `indices`."""
+        return bool((self.before(indices) - np.array([-1, *indices[:-1]]) > LEAST_SPARED).any())
+
+    def num_decoded(self, indices: Sequence[int]) -> int:
+        """Return the number of frames that must be decoded for the ascending `indices`."""
+        decoded, place = 0, -1
+        for index, key in zip(indices, self.before(indices).tolist(), strict=True):
+            decoded += index - (key - 1 if key - place > LEAST_SPARED else place)
+            place = index
+        return decoded
+
+
+def sought(
+    container: InputContainer, stream: VideoStream, keyframes: Keyframes, indices: Sequence[int], num_bytes: int
+) -> Iterator[av.VideoFrame]:
+    """Yield the frames of the ascending `indices`, up to the first one that is not found at its exact time.
+
+    PyAV's errors are not translated.
+    """
+    left = 2 * len(keyframes.times)  # packets; a wrong index costs at most decoding everything twice
+
+    def decoded() -> Iterator[av.VideoFrame]:
+        nonlocal left
+        for packet in packets_of(container, stream, num_bytes):
+            left -= 1
+            if left < 0:
+                return
+            yield from packet.decode()
+        yield from stream.decode(None)
+
+    frames, frame, place = decoded(), None, -1
+    for index, key in zip(indices, keyframes.before(indices).tolist(), strict=True):
+        if key - place > LEAST_SPARED:
+            container.seek(int(keyframes.times[key]), stream=stream)
+            frames = decoded()
+            frame, place = _at(frames, int(keyframes.times[key])), key
+            if frame is None or not frame.key_frame:  # the container may call any frame a keyframe
+                return
+        if index > place:
+            frame, place = _at(frames, int(keyframes.times[index])), index
+        if frame is None:
+            return
+        yield frame
+
+
+def _at(frames: Iterator[av.VideoFrame], time: int) -> av.VideoFrame | None:
+    """Skip to the frame at `time` and return it, or None if there is no such frame."""
+    frame = next((frame for frame in frames if frame.pts is None or frame.pts >= time), None)
+    return frame if frame is not None and frame.pts == time else None

@@ -1,0 +1,199 @@
+"""Number and presentation times of the frames of a video.
+
+The frames of a video are the frames that FFmpeg decodes from it, whatever the headers state. Packets are counted if
+each of them certainly becomes one frame. Otherwise all packets are decoded once to count the frames.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import islice
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.video.stream import VideoStream
+from numpy.typing import NDArray
+
+from mindie_mm.errors import MediaError
+from mindie_mm.media.guard.container import packets_of
+from mindie_mm.media.guard.segments import check_scans
+from mindie_mm.media.video.bitstreams import has_fields, is_idr, is_whole
+
+AVI = "avi"
+"""FFmpeg's name for AVI. Its frames have no timestamps. All chunks last equally long, and empty ones repeat a frame."""
+PLACEHOLDER = 2**30
+"""Frame count that FFmpeg writes into the header of an AVI in a pipe. So many frames would last a year."""
+_ONE_FRAME_EACH = frozenset(
+    ["h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mjpeg", "prores", "dnxhd", "ffv1", "huffyuv", "rawvideo"]
+)
+"""Decoders that produce one frame per packet. Other decoders produce none for a frame that repeats the previous one."""
+_LONGEST_TAIL = 32
+"""Maximum number of packets in a damaged or missing tail, which may also be at most a tenth of all packets.
+
+With a longer tail, a large missing part of a film would go unnoticed.
+"""
+_LONGEST_PAUSE_S = 10.0
+"""Maximum gap in seconds between frames of an MPEG stream. A longer gap is a joint of captures, as in ffmpeg."""
+_ROUNDING = 2
+"""Maximum difference, in units of the time base, between rounded frame times and a constant rate."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packets:
+    """Facts about a video stream that its packets reveal without decoding."""
+
+    number: int
+    """Number of packets."""
+    times: NDArray[np.int64] | None
+    """Ascending presentation times of the shown packets, [num_shown], in units of the time base of the stream.
+
+    None if a time is missing, or if decoding times go back.
+    """
+    num_shown: int
+    """Number of packets whose picture is shown."""
+    are_frames: bool
+    """Whether each shown packet certainly becomes one frame."""
+    key_times: Sequence[int]
+    """Presentation times of keyframes in decoding order. No picture from a keyframe on refers to an earlier one."""
+    end: int
+    """End of the last shown packet, in units of the time base."""
+    num_chunks: int
+    """Number of AVI chunks from the first to the last that is not empty."""
+
+    @classmethod
+    def read(
+        cls, packets: Iterable[av.Packet[VideoStream]], context: av.CodecContext, max_packets: int, max_pixels: int
+    ) -> Packets:
+        """Read at most `max_packets` + 1 packets.
+
+        Raises:
+            LimitExceeded: A JPEG frame has more scans than `max_pixels` allows.
+
+        """
+        side = math.isqrt(max_pixels)  # the size in the container may differ from that of each JPEG
+        codec, extradata = context.name, context.extradata
+        is_h264 = codec == "h264"
+        are_frames = codec in _ONE_FRAME_EACH and not (is_h264 and has_fields(None, extradata))
+        number = num_shown = 0
+        in_order = True
+        key_time = None
+        times, key_times = array("q"), array("q")
+        last = last_shown = end = -(2**63)
+        first = 2**63
+        for packet in islice(packets, max_packets + 1):
+            number += 1
+            if codec == "mjpeg":
+                check_scans(bytes(packet), side, side)
+            time, decoded_at = packet.pts, packet.dts
+            if decoded_at is not None:
+                first, last = min(first, decoded_at), max(last, decoded_at)
+            is_new = packet.is_keyframe and (not is_h264 or is_idr(memoryview(packet), extradata))
+            if packet.is_keyframe and is_h264 and are_frames:
+                are_frames = not has_fields(memoryview(packet), extradata)
+            if number == 1:
+                key_time, are_frames = time, are_frames and is_new
+            # Frames that an edit list hides, and VP8 frames without the show bit, are only decoded as references.
+            if packet.is_discard or (codec == "vp8" and not memoryview(packet)[0] & 0x10):
+                continue
+            num_shown += 1
+            are_frames = are_frames and not packet.is_corrupt and is_whole(memoryview(packet), codec, extradata)
+            if time is None or (decoded_at is not None and decoded_at < last_shown):
+                in_order = False
+                continue
+            # A picture shown before the first keyframe may refer to a picture that was cut off.
+            are_frames = are_frames and key_time is not None and time >= key_time
+            times.append(time)
+            if is_new:
+                key_times.append(time)
+            end = max(end, time + (packet.duration or 0))
+            last_shown = last_shown if decoded_at is None else decoded_at
+        ordered = np.sort(np.array(times, np.int64)) if in_order else None
+        are_frames = are_frames and ordered is not None and bool((np.diff(ordered) > 0).all())
+        return cls(number, ordered, num_shown, are_frames, key_times, end, max(0, last - first + 1))
+
+
+def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: int) -> Iterator[av.VideoFrame]:
+    """Yield the frames of `stream`.
+
+    Errors before the first frame are ignored, because a stream that was cut begins with pictures whose references are
+    missing. Later errors are raised as PyAV raises them.
+
+    Raises:
+        LimitExceeded: As in `packets_of`.
+
+    """
+    has_begun = False
+    for packet in packets_of(container, stream, num_bytes):
+        try:
+            frames = packet.decode()
+        except av.InvalidDataError:
+            if has_begun:
+                raise
+            continue
+        has_begun = has_begun or bool(frames)
+        yield from frames
+    yield from stream.decode(None)
+
+
+def longest_tail(num_packets: int) -> int:
+    """Return how many of the last packets of a video may be damaged or missing: a tenth, at least 1 and at most 32."""
+    return min(_LONGEST_TAIL, max(1, num_packets // 10))
+
+
+def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int, num_packets: int) -> list[int | None]:
+    """Decode all frames of `num_packets` packets and return their presentation times.
+
+    The frames end before the first error, as in PyAV and torchcodec.
+
+    Raises:
+        MediaError: More packets follow the first error than a damaged tail may have.
+
+    """
+    times: list[int | None] = []
+    most_behind = longest_tail(num_packets)
+    num_behind, is_damaged = 0, False
+    for packet in packets_of(container, stream, num_bytes):
+        try:
+            frames = packet.decode()
+        except av.InvalidDataError:
+            frames, is_damaged = [], is_damaged or bool(times)
+        num_behind += is_damaged
+        if num_behind > most_behind:
+            raise MediaError(
+                f"the video is broken: only {len(times)} frames can be decoded from its {num_packets} packets"
+            )
+        if not is_damaged:
+            times += [frame.pts for frame in frames]
+    if not is_damaged:
+        with suppress(av.InvalidDataError):
+            times += [frame.pts for frame in stream.decode(None)]
+    return times
+
+
+def rate_of(
+    stream: VideoStream, container: str, packets: Packets, times: NDArray[np.int64] | None, num_frames: int
+) -> Fraction | None:
+    """Return the frame rate of `num_frames` frames at ascending `times`, or None if it is unknown.
+
+    As in torchcodec, the rate is the number of frames divided by the time from the start of the first frame to the end
+    of the last one. The rate that a container states is only a hint, which Matroska players ignore. It is returned if
+    the times match it within their rounding, because it is exact.
+    """
+    stated, time_base = stream.average_rate, stream.time_base
+    if container == AVI:
+        chunks = stream.frames if packets.number <= stream.frames < PLACEHOLDER else packets.num_chunks
+        return stated * Fraction(num_frames, chunks) if stated and chunks else stated
+    if not time_base or times is None or not len(times) or packets.end <= times[0]:
+        return stated
+    if container in ("mpegts", "mpeg") and np.diff(times).max(initial=0) * time_base > _LONGEST_PAUSE_S:
+        return stated
+    lasts = int(times[-1] - times[0]) * time_base
+    if stated and abs((len(times) - 1) / stated - lasts) <= _ROUNDING * time_base:
+        return stated
+    return len(times) / ((packets.end - int(times[0])) * time_base)

@@ -1,0 +1,290 @@
+"""A checkpoint directory in Hugging Face layout, read once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
+from mindie_mm.inputs import Kind
+from mindie_mm.nn.checkpoint.folder_errors import check_adapter, check_link, check_pointer, no_checkpoint
+from mindie_mm.settings.paths import absolute
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from mindie_mm.nn.checkpoint.renaming import Renaming
+
+EMBEDDED = Path(__file__).parents[2] / "assets" / "tiny"
+"""Directory of the embedded checkpoint."""
+
+_PARTS: Mapping[Kind, Sequence[str]] = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+}
+"""Keys of processor_config.json that hold the preprocessing settings of a kind, the first one first."""
+_FILES: Mapping[Kind, Sequence[str]] = {
+    "image": ("preprocessor_config.json",),
+    "video": ("video_preprocessor_config.json", "preprocessor_config.json"),
+    "audio": ("preprocessor_config.json",),
+}
+"""Files that hold them where processor_config.json does not, the first one first."""
+_CLASS_KEYS: Mapping[Kind, str] = {
+    "image": "image_processor_type",
+    "video": "video_processor_type",
+    "audio": "feature_extractor_type",
+}
+"""Key of the settings of a kind that names the class of transformers that reads them."""
+VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("vocab.json", "vocab.txt", "vocab.bpe", "qwen.tiktoken"),
+)
+"""Files of which transformers makes a tokenizer, the first one first."""
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint directory and its parsed config.json."""
+
+    path: Path
+    """Absolute path of the directory."""
+    config: Mapping[str, Any]
+    """config.json."""
+    _files: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+    """Files that `json` has read. A tokenizer.json takes a second to parse."""
+    renamings: Sequence[Renaming] | None = field(default=None, repr=False, compare=False)
+    """Rules that give a weight's published name. None if the weights have the names of transformers' module."""
+
+    @classmethod
+    def open(cls, path: str | Path | None = None) -> Checkpoint:
+        """Open a checkpoint and read its config.json. None opens the embedded checkpoint.
+
+        Raises:
+            UnsupportedCheckpoint: There is no readable config.json, or the name of the directory is not UTF-8.
+            InputError: The path is relative, and the working directory was removed.
+
+        """
+        root = absolute(path) if path is not None else EMBEDDED
+        _require_utf8(root)
+        file = root / "config.json"
+        if not _is_file(file):
+            raise no_checkpoint(root)
+        check_adapter(root)
+        return cls(root, _read(file))
+
+    def translated(
+        self, config: Mapping[str, Any], files: Mapping[str, dict[str, Any]], renamings: Sequence[Renaming]
+    ) -> Checkpoint:
+        """Return this checkpoint as transformers lays it out, for weights that are published under other names.
+
+        `config` and `files` are what transformers' config.json and other JSON files would hold. Nothing is written.
+        """
+        return replace(self, config=config, _files={**self._files, **files}, renamings=renamings)
+
+    @property
+    def contents(self) -> tuple[Mapping[str, Any], Mapping[str, dict[str, Any]]]:
+        """config.json and the other files that were read or made, to compare translations by."""
+        return self.config, self._files
+
+    def with_files(self, files: Mapping[str, dict[str, Any]]) -> Checkpoint:
+        """Return this checkpoint with other contents of JSON files. Nothing is written."""
+        return replace(self, _files={**self._files, **files})
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The file `name` parsed, once, or {} where the checkpoint has none. Not to be changed."""
+        if name not in self._files:
+            file = self.path / name
+            self._files[name] = _read(file) if _is_file(file) else {}
+        return self._files[name]
+
+    def preprocessor(self, kind: Kind, classes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the settings that items of `kind` are preprocessed by, completed by the defaults of their class.
+
+        The settings come from where transformers takes them: the part of processor_config.json, else the file of the
+        kind (see `_FILES`). A null is none, as in transformers.
+
+        Args:
+            kind: The kind of medium.
+            classes: transformers' classes of processors that are served, with their defaults. The first one is that of
+                a checkpoint that names none. A name that ends in Fast or Pil is a backend of the same class.
+
+        Raises:
+            UnsupportedCheckpoint: No file states the settings, or they are those of a class that is not served.
+
+        """
+        found, source = self._stated(kind)
+        settings = {name: value for name, value in found.items() if value is not None}
+        key = _CLASS_KEYS[kind]
+        stated = str(settings.get(key) or _implied_class(kind, settings) or next(iter(classes)))
+        name = stated.removesuffix("Fast").removesuffix("Pil")
+        if name not in classes:
+            files = " or ".join([f"processor_config.json ({_PARTS[kind][0]})", *_FILES[kind]])
+            raise UnsupportedCheckpoint(
+                f"{self.path}: {key} is {stated!r} in {source}, only {', '.join(classes)} is served; take "
+                f"{files} from the repository that the checkpoint was made of"
+            )
+        return {**classes[name], **settings, key: name}
+
+    def _stated(self, kind: Kind) -> tuple[Mapping[str, Any], str]:
+        """Return the settings of `kind` and the name of their file. Raise UnsupportedCheckpoint if there are none."""
+        joint = self.json("processor_config.json")
+        for part in _PARTS[kind]:
+            if (found := joint.get(part)) is not None:
+                if not isinstance(found, dict):
+                    raise UnsupportedCheckpoint(
+                        f"{self.path}: {part} in processor_config.json is {found!r}, it must be an object"
+                    )
+                return found, "processor_config.json"
+        for file in _FILES[kind]:
+            if self.has(file):
+                return self.json(file), file
+        raise UnsupportedCheckpoint(
+            f"{self.path} does not say how its {kind} inputs are preprocessed: it has no {_FILES[kind][0]}, and no "
+            f"{_PARTS[kind][0]} in a processor_config.json; take the file from the repository that the checkpoint was "
+            "made of"
+        )
+
+    def require(self, name: str, keys: Collection[str]) -> dict[str, Any]:
+        """Parse the file `name`. Raise UnsupportedCheckpoint if it is missing or lacks one of `keys`."""
+        settings = self.json(name)
+        if missing := [key for key in keys if settings.get(key) is None]:
+            what = f"its {name} has no {', '.join(missing)}" if self.has(name) else f"it has no {name}"
+            raise UnsupportedCheckpoint(
+                f"{self.path} does not say how its images are preprocessed: {what}; take the file from the repository "
+                "that the checkpoint was made of"
+            )
+        return settings
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file `name`. Raise UnsupportedCheckpoint if the folder cannot be searched."""
+        return bool(self._files.get(name)) or _is_file(self.path / name)
+
+    def token_id(self, token: str) -> int:
+        """The id of an added token of tokenizer.json; UnsupportedCheckpoint where it has none of that name."""
+        for added in self.tokenizer_json().get("added_tokens", ()):
+            if added["content"] == token:
+                return int(added["id"])
+        raise UnsupportedCheckpoint(f"{self.path}: tokenizer.json has no added token {token}")
+
+    def tokenizer_json(self) -> dict[str, Any]:
+        """tokenizer.json parsed; UnsupportedCheckpoint where there is none. Not to be changed."""
+        if not self.has("tokenizer.json"):
+            raise UnsupportedCheckpoint(
+                f"{self.path} has no tokenizer.json; take it from the repository that the checkpoint was made of, or "
+                "make it of the tokenizer's other files: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        return self.json("tokenizer.json")
+
+    def check_tokenizer(self) -> None:
+        """Raise UnsupportedCheckpoint if no file has a vocabulary, or one of the tokenizer's files is damaged."""
+        vocabularies = [name for name in VOCABULARIES if self.has(name)]
+        if not vocabularies:
+            self.tokenizer_json()  # which says what to do
+        for name in (*vocabularies[:1], *_TOKENIZER_SETTINGS, *_TOKENIZER_TEXTS):
+            if _is_file(file := self.path / name):
+                check_pointer(file)
+                if name in _TOKENIZER_SETTINGS:
+                    self.json(name)
+
+    def tokenizer(self, is_special: Callable[[Mapping[str, Any]], bool]) -> Tokenizer:
+        """tokenizer.json, which there is, with those of its added tokens special whose entries `is_special` takes."""
+        from tokenizers import Tokenizer  # late: most who read a checkpoint make none
+
+        described = self.tokenizer_json()
+        added = [{**token, "special": is_special(token)} for token in described.get("added_tokens", ())]
+        return Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
+
+    def special_token(self, name: str) -> str | None:
+        """The spelling of what tokenizer_config.json calls `name`, such as sep_token; None where it has none."""
+        config = self.json("tokenizer_config.json")
+        extra = config.get("extra_special_tokens")
+        token = config.get(name) or (extra.get(name) if isinstance(extra, dict) else None)
+        return token["content"] if isinstance(token, dict) else token
+
+    def require_special_token(self, *names: str) -> str:
+        """Return the spelling of the first of `names` that tokenizer_config.json has. UnsupportedCheckpoint if none."""
+        for name in names:
+            if (token := self.special_token(name)) is not None:
+                return token
+        if not self.has("tokenizer_config.json"):
+            missing = f"tokenizer_config.json, which would name its {' or '.join(names)}"
+        else:
+            missing = f"{' and no '.join(names)} in its tokenizer_config.json"
+        raise UnsupportedCheckpoint(
+            f"{self.path} has no {missing}; take tokenizer_config.json from the repository that the checkpoint was "
+            "made of"
+        )
+
+
+def with_special_tokens(described: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    """Return a tokenizer.json that has all of `tokens` as special tokens.
+
+    New ones get the ids behind the last one, in order, as transformers' `add_special_tokens` gives them.
+    """
+    added = {token["content"]: token for token in described.get("added_tokens", ())}
+    vocabulary = described["model"]["vocab"]
+    known = (
+        vocabulary if isinstance(vocabulary, dict) else {piece: index for index, (piece, _) in enumerate(vocabulary)}
+    )
+    next_id = tokenizer_length(described)
+    for content in tokens:
+        if content in added:
+            continue
+        if (index := known.get(content)) is None:
+            index, next_id = next_id, next_id + 1
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added[content] = {"id": index, "content": content, **flags, "special": True}
+    return {**described, "added_tokens": [*added.values()]}
+
+
+def tokenizer_length(described: Mapping[str, Any]) -> int:
+    """Return the number of ids of a tokenizer.json, as `len` of transformers' tokenizer counts them."""
+    added = (int(token["id"]) + 1 for token in described.get("added_tokens", ()))
+    return max(len(described["model"]["vocab"]), *added, 0)
+
+
+def _require_utf8(root: Path) -> None:
+    """Raise UnsupportedCheckpoint if the name of the directory is not UTF-8. Libraries that read it require UTF-8."""
+    name = os.fsencode(root)
+    if str(root).encode(errors="replace") != name:
+        raise UnsupportedCheckpoint(
+            f"the name of the checkpoint directory, {name!r}, is not UTF-8, or Python does not encode file names so; "
+            "rename the directory, or start Python with PYTHONUTF8=1"
+        )
+
+
+def _implied_class(kind: Kind, settings: Mapping[str, Any]) -> str | None:
+    """Return the class that transformers derives from the class of another kind in the same settings, or None."""
+    if kind == "image":
+        return str(settings.get("feature_extractor_type", "")).replace("FeatureExtractor", "ImageProcessor") or None
+    if kind == "video" and (image := settings.get("image_processor_type")):
+        import transformers  # late: most who read a checkpoint need none of it
+
+        name = str(image).removesuffix("Fast").removesuffix("Pil").replace("ImageProcessor", "VideoProcessor")
+        return name if name in dir(transformers) else None
+    return None
+
+
+def _is_file(file: Path) -> bool:
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):  # its folder may be another user's
+        check_link(file)
+        return file.is_file()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    check_pointer(file)
+    try:
+        with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
+            value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedCheckpoint(f"{file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UnsupportedCheckpoint(f"{file} holds no JSON object")
+    return value

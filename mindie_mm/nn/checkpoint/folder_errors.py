@@ -1,0 +1,164 @@
+"""Errors for paths that are no checkpoint directory, and for files of one that are damaged.
+
+Downloads go wrong in a few ways: Git leaves pointers in the place of large files, a cache keeps folders of its own
+layout, other programs have other formats. Each message names the file and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
+from mindie_mm.settings.paths import working_directory
+
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""Beginning of the file that Git-LFS leaves in the place of a large one."""
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+"""Pattern of a repository on the Hugging Face Hub, owner/name. A relative path may match it too."""
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+"""Folder of a repository in the cache of the Hugging Face Hub."""
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_SHOWN = 3
+"""Folders or files of which a message names as many."""
+
+
+def check_link(file: Path) -> None:
+    """Raise UnsupportedCheckpoint if a file is a link to one that does not exist, as in a cache copied in part."""
+    if file.is_symlink() and not file.exists():
+        raise UnsupportedCheckpoint(
+            f"{file} is a link to {file.readlink()}, which does not exist: the folder was copied without the files "
+            f"that it links to, or those are gone; download it, `hf download OWNER/NAME --local-dir {file.parent}`"
+        )
+
+
+def check_pointer(file: Path) -> None:
+    """Raise UnsupportedCheckpoint if a file, which exists, is a Git-LFS pointer."""
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
+        start = opened.read(len(POINTER))
+    if start == POINTER:
+        raise UnsupportedCheckpoint(
+            f"{file} is a Git-LFS pointer, not the file itself: run `git lfs pull` in {file.parent}, or download the "
+            f"repository with `hf download OWNER/NAME --local-dir {file.parent}`"
+        )
+
+
+def check_adapter(root: Path) -> None:
+    """Raise UnsupportedCheckpoint if a checkpoint directory has an adapter beside its weights.
+
+    The answers would be those of the base model.
+    """
+    with os_errors_as(UnsupportedCheckpoint, f"{root} cannot be read"):
+        names = sorted(name for name in _ADAPTER_FILES if (root / name).is_file())
+    if names:
+        settings = _adapter_settings(root)
+        kind = f"a {settings['peft_type']} adapter" if settings.get("peft_type") else "an adapter"
+        base = settings.get("base_model_name_or_path") or "the base model"
+        raise UnsupportedCheckpoint(
+            f"{root} has {names[0]}, {kind} of {base}, and adapters are not applied. Merge it into the weights: "
+            f"PeftModel.from_pretrained(model, {str(root)!r}).merge_and_unload().save_pretrained(FOLDER). "
+            "Or remove the file to serve the model without it"
+        )
+
+
+def no_checkpoint(root: Path) -> UnsupportedCheckpoint:
+    """Return the error for a path that is no directory with a config.json, with the path to give instead."""
+    said = f"{root} is no checkpoint directory: it has no config.json"
+    if root.is_file():
+        return UnsupportedCheckpoint(f"{root} is no checkpoint directory: {_file(root)}")
+    if not root.is_dir():
+        return UnsupportedCheckpoint(said + _download(root))
+    with os_errors_as(UnsupportedCheckpoint, f"{root} cannot be read"):
+        names = sorted(entry.name for entry in root.iterdir())
+    found = _cached(root, names) or _other_format(root, names) or _incomplete(root, names)
+    return UnsupportedCheckpoint(f"{said}; {found}" if found else said)
+
+
+def _other_format(root: Path, names: list[str]) -> str | None:
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        return _gguf(gguf[0])
+    return _adapter(root) if "adapter_config.json" in names else None
+
+
+def _incomplete(root: Path, names: list[str]) -> str | None:
+    if below := [str(root / name) for name in names if (root / name / "config.json").is_file()]:
+        return f"give {' or '.join(below[:_SHOWN])}, which has one"
+    if {"tokenizer_config.json", "processor_config.json", "preprocessor_config.json"} & {*names}:
+        return (
+            "it has the files of a tokenizer or a processor alone, as adapters are often saved. If it is an adapter, "
+            "merge it into its base model (peft's merge_and_unload), and give the folder of the merged model"
+        )
+    return None
+
+
+def _download(root: Path) -> str:
+    """Return the advice for a path that does not exist and may be the name of a repository, or an empty string."""
+    # Settings make the path absolute, so recover the relative one that may have been given.
+    relative = str(root).removeprefix(f"{working_directory()}/")
+    if not _REPOSITORY.fullmatch(relative):
+        return ""
+    return (
+        f". Names of the Hugging Face Hub are not accepted; if {relative} is one, download it and give its "
+        f"folder: hf download {relative} --local-dir {root.name}"
+    )
+
+
+def _file(file: Path) -> str:
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
+        if opened.read(4) == b"GGUF":
+            return _gguf(file.name)
+    if (file.parent / "config.json").is_file():
+        return f"it is a file; give the directory that it lies in, {file.parent}"
+    return "it is a file; give the directory of a checkpoint, with its config.json and its weights"
+
+
+def _gguf(name: str) -> str:
+    return (
+        f"{name} is a GGUF file, a format of llama.cpp that is not served; give the directory of the original "
+        "checkpoint, with its config.json and weights in safetensors"
+    )
+
+
+def _adapter(root: Path) -> str:
+    base = _adapter_settings(root).get("base_model_name_or_path") or "its base model"
+    return (
+        f"it is an adapter of {base}, without that model's weights; merge it into the model (peft's merge_and_unload), "
+        "and give the folder of the merged model"
+    )
+
+
+def _adapter_settings(root: Path) -> dict[str, Any]:
+    """Return adapter_config.json, or nothing if it cannot be read."""
+    try:
+        settings = json.loads((root / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _cached(root: Path, names: list[str]) -> str | None:
+    """The folder to give instead of one of the Hugging Face cache's own; None where `root` is none of these."""
+    if root.name == "snapshots" and _CACHED.fullmatch(root.parent.name):
+        root, names = root.parent, ["snapshots"]
+    if (found := _CACHED.fullmatch(root.name)) and "snapshots" in names:
+        if snapshot := _snapshot(root):
+            return f"it is a folder of the Hugging Face cache; give {snapshot}"
+        repository = "/".join(found.groups())
+        return (
+            "it is a folder of the Hugging Face cache, and no snapshot in it has a config.json; download it "
+            f"with `hf download {repository}`, which prints the folder to give"
+        )
+    if repositories := [root / name for name in names if _CACHED.fullmatch(name)]:
+        given = (_snapshot(repository) or repository / "snapshots" / "COMMIT" for repository in repositories)
+        return f"it is the Hugging Face cache; give the folder of one snapshot, such as {next(given)}"
+    return None
+
+
+def _snapshot(repository: Path) -> Path | None:
+    """Return the snapshot of the branch main, else the latest one, or None if none has a config.json."""
+    complete = [folder for folder in (repository / "snapshots").glob("*") if (folder / "config.json").is_file()]
+    main = repository / "refs" / "main"
+    commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else None
+    return max(complete, key=lambda folder: (folder.name == commit, folder.stat().st_mtime), default=None)

@@ -1,0 +1,95 @@
+"""Corrections to a configuration as transformers reads it from config.json, before a model is made of it.
+
+transformers 5 gives some keys another meaning than the releases that published checkpoints were written for. The old
+meaning is the right one: the weights were trained with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+
+_PLAIN_ROPE = frozenset({"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor"})
+_PARTS = ("rope_parameters", "rope_scaling")
+
+
+def settle(checkpoint: Checkpoint, config: Any, default_theta: float | None = None) -> None:
+    """Correct `config`, transformers' configuration of the checkpoint, in place.
+
+    Args:
+        checkpoint: The checkpoint that `config` was read from.
+        config: The configuration of the whole model.
+        default_theta: Base of the rotary frequencies of the text model where config.json states none, if that is not
+            the default of transformers 5.
+
+    Raises:
+        UnsupportedCheckpoint: Rotary frequencies depend on a batch, or have settings that would be ignored.
+
+    """
+    if default_theta is not None:
+        _settle_theta(checkpoint.config, config.get_text_config(), default_theta)
+    _settle_ties(checkpoint.config, config)
+    _check_layered_rope(checkpoint, config.get_text_config())
+    _settle_rope(checkpoint, config)
+
+
+def _settle_theta(stated: Mapping[str, Any], text: Any, default_theta: float) -> None:
+    """Set what config.json states of the rotary frequencies: in text_config, else at the top, else the default.
+
+    transformers 4 had the default in the class of the text model's configuration. transformers 5 reads 10000 (or
+    another value) where a text_config does not state it, whatever stands at the top.
+    """
+    own = stated.get("text_config") or {}
+    theta = _stated(own, "rope_theta") or _stated(stated, "rope_theta") or default_theta
+    text.rope_parameters["rope_theta"] = float(theta)
+    fraction = _stated(own, "partial_rotary_factor") or _stated(stated, "partial_rotary_factor")
+    if fraction is not None and "partial_rotary_factor" in text.rope_parameters:
+        text.rope_parameters["partial_rotary_factor"] = fraction
+
+
+def _stated(config: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a key of rotary frequencies, in its old or its new place, or None."""
+    places = (config, *(config[part] for part in _PARTS if isinstance(config.get(part), Mapping)))
+    return next((place[name] for place in places if place.get(name) is not None), None)
+
+
+def _settle_ties(stated: Mapping[str, Any], config: Any) -> None:
+    """Take tie_word_embeddings from text_config where it stands there alone.
+
+    transformers 4 asked the text model's configuration, transformers 5 asks the whole model's.
+    """
+    own = (stated.get("text_config") or {}).get("tie_word_embeddings")
+    if own is not None and stated.get("tie_word_embeddings") is None:
+        config.tie_word_embeddings = own
+
+
+def _check_layered_rope(checkpoint: Checkpoint, text: Any) -> None:
+    """Raise UnsupportedCheckpoint where settings stand beside those of each type of layer, and would be ignored."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    layered = [name for name, value in parameters.items() if isinstance(value, dict)]
+    if layered and (loose := parameters.keys() - {*layered}):
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path}: rope_parameters has {', '.join(sorted(loose))} for all layers; this model has them "
+            f"for each type of layer: {', '.join(layered)}"
+        )
+
+
+def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
+    """Frequencies that depend on a batch's longest position: one sequence of a flat batch would bend another's.
+
+    Dynamic ones are the default's as far as `max_position_embeddings`, which no sequence goes beyond; not where a
+    medium's seconds may (M-RoPE), or with settings of a model's own.
+    """
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for entry in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        rope_type = entry.get("rope_type")
+        if rope_type == "longrope" or (rope_type == "dynamic" and entry.keys() - _PLAIN_ROPE):
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on a batch's longest sequence"
+            )
+        if rope_type == "dynamic":
+            entry["rope_type"] = "default"
+            entry.pop("factor", None)

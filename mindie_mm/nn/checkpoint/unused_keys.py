@@ -1,0 +1,136 @@
+"""Keys of a config.json that a configuration of transformers' has no use for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from mindie_mm.nn.checkpoint.config_keys import HOUSEKEEPING
+
+_PROBE = "mindie_mm probes whether this key is read"
+_ABSENT = object()
+
+Path = tuple[str, ...]
+"""A key and the sections that it stands in, the outermost first."""
+
+
+def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], Any]) -> list[str]:
+    """Return the keys of a config.json that change nothing in what is resolved of it, those of a section as a.b.
+
+    A key counts as used if the class has a field of this name, or works out an attribute of this name itself. It does
+    so, too, if another value is refused or makes a difference elsewhere: that finds old spellings, which the classes
+    translate. A key at the top that repeats a section's value counts as used.
+
+    Args:
+        stated: The contents of config.json.
+        resolve: Makes a configuration of transformers' of such contents, which it may change.
+
+    """
+    with _silent():
+        config = resolve(deepcopy(dict(stated)))
+        sections = [getattr(config, name, None) for name in config.sub_configs]
+        return [
+            ".".join(path)
+            for path, value in _strange(config, stated)
+            if not (len(path) == 1 and any(_same(getattr(part, path[0], _ABSENT), value) for part in sections))
+            and not _is_translated(stated, path, resolve)
+        ]
+
+
+def untranslated_keys(stated: Mapping[str, Any], translate: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
+    """Yield the keys of a config.json in a model's original layout that change nothing in its translation.
+
+    Args:
+        stated: The contents of config.json.
+        translate: Makes of such contents an object that can be compared.
+
+    """
+    for path, value in _leaves(stated):
+        if value is not None and not _makes_difference(stated, path, translate):
+            yield ".".join(path)
+
+
+def _leaves(stated: Mapping[str, Any], sections: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the keys that hold no objects, those of every configuration left out, and their values."""
+    for name, value in stated.items():
+        if name in HOUSEKEEPING:
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*sections, name))
+        else:
+            yield (*sections, name), value
+
+
+def _makes_difference(stated: Mapping[str, Any], path: Path, translate: Callable[[dict[str, Any]], Any]) -> bool:
+    """Return whether another value of the key is refused, or translated into something else."""
+    found = []
+    for value in (_ABSENT, _PROBE):
+        contents = deepcopy(dict(stated))
+        _put(contents, path, value)
+        try:
+            found.append(translate(contents))
+        except Exception:  # noqa: BLE001 - a translation may compute with the value
+            return True
+    return bool(found[0] != found[1])
+
+
+def _strange(config: Any, stated: Mapping[str, Any], sections: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the keys that are no fields of their class, and their values."""
+    known = {*HOUSEKEEPING, *config.attribute_map, *(field.name for field in dataclasses.fields(config))}
+    for name, value in stated.items():
+        part = getattr(config, name, None)
+        if isinstance(value, Mapping) and name in config.sub_configs and part is not None:
+            yield from _strange(part, value, (*sections, name))
+        elif name not in known:
+            yield (*sections, name), value
+
+
+def _same(found: Any, value: Any) -> bool:
+    return type(found) is type(value) and bool(found == value)
+
+
+def _is_translated(stated: Mapping[str, Any], path: Path, resolve: Callable[[dict[str, Any]], Any]) -> bool:
+    """Return whether another value of the key is refused, or makes a difference beside the attribute of its name.
+
+    Also whether the class works the attribute out itself where the key is missing.
+    """
+    resolved = []
+    for value in (_ABSENT, _PROBE):
+        contents = deepcopy(dict(stated))
+        _put(contents, path, value)
+        try:
+            found = resolve(contents).to_dict()
+        except Exception:  # noqa: BLE001 - transformers' classes refuse values in many ways
+            return True
+        if _put(found, path, _ABSENT) and value is _ABSENT:
+            return True
+        resolved.append(found)
+    return bool(resolved[0] != resolved[1])
+
+
+def _put(contents: Any, path: Path, value: Any) -> bool:
+    """Set the key, or remove it if `value` is _ABSENT. Return whether it was there."""
+    for section in path[:-1]:
+        contents = contents.get(section, {})
+    was_there = path[-1] in contents
+    if value is _ABSENT:
+        contents.pop(path[-1], None)
+    else:
+        contents[path[-1]] = value
+    return was_there
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep transformers from warning of each of the values that are tried."""
+    from transformers.utils import logging  # late: the tokenizer imports the families, and needs none of it
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,1 @@
+"""A checkpoint's weights: reading, dequantising, sharding, and loading into modules."""

@@ -1,0 +1,196 @@
+"""Weights that bitsandbytes packed into 4 or 8 bits, in modules written here.
+
+Sources: QLoRA (Dettmers et al., 2023, arXiv 2305.14314) and LLM.int8() (Dettmers et al., 2022, arXiv 2208.07339). A
+checkpoint has several tensors for each packed weight: the numbers, and companions that scale them. bitsandbytes' own
+layers multiply with 4 bits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.weights.stored_tensors import check_scaled, read_weights, weight_names
+
+_COMPANION = re.compile(
+    r"(?P<weight>.+)\.(?P<part>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
+    r"|(?P<layer>.+)\.(?P<part_of_8>SCB|weight_format)"
+)
+_ROW_MAJOR = 0
+"""Value of `weight_format` for a row-major matrix, as in PyTorch."""
+_LARGEST = 127
+"""The number in 8 bits that stands for a row's scale."""
+_CPU_BLOCK = 32
+"""Outputs of a layer that bitsandbytes' kernel for AVX512-BF16 takes at once."""
+
+
+class PackedWeight(ABC):
+    """A weight [outputs, inputs] in 4 or 8 bits."""
+
+    shape: tuple[int, ...]
+    """The shape of the weight when it is not packed."""
+
+    @abstractmethod
+    def dequantized(self) -> Tensor:
+        """Return the weight as floats, on the CPU."""
+
+    @abstractmethod
+    def layer(self, plain: nn.Linear, device: torch.device) -> nn.Module:
+        """Return a layer in place of `plain`, on `device`. Its bias is not loaded."""
+
+
+class _Weight4bit(PackedWeight):
+    def __init__(self, parts: Mapping[str, Tensor], compute_dtype: torch.dtype) -> None:
+        from bitsandbytes.functional import QuantState
+
+        self._data = parts[""]
+        self._companions = {part: tensor for part, tensor in parts.items() if part}
+        self._state = QuantState.from_dict(dict(self._companions), torch.device("cpu"))
+        self.shape = tuple(self._state.shape)
+        self._check_sizes()
+        self._compute_dtype = compute_dtype
+
+    def _check_sizes(self) -> None:
+        """Raise ValueError if tensors are shorter than the shape needs. bitsandbytes would read what lies behind."""
+        state, size = self._state, math.prod(self.shape)
+        needed = {"numbers": (self._data.numel() * self._data.itemsize, -(-size // 2))}
+        needed["absmax"] = (state.absmax.numel(), num_blocks := -(-size // state.blocksize))
+        if state.nested:
+            needed["nested_absmax"] = (state.state2.absmax.numel(), -(-num_blocks // state.state2.blocksize))
+        for part, (found, expected) in needed.items():
+            if found < expected:
+                raise ValueError(f"its {part} are {found}, a weight of {list(self.shape)} has {expected}")
+
+    def dequantized(self) -> Tensor:
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight: Tensor = dequantize_4bit(self._data, self._state)
+        return weight
+
+    def layer(self, plain: nn.Linear, device: torch.device) -> nn.Module:
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        layer: Any = Linear4bit(
+            plain.in_features,
+            plain.out_features,
+            plain.bias is not None,
+            compute_dtype=self._compute_dtype,
+            quant_storage=self._data.dtype,
+            device=torch.device("meta"),
+        )
+        layer.weight = Params4bit.from_prequantized(self._data, dict(self._companions), device=device, module=layer)
+        if self._compute_dtype != torch.bfloat16:  # the processor's kernel takes no notice of it
+            layer.support_avx512bf16_for_cpu = False
+        avoid_cpu_kernel(layer)
+        module: nn.Module = layer
+        return module
+
+
+def avoid_cpu_kernel(module: nn.Module) -> None:
+    """Have layers of 4 bits in `module` do without bitsandbytes' kernel for AVX512-BF16 if it fails at their shape."""
+    layer: Any
+    for layer in module.modules():
+        if (state := getattr(getattr(layer, "weight", None), "quant_state", None)) is not None:
+            rows, columns = state.shape
+            if rows % _CPU_BLOCK or columns % state.blocksize or layer.weight.dtype != torch.uint8:
+                layer.support_avx512bf16_for_cpu = False
+
+
+class _Weight8bit(PackedWeight):
+    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+        self._data, self._scales = parts[""], parts["SCB"]
+        if (layout := int(parts.get("weight_format", torch.tensor(_ROW_MAJOR)))) != _ROW_MAJOR:
+            raise ValueError(f"weight_format is {layout}, only row-major weights ({_ROW_MAJOR}) are served")
+        self.shape = tuple(self._data.shape)
+        if self._data.dtype != torch.int8 or self._scales.shape != self.shape[:1]:
+            raise ValueError(f"it is {self._data.dtype}, and has {len(self._scales)} scales for {self.shape[0]} rows")
+
+    def dequantized(self) -> Tensor:
+        return _multiplied(self._data, self._scales)
+
+    def layer(self, plain: nn.Linear, device: torch.device) -> nn.Module:
+        return Linear8bit(self._data.to(device), self._scales.to(device), plain.bias)
+
+
+class Linear8bit(nn.Module):
+    """A linear layer with int8 weights, each row with its scale.
+
+    bitsandbytes' own layer rounds activations to 8 bits too, except in columns where any row of the batch has a large
+    one. The answer to a request would depend on the other requests.
+    """
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: nn.Parameter | None) -> None:
+        """`weight` is int8 [outputs, inputs], `scales` float32 [outputs]."""
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.bias = bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs], of any float dtype."""
+        if rows.dtype == torch.float16:  # products with whole numbers may be larger than it holds
+            return linear(rows, _multiplied(self.weight, self.scales).to(rows.dtype), self.bias)
+        out = linear(rows, self.weight.to(rows.dtype)) * (self.scales / _LARGEST).to(rows.dtype)
+        return out if self.bias is None else out + self.bias
+
+
+def _multiplied(weight: Tensor, scales: Tensor) -> Tensor:
+    """Float32 [outputs, inputs]."""
+    return weight * (scales.float() / _LARGEST).unsqueeze(1)
+
+
+def read_packed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+    """Yield each weight by its name, those that are packed together with their companions as one.
+
+    Which weights are packed follows from the names of their companions, whatever `llm_int8_skip_modules` says:
+    transformers has matched that list with names in different ways.
+
+    Args:
+        checkpoint: Where the weights are.
+        settings: The checkpoint's `quantization_config`.
+
+    Raises:
+        UnsupportedCheckpoint: Names a packed weight that lacks a companion or has a wrong one.
+
+    """
+    compute_dtype = getattr(torch, settings.get("bnb_4bit_compute_dtype") or "float32")
+    num_companions = Counter(owner for owner, part in map(_owner, weight_names(checkpoint)) if part)
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_weights(checkpoint):
+        owner, part = _owner(name)
+        if owner not in num_companions:
+            check_scaled(checkpoint, name, tensor.dtype)
+            yield name, tensor
+            continue
+        parts = waiting.setdefault(owner, {})
+        parts[part] = tensor
+        if "" in parts and len(parts) == num_companions[owner] + 1:
+            del waiting[owner]
+            try:
+                weight = _Weight8bit(parts) if "SCB" in parts else _Weight4bit(parts, compute_dtype)
+            except (KeyError, ValueError, AssertionError, AttributeError, RuntimeError) as error:
+                companions = ", ".join(sorted(part for part in parts if part))
+                raise UnsupportedCheckpoint(
+                    f"{checkpoint.path}: the packed weight {owner} cannot be read; beside it are {companions}: "
+                    f"{error!r}"
+                ) from error
+            yield owner, weight
+
+
+def _owner(name: str) -> tuple[str, str]:
+    """Return the weight that a tensor belongs to, and the name of its part. The part "" holds the numbers."""
+    if (match := _COMPANION.fullmatch(name)) is None:
+        return name, ""
+    if match["layer"]:
+        return f"{match['layer']}.weight", match["part_of_8"]
+    return match["weight"], match["part"]

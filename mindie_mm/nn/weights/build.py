@@ -1,0 +1,131 @@
+"""A checkpoint's weights into modules written here, strictly: each weight by its name, each of its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mindie_mm.device import Device
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.renaming import RenamedWeights, rename
+from mindie_mm.nn.weights.bitsandbytes import PackedWeight, read_packed
+from mindie_mm.nn.weights.dequantize import read_dequantized, scaling
+from mindie_mm.nn.weights.pretrained import check_shapes, check_weights, read_config
+from mindie_mm.nn.weights.quantized import check_method, check_own_layers, is_quantized, quantization, refuse_quantized
+from mindie_mm.nn.weights.shards import weight_files
+from mindie_mm.nn.weights.shares import refuse_shares
+from mindie_mm.nn.weights.stored_tensors import check_stored, read_weights, require_floats
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def build(
+    make: Callable[[], M], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, *, unused: Sequence[str] = ()
+) -> M:
+    """Return the module that `make` makes, with the checkpoint's weights as `dtype` on `device`, for inference alone.
+
+    Linear layers that bitsandbytes quantised stay so. All other weights that are quantised are dequantised.
+
+    Args:
+        make: Makes the module. It is called on the meta device.
+        checkpoint: Where the weights are.
+        device: Where the module runs.
+        dtype: The dtype of weights that are not quantised.
+        unused: Patterns (fnmatch) of weights that the checkpoint may have beside the module's own.
+
+    Raises:
+        UnsupportedCheckpoint: Names what is missing, unknown or of another shape, or a quantisation that is not served.
+
+    """
+    if scaling(checkpoint) is None:
+        check_own_layers(checkpoint, device)
+    refuse_shares(checkpoint)
+    with torch.device("meta"):
+        module = make()
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    found: dict[str, Tensor] = {}
+    packed: set[str] = set()
+    unexpected: list[str] = []
+    misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    for name, weight in _read(checkpoint, dtype):
+        if name not in expected:
+            unexpected.append(name)
+        elif tuple(weight.shape) != expected[name]:
+            misfits.append((name, tuple(weight.shape), expected[name]))
+        elif isinstance(weight, Tensor):
+            require_floats(checkpoint, name, weight.dtype)
+            found[name] = weight.to(device.torch_device, dtype)
+        elif type(layer := module.get_submodule(name.rpartition(".")[0])) is nn.Linear:
+            module.set_submodule(name.rpartition(".")[0], weight.layer(layer, device.torch_device))
+            packed.add(name)
+        else:  # such as one that is taken apart, or belongs to PyTorch's own attention
+            found[name] = weight.dequantized().to(device.torch_device, dtype)
+    check_shapes(checkpoint, misfits)
+    check_weights(checkpoint, sorted(expected.keys() - found.keys() - packed), unexpected, unused)
+    module.load_state_dict(found, assign=True, strict=not packed)
+    return module.requires_grad_(False).eval()
+
+
+def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | None:
+    """Return the weights of a translated checkpoint for `cls`, a PreTrainedModel. None if it was not translated.
+
+    The tensors are views of the files, on the CPU.
+
+    Raises:
+        UnsupportedCheckpoint: A weight has another shape than config.json makes, or the weights are quantised.
+
+    """
+    if checkpoint.renamings is None:
+        return None
+    _refuse_quantized_originals(checkpoint)
+    config = read_config(cls.config_class.__name__, checkpoint)
+    with torch.device("meta"):
+        shapes = {name: tuple(weight.shape) for name, weight in cls(config).state_dict().items()}
+    renamed = rename(read_weights(checkpoint), shapes, checkpoint.renamings)
+    check_shapes(checkpoint, renamed.misfits)
+    return renamed
+
+
+def check_weight_files(checkpoint: Checkpoint, *, own_layers: bool) -> None:
+    """Check how the weights are stored, without reading them and whatever the device.
+
+    Args:
+        checkpoint: Where the weights are, translated if its layout is its authors' own.
+        own_layers: Whether the model's layers are written here, not transformers'.
+
+    Raises:
+        UnsupportedCheckpoint: The weights are quantised in a way that loading them refuses on every device.
+
+    """
+    weight_files(checkpoint)
+    if not is_quantized(checkpoint):
+        check_stored(checkpoint)
+    elif checkpoint.renamings is not None:
+        _refuse_quantized_originals(checkpoint)
+    elif scaling(checkpoint) is None:
+        if own_layers:
+            refuse_quantized(checkpoint)
+        else:
+            check_method(checkpoint)
+
+
+def _refuse_quantized_originals(checkpoint: Checkpoint) -> None:
+    if is_quantized(checkpoint):
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} is quantised, and its weights have their authors' names; quantised weights are served "
+            "in transformers' layout only"
+        )
+
+
+def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+    """Yield each weight by its name, those that bitsandbytes packed as such."""
+    if (settings := quantization(checkpoint)) is None:
+        yield from read_weights(checkpoint)
+    elif scaling(checkpoint) is not None:
+        yield from read_dequantized(checkpoint, dtype)
+    else:
+        yield from read_packed(checkpoint, settings)

@@ -1,0 +1,182 @@
+"""Weights of 8 bits that become plain ones as they are read, by multiplication with their scales.
+
+A device that has no products of 8 bits, or lacks the library for them, runs such a checkpoint in the model's dtype. It
+takes the memory of one that is not quantised.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindie_mm.device import Device
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.weights.quantized import method_of, quantization
+from mindie_mm.nn.weights.stored_tensors import check_scaled, read_weights, weight_names
+
+_log = logging.getLogger(__name__)
+
+_LIBRARIES: Mapping[str, str] = {"fp8": "kernels", "mxfp8": "kernels", "fbgemm_fp8": "fbgemm_gpu"}
+"""The modules with which transformers multiplies by the weights of each method as they are."""
+_FORMATS = ("float-quantized", "naive-quantized", "int-quantized")
+"""Formats of compressed-tensors that store a number of 8 bits a byte."""
+_OF_ACTIVATIONS = re.compile(r".+[._](activation_scale|(input|output)_(scale|zero_point)|input_scale_ub|[qkv]_scale)")
+"""Names of scales for activations and for the KV cache, which are not rounded here."""
+_EXPONENT_BIAS = 127
+"""Bias of the exponents in E8M0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How the weights of a checkpoint are scaled."""
+
+    suffix: str
+    """Suffix that turns the name of a weight into that of its scales."""
+    block: tuple[int, int] | None
+    """Rows and columns of a weight that share a scale. None where each row has one scale, or the weight."""
+
+
+def scaling(checkpoint: Checkpoint) -> Scaling | None:
+    """Return how the weights are scaled, or None if it takes more than a multiplication to make them plain."""
+    if (settings := quantization(checkpoint)) is None:
+        return None
+    method = method_of(settings)
+    if method in ("fp8", "mxfp8") and (settings.get("expert_dtype") or "fp8") == "fp8":
+        block = settings.get("weight_block_size", (1, 32) if method == "mxfp8" else (128, 128))
+        return Scaling("_scale_inv", None if block is None else (block[0], block[1]))
+    if method == "fbgemm_fp8":
+        return Scaling("_scale", None)
+    if method == "compressed-tensors":
+        return _of_compressed_tensors(settings)
+    return None
+
+
+def _of_compressed_tensors(settings: Mapping[str, Any]) -> Scaling | None:
+    groups = [group for group in (settings.get("config_groups") or {}).values() if isinstance(group, Mapping)]
+    formats = {group.get("format") or settings.get("format") for group in groups}
+    weights = [group.get("weights") or {} for group in groups]
+    if not groups or not formats.issubset(_FORMATS) or any(one.get("num_bits") != 8 for one in weights):
+        return None
+    blocks = {_block(one) for one in weights}
+    return Scaling("_scale", blocks.pop()) if len(blocks) == 1 else None
+
+
+def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    if block := weights.get("block_structure"):
+        return block[0], block[1]
+    return (1, size) if (size := weights.get("group_size") or 0) > 0 else None
+
+
+def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
+    """Return whether the weights have to become plain ones, and can, to run on `device`. Log that they do."""
+    settings = quantization(checkpoint)
+    if settings is None or scaling(checkpoint) is None:
+        return False
+    library = _LIBRARIES.get(method := method_of(settings))
+    if library and device.multiplies(torch.float8_e4m3fn) and importlib.util.find_spec(library) is not None:
+        return False
+    _log.warning(
+        "%s is quantised with %r, which the %s does not multiply here: its weights are dequantised, and take the "
+        "memory of plain ones",
+        checkpoint.path,
+        method,
+        device.name,
+    )
+    return True
+
+
+def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight by its name, on the CPU, those that are scaled as `dtype`.
+
+    transformers' own reader leaves other weights in the dtype that they are stored in, so that layers with different
+    ones meet. It also divides a weight evenly among its scales, where the last block of a row may be a shorter one.
+
+    Raises:
+        UnsupportedCheckpoint: Names a weight whose scales are missing or do not fit.
+
+    """
+    scheme = scaling(checkpoint)
+    assert scheme is not None, "must_dequantize said so"
+    names = {*weight_names(checkpoint)}
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_weights(checkpoint):
+        owner, part = _owner(name, scheme.suffix)
+        parts = {part for part in ("", scheme.suffix, "_zero_point") if f"{owner}{part}" in names}
+        if (part and "" not in parts) or _OF_ACTIVATIONS.fullmatch(name):
+            continue
+        if scheme.suffix not in parts:
+            check_scaled(checkpoint, name, tensor.dtype)
+            yield name, tensor
+            continue
+        held = waiting.setdefault(owner, {})
+        held[part] = tensor
+        if held.keys() == parts:
+            del waiting[owner]
+            scales, zero_points = held[scheme.suffix], held.get("_zero_point")
+            try:
+                weight = multiplied(held[""], scales, scheme.block, zero_points).to(dtype)
+            except ValueError as error:
+                raise UnsupportedCheckpoint(f"{checkpoint.path}: {owner} {error}") from error
+            yield owner, weight
+
+
+def _owner(name: str, suffix: str) -> tuple[str, str]:
+    """Return the name of the weight that a tensor belongs to, and the suffix of the tensor's own name."""
+    for part in (suffix, "_zero_point"):
+        if name.endswith(f"weight{part}"):
+            return name.removesuffix(part), part
+    return name, ""
+
+
+def multiplied(
+    weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None, zero_points: Tensor | None = None
+) -> Tensor:
+    """Return a weight times its scales.
+
+    Args:
+        weight: [..., rows, columns], of any dtype.
+        scales: One number, [rows], [rows, 1] or, where there are blocks, [..., block rows, block columns]. Bytes are
+            exponents of two.
+        block: Rows and columns of a block. Blocks at the end may be shorter.
+        zero_points: What stands for zero, as many numbers as there are scales. None where zero does.
+
+    Returns:
+        Float32 of the weight's shape.
+
+    Raises:
+        ValueError: The scales do not fit the weight.
+
+    """
+    values, factors = weight.float(), scales.float()
+    if scales.dtype == torch.uint8:
+        factors = (factors - _EXPONENT_BIAS).exp2()
+    if zero_points is not None:
+        values = values - _spread(zero_points.float(), values.shape, block)
+    return values * _spread(factors, values.shape, block)
+
+
+def _spread(numbers: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:
+    """Repeat the number of each block of a weight of `shape` as often as it has rows and columns."""
+    if numbers.numel() == 1:
+        return numbers.reshape(())
+    rows, columns = shape[-2:]
+    if numbers.ndim == 1:
+        numbers = numbers.unsqueeze(-1)
+    if block is None:
+        block = (1, columns)
+    needed = (-(-rows // block[0]), -(-columns // block[1]))
+    if tuple(numbers.shape[-2:]) != needed:
+        raise ValueError(
+            f"of {rows} x {columns} numbers in blocks of {block[0]} x {block[1]} has scales {list(numbers.shape)}, "
+            f"it must be {list(needed)}"
+        )
+    spread = numbers.repeat_interleave(block[0], -2)[..., :rows, :]
+    return spread.repeat_interleave(block[1], -1)[..., :columns]

@@ -1,0 +1,184 @@
+"""Checkpoints whose weights are quantised: how, and what is missing here to run them."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindie_mm.device import Device
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+
+_TEXT_MODELS = ("text_config", "language_config", "llm_config")
+_PACKAGES: Mapping[str, Mapping[str, str]] = {
+    "gptq": {"optimum": "optimum>=1.24", "gptqmodel": "gptqmodel>=1.4.3"},
+    "awq": {"gptqmodel": "gptqmodel>=1.4.3"},
+    "compressed-tensors": {"compressed_tensors": "compressed-tensors>=0.15"},
+    "bitsandbytes_4bit": {"bitsandbytes": "bitsandbytes>=0.50"},
+    "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes>=0.50"},
+}
+"""For each method, the modules that it needs, and what pip installs for them. Of other methods transformers says it."""
+_INSTEAD = "Or serve the checkpoint that is not quantised, or one in FP8 or quantised by bitsandbytes"
+
+
+def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return how the weights are quantised, as config.json says it to transformers, or None if they are not.
+
+    Older releases say it in another place: compressed-tensors in `compression_config`, AutoGPTQ in
+    quantize_config.json, AutoAWQ in quant_config.json, NVIDIA's ModelOpt in hf_quant_config.json.
+    """
+    config = checkpoint.config
+    for holder in (config, *(config.get(name) for name in _TEXT_MODELS)):
+        for key in ("quantization_config", "compression_config"):
+            found = holder.get(key) if isinstance(holder, Mapping) else None
+            if isinstance(found, dict) and found and not _is_off(found):
+                return found
+    if settings := checkpoint.json("quantize_config.json"):
+        return {"quant_method": "gptq", **settings}
+    if settings := checkpoint.json("quant_config.json"):
+        renamed = {"w_bit": "bits", "q_group_size": "group_size"}
+        return {"quant_method": "awq", **{renamed.get(name, name): value for name, value in settings.items()}}
+    if checkpoint.json("hf_quant_config.json"):
+        return {"quant_method": "modelopt"}
+    return None
+
+
+def _is_off(settings: Mapping[str, Any]) -> bool:
+    """Return whether bitsandbytes' settings ask for no quantisation."""
+    return settings.get("quant_method") == "bitsandbytes" and method_of(settings) == "bitsandbytes"
+
+
+def is_quantized(checkpoint: Checkpoint) -> bool:
+    """Return whether the checkpoint says that its weights are quantised."""
+    return quantization(checkpoint) is not None
+
+
+def method_of(settings: Mapping[str, Any]) -> str:
+    """Return transformers' name for the method. bitsandbytes has two, by its bits."""
+    for bits in ("4bit", "8bit"):
+        if settings.get(f"load_in_{bits}") or settings.get(f"_load_in_{bits}"):
+            return f"bitsandbytes_{bits}"
+    return str(settings.get("quant_method"))
+
+
+def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
+    """Raise UnsupportedCheckpoint if quantised weights cannot be run here, and name what is missing.
+
+    That includes a method that transformers does not know. It would take the packed weights for plain ones.
+    """
+    if (settings := quantization(checkpoint)) is None:
+        return
+    check_method(checkpoint)
+    from transformers.quantizers.auto import AutoHfQuantizer  # late, like all of its modelling
+
+    method = method_of(settings)
+    refused = f"{checkpoint.path} is quantised with {method!r}, which cannot be run here"
+    if method.startswith("bitsandbytes") and not device.has_bitsandbytes:
+        raise UnsupportedCheckpoint(
+            f"{refused}: bitsandbytes has no operators for the device {device.name}. Serve the checkpoint that is not "
+            "quantised, or take another device"
+        )
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every call of a layer
+    try:
+        quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
+        quantizer.validate_environment(device_map={"": device.torch_device}, weights_only=True)
+    except (ImportError, RuntimeError, ValueError, TypeError) as error:
+        raise UnsupportedCheckpoint(f"{refused}: {error}. {_INSTEAD}") from error
+
+
+def check_method(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedCheckpoint if transformers does not know how the weights are quantised, or lacks a package."""
+    if (settings := quantization(checkpoint)) is None:
+        return
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING  # late, as above
+
+    method = method_of(settings)
+    if method not in AUTO_QUANTIZER_MAPPING:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} is quantised with {method!r}, which transformers does not load; it loads "
+            f"{', '.join(sorted(AUTO_QUANTIZER_MAPPING))}. {_INSTEAD}"
+        )
+    if packages := missing_packages(method):
+        wanted = " ".join(f"'{package}'" for package in packages)
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} is quantised with {method!r}, which cannot be run here: a package is missing "
+            f"(pip install {wanted}). {_INSTEAD}"
+        )
+
+
+def missing_packages(method: str) -> list[str]:
+    """Return what pip has to install before a method can be run."""
+    return [
+        package for module, package in _PACKAGES.get(method, {}).items() if importlib.util.find_spec(module) is None
+    ]
+
+
+def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype: torch.dtype) -> None:
+    """Multiply one row by a layer of each kind in `module`.
+
+    A package may be there that has no operator for this device, or for this dtype.
+
+    Raises:
+        UnsupportedCheckpoint: Names the layer that cannot be run.
+
+    """
+    tried = set()
+    for name, layer in module.named_modules():
+        kind = (type(layer), getattr(layer, "in_features", None))
+        if not isinstance(kind[1], int) or kind in tried:
+            continue
+        tried.add(kind)
+        try:
+            with torch.no_grad():  # not inference_mode: a layer may rearrange its weight when it is first called
+                layer(torch.zeros(1, kind[1], dtype=dtype, device=device.torch_device))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ImportError, NotImplementedError, AssertionError, ValueError) as error:
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path} is quantised with {method_of(quantization(checkpoint) or {})!r}, which the "
+                f"{device.name} does not multiply in {str(dtype).removeprefix('torch.')} ({name}): {error}. Take "
+                f"another --dtype or --device. {_INSTEAD}"
+            ) from error
+
+
+def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
+    """Raise UnsupportedCheckpoint if layers that are not transformers' own cannot have the checkpoint's weights."""
+    refuse_quantized(checkpoint)
+    settings = quantization(checkpoint)
+    if settings is not None and method_of(settings) == "bitsandbytes_4bit":  # 8 bits need no package
+        check_quantization(checkpoint, device)
+
+
+def refuse_mindie(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedCheckpoint for weights that MindIE's tools quantised, which nothing else says of them."""
+    stated = checkpoint.config.get("quantize")
+    files = sorted(file.name for file in checkpoint.path.glob("quant_model_description*.json"))
+    if stated in (None, "", "float") and not files:
+        return
+    how = f"quantize is {stated!r} in config.json" if stated not in (None, "") else f"it has {files[0]}"
+    raise UnsupportedCheckpoint(
+        f"{checkpoint.path} is quantised for MindIE ({how}), in a layout that only MindIE's own models read; take the "
+        "checkpoint that it was made from, or one quantised by bitsandbytes"
+    )
+
+
+def refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedCheckpoint for a method that layers other than transformers' own do not run."""
+    if (settings := quantization(checkpoint)) is None:
+        return
+    method = method_of(settings)
+    if not method.startswith("bitsandbytes"):
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} is quantised with {method!r}; of this family, whose layers are not transformers' own, "
+            "only plain weights are served and those that bitsandbytes quantised: take the checkpoint that is not "
+            "quantised"
+        )
+    if settings.get("llm_int8_has_fp16_weight"):
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} has llm_int8_has_fp16_weight, which is for training; it must be false"
+        )

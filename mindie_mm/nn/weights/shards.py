@@ -1,0 +1,138 @@
+"""The files of a checkpoint's weights: which they are, and whether they are whole."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.folder_errors import check_link, check_pointer
+
+_NAMES = ("model.safetensors", "pytorch_model.bin")
+"""Names of a file of all weights. Behind them, .index.json is the list of several files."""
+_MOST_HEADER_BYTES = 100_000_000
+"""Largest header that safetensors reads."""
+_OTHER_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
+
+
+def weight_files(checkpoint: Checkpoint) -> list[Path]:
+    """Return the files of a checkpoint's weights, in order. Reads the header of each, and no weight.
+
+    Raises:
+        UnsupportedCheckpoint: There are none, or one is missing, cut, or without a weight that the index puts there.
+
+    """
+    for name in _NAMES:
+        whole = checkpoint.path / name
+        check_link(whole)
+        if whole.is_file():
+            _refuse_adapters(checkpoint, _check(whole) or ())
+            return [whole]
+        if weights := _indexed(checkpoint, f"{name}.index.json"):
+            return _shards(checkpoint, weights, f"{name}.index.json")
+    raise UnsupportedCheckpoint(_without_weights(checkpoint))
+
+
+def _indexed(checkpoint: Checkpoint, index: str) -> Mapping[str, str]:
+    """Return the file of each weight in an index, or nothing if there is no index."""
+    weights = checkpoint.json(index).get("weight_map", {})
+    if not isinstance(weights, dict) or not all(isinstance(shard, str) for shard in weights.values()):
+        raise UnsupportedCheckpoint(f"{checkpoint.path / index}: weight_map does not name a file for each weight")
+    return weights
+
+
+def _shards(checkpoint: Checkpoint, weights: Mapping[str, str], index: str) -> list[Path]:
+    shards = [checkpoint.path / shard for shard in sorted({*weights.values()})]
+    for file in shards:
+        check_link(file)
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} lacks {len(missing)} of {len(shards)} files of weights, first {missing[0]}, which "
+            f"{index} names; download them again"
+        )
+    held = {shard.name: _check(shard) for shard in shards}
+    _refuse_adapters(checkpoint, weights)
+    for name, shard in weights.items():
+        if (names := held[shard]) is not None and name not in names:
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}: {index} puts the weight {name} into {shard}, which does not have it; index and "
+                "files are not of one checkpoint, download them again"
+            )
+    return shards
+
+
+def _check(file: Path) -> Sequence[str] | None:
+    """Return the names of a safetensors file's weights, None for another format. UnsupportedCheckpoint if it is cut."""
+    check_pointer(file)
+    if not (size := file.stat().st_size):
+        raise UnsupportedCheckpoint(f"{file} cannot be read: it is empty; download it again")
+    if file.suffix != ".safetensors":
+        _check_torch(file)
+        return None
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        if length > _MOST_HEADER_BYTES and len(start) == 8:
+            raise UnsupportedCheckpoint(
+                f"{file} cannot be read: it is no safetensors file, it begins with {start!r}; download it again"
+            )
+        header = opened.read(length)
+    try:
+        if len(start) < 8 or len(header) < length:
+            needed = 8 + length
+        else:
+            tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+            needed = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise UnsupportedCheckpoint(
+            f"{file} cannot be read: its header is not one of safetensors ({error}); download it again"
+        ) from error
+    if size < needed:
+        raise UnsupportedCheckpoint(
+            f"{file} cannot be read: it is cut, it has {size} bytes and its header says {needed}; download it again"
+        )
+    return [*tensors]
+
+
+def _check_torch(file: Path) -> None:
+    """Raise UnsupportedCheckpoint unless `file` is of torch.save: a whole zip, or a pickle as before torch 1.6."""
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
+        start = opened.read(8)
+        is_whole = zipfile.is_zipfile(opened)
+    if start.startswith(b"PK") and not is_whole:
+        raise UnsupportedCheckpoint(
+            f"{file} cannot be read: it is cut, it has no directory at its end; download it again"
+        )
+    if not start.startswith((b"PK", b"\x80")):
+        raise UnsupportedCheckpoint(
+            f"{file} cannot be read: it is no file of torch.save, it begins with {start!r}; download it again"
+        )
+
+
+def _refuse_adapters(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Raise UnsupportedCheckpoint for a model that was saved with its adapter in place: peft renames its weights."""
+    if name := next((name for name in names if ".base_layer." in name or ".lora_A." in name), None):
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} was saved with an adapter in place, its weights have names such as {name}; merge it "
+            "into the model (peft's merge_and_unload), save that, and give its folder"
+        )
+
+
+def _without_weights(checkpoint: Checkpoint) -> str:
+    """Return the error for a checkpoint without weights, with the files that it has instead and what to do."""
+    said = f"{checkpoint.path} has no weights: neither model.safetensors nor pytorch_model.bin"
+    names = sorted(file.name for file in checkpoint.path.iterdir() if file.suffix in _OTHER_SUFFIXES)
+    if shards := [name for name in names if name.startswith(("model-0", "pytorch_model-0"))]:
+        index = f"{'model.safetensors' if shards[0].endswith('.safetensors') else 'pytorch_model.bin'}.index.json"
+        return f"{said}; it has {shards[0]} and lacks {index}, the list of such files; download that"
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        return f"{said}; {gguf[0]} is a GGUF file, a format of llama.cpp that is not served; take the original weights"
+    if names:
+        return (
+            f"{said}; it has {names[0]}, which is not read. Load it with the program that it was written for, and save "
+            "it for transformers: model.save_pretrained(FOLDER) writes model.safetensors"
+        )
+    return said

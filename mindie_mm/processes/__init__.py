@@ -1,0 +1,1 @@
+"""Running other processes: messages between them, starting and restarting, interruption, standard streams."""

@@ -1,0 +1,51 @@
+"""Entry point of every worker process: `python -m mindie_mm.processes.child FD LOGS MODULE ARGUMENTS...`.
+
+`ipc.spawn` starts it. LOGS is the parent's LogSettings as JSON. The lifeline exists before MODULE is imported, which
+may take seconds. Then MODULE's `main` gets the channel, the lifeline and the arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import warnings
+
+import msgspec
+
+from mindie_mm import logs
+from mindie_mm.processes.ipc import ChildChannel, Lifeline
+from mindie_mm.processes.standard_streams import use_utf8
+from mindie_mm.settings.paths import working_directory
+
+
+def main() -> None:
+    """Run the module's `main`."""
+    use_utf8()
+    descriptor, log_settings, module, *arguments = sys.argv[1:]
+    logs.configure(msgspec.json.decode(log_settings, type=logs.LogSettings), _role(module))
+    if not working_directory():
+        os.chdir("/")  # torch cannot be imported in a removed working directory
+    # Ctrl-C and a closed terminal signal the whole foreground group. The parent decides when to stop, and closes the
+    # channel.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # Warnings about a client's picture do not belong in the log. A filter around each decoding would affect every
+    # thread.
+    warnings.filterwarnings("ignore", module="PIL")
+    with ChildChannel(int(descriptor)) as channel:
+        lifeline = Lifeline(channel)
+        imported = importlib.import_module(module)
+        logs.adopt()
+        imported.main(channel, lifeline, *arguments)
+        lifeline.end()
+
+
+def _role(module: str) -> str:
+    """`engine` for mindie_mm.engine.process.engine_process."""
+    return module.rpartition(".")[2].removesuffix("_process")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Types of settings with their limits, and the errors for wrong values."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from mindie_mm.errors import InputError, naming
+from mindie_mm.settings.environment import text_of
+from mindie_mm.settings.paths import absolute
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrNone = Annotated[int, Meta(ge=0)]
+"""A count for which 0 has a meaning, such as no limit, no cache or none allowed."""
+Seconds = Annotated[float, Meta(gt=0)]
+_SHOWN = (str, int, float, list, tuple)
+_NAMES = {str: "a string", Path: "a string", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def converted(name: str, value: object, hint: Any, *, strict: bool = True, secret: bool = False) -> Any:
+    """Convert `value` to the type `hint`.
+
+    Unless `strict`, texts are parsed as numbers and booleans, as for environment variables. An empty text is refused,
+    because scripts write one for an unset variable, and as a path it would mean the working directory.
+
+    Raises:
+        InputError: The value is wrong. The message names the setting, its value unless it is `secret`, and the type.
+
+    """
+    if isinstance(value, str) and not value.strip():
+        raise InputError(f"{name} is {value!r}, which holds no value: leave it out, or give one")
+    if isinstance(value, str) and not strict and hint is not Path:
+        value = text_of(name, value)
+    try:
+        return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        said = f"of type {type(value).__name__}" if secret or not isinstance(value, _SHOWN) else repr(value)
+        raise InputError(f"{name} is {said}, it must be {_wanted(hint)}") from error
+
+
+def require(settings: Any) -> None:
+    """Raise InputError if a field of a settings dataclass has the wrong type or exceeds its limits."""
+    hints = get_type_hints(type(settings), include_extras=True)
+    for field in fields(settings):
+        if not is_dataclass(value := getattr(settings, field.name)):
+            converted(field.name, value, hints[field.name], secret="secret" in field.metadata)
+
+
+def complete_paths(settings: Any) -> None:
+    """Make the paths of a settings dataclass absolute, in its `__post_init__`. Errors are those of `absolute`."""
+    hints = get_type_hints(type(settings))
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value is not None and Path in (hints[field.name], *get_args(hints[field.name])):
+            with naming(field.name):
+                object.__setattr__(settings, field.name, absolute(value))
+
+
+def _path(hint: type, value: object) -> Path:
+    if hint is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise msgspec.ValidationError
+
+
+def _wanted(hint: Any) -> str:
+    """Describe what a value must be."""
+    if hint in _NAMES:
+        return _NAMES[hint]
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if origin is tuple and parts[-1] is not Ellipsis:
+        return f"a list of {len(parts)}, each {_wanted(parts[0])}"
+    if origin is tuple:
+        return f"a list, each {_wanted(parts[0])}"
+    if origin is Annotated:
+        return f"{_wanted(parts[0])} {_limits(parts[1])}"
+    return _wanted(parts[0])  # of X | None
+
+
+def _limits(meta: Meta) -> str:
+    if meta.ge is not None and meta.le is not None:
+        return f"from {meta.ge} to {meta.le}"
+    least = f"above {meta.gt}" if meta.gt is not None else f"of at least {meta.ge}"
+    return least if meta.le is None else f"{least} and at most {meta.le}"

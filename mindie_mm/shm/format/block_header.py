@@ -1,0 +1,178 @@
+"""The header with which a block describes itself (docs/wire-format.md)."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.shm.format.layout import ALIGNMENT, round_up
+from mindie_mm.shm.format.spec import DTYPE_CODES, DTYPES, MAX_DIMS, ArraySpec
+from mindie_mm.shm.format.words import pack_dims
+
+MAGIC = b"MMB1"
+MAX_ARRAYS = 64
+MAX_NAME_BYTES = 255
+MAX_REQUEST_BYTES = 4096
+MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
+MAX_HEADER_BYTES = 1 << 16
+
+_PREFIX = struct.Struct("<4sII")  # magic, CRC-32 of what follows it, bytes of the header
+_FIXED = struct.Struct("<IIHHHH64s")  # block, generation, arrays, bytes of request, of digest, reserved, digest
+_ARRAY = struct.Struct("<QBBBB")  # offset, bytes of the name, dtype code, dimensions, reserved
+_DIMS = tuple(struct.Struct(f"<{n}Q") for n in range(MAX_DIMS + 1))
+_SMALLEST = _PREFIX.size + _FIXED.size
+
+
+class DamagedHeaderError(ValueError):
+    """Bytes that are no block header; whoever reads them knows which error of the tree that is."""
+
+
+class _Buffer(Protocol):
+    def __getitem__(self, key: slice, /) -> bytes: ...
+
+
+class Array(NamedTuple):
+    """One array of a block."""
+
+    spec: ArraySpec
+    offset: int
+    """Bytes from the start of the block, a multiple of 64."""
+
+
+class BlockHeader(NamedTuple):
+    """What a block says of itself. A named tuple: one is made at each attach, in a third of a dataclass's time."""
+
+    block: int
+    generation: int
+    arrays: Mapping[str, Array]
+    """In the order of allocation; the first one's dtype and shape stand in the shape word."""
+    request: str
+    """Path of the request's path file, empty if it has none."""
+    digest: bytes | None = None
+    """Names the content and its preprocessing; None if the item is not to be cached."""
+
+    @classmethod
+    def unpack(cls, buffer: _Buffer, start: int, stop: int) -> BlockHeader:
+        """Reads the header of the block at [start, stop) of a buffer. DamagedHeaderError."""
+        try:
+            magic, crc, size = _PREFIX.unpack(buffer[start : start + _PREFIX.size])
+            if magic != MAGIC or not _SMALLEST <= size <= min(MAX_HEADER_BYTES, stop - start):
+                raise DamagedHeaderError(f"magic {magic!r} or size {size} is wrong")
+            body = buffer[start + _PREFIX.size : start + size]
+            if zlib.crc32(body, size) != crc:
+                raise DamagedHeaderError("its check does not hold")
+            block, generation, num_arrays, request_bytes, digest_bytes, _, digest = _FIXED.unpack_from(body)
+            behind = len(body) - request_bytes
+            if behind < _FIXED.size or (digest_bytes and not MIN_DIGEST_BYTES <= digest_bytes <= MAX_DIGEST_BYTES):
+                raise DamagedHeaderError("its fields overrun it")
+            arrays, end = _unpack_arrays(body[_FIXED.size : behind], num_arrays)
+        except (struct.error, IndexError, UnicodeDecodeError, InputError) as error:
+            raise DamagedHeaderError(str(error)) from error
+        if end > stop - start:
+            raise DamagedHeaderError(f"its arrays end at {end}, the block has {stop - start} bytes")
+        request = os.fsdecode(body[behind:]) if request_bytes else ""
+        return cls(block, generation, arrays, request, digest[:digest_bytes] if digest_bytes else None)
+
+    def require(self, block: int, generation: int) -> None:
+        """DamagedHeaderError unless it is this block's header, at this generation."""
+        if (self.block, self.generation) != (block, generation):
+            raise DamagedHeaderError(f"it is block {self.block}'s at generation {self.generation}")
+
+
+@lru_cache(maxsize=1024)
+def _unpack_arrays(described: bytes, num_arrays: int) -> tuple[Mapping[str, Array], int]:
+    """The arrays, and where the last one of them ends. Cached: the same few shapes come over and over."""
+    arrays: dict[str, Array] = {}
+    at = end = 0
+    for _ in range(num_arrays):
+        offset, name_bytes, code, num_dims, _ = _ARRAY.unpack_from(described, at)
+        at += _ARRAY.size
+        shape = _DIMS[num_dims].unpack_from(described, at)
+        at += 8 * num_dims
+        array = Array(ArraySpec(shape, DTYPES[code]), offset)
+        if offset % ALIGNMENT:
+            raise DamagedHeaderError(f"an array lies at {offset}, no multiple of {ALIGNMENT}")
+        arrays[described[at : at + name_bytes].decode()] = array
+        at += name_bytes
+        end = max(end, offset + array.spec.nbytes)
+    if not 1 <= len(arrays) == num_arrays <= MAX_ARRAYS or "" in arrays or at != len(described):
+        raise DamagedHeaderError("its arrays do not fill it")
+    return MappingProxyType(arrays), end
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """Where the arrays of a block lie, known before the block has a place."""
+
+    arrays: Mapping[str, Array]
+    described: bytes
+    """The arrays as they stand in the header."""
+    size: int
+    """Bytes of the whole block: header, arrays, alignment."""
+    header_bytes: int
+    first: ArraySpec
+    """The first array, which the shape word describes."""
+
+    @classmethod
+    def of(cls, specs: Mapping[str, ArraySpec], request: bytes) -> BlockPlan:
+        """Lays out `specs` behind a header with the path `request`. InputError, LimitExceeded."""
+        if len(request) > MAX_REQUEST_BYTES:
+            raise LimitExceeded(f"path file {os.fsdecode(request)!r} has more than {MAX_REQUEST_BYTES} bytes")
+        return _plan(tuple(specs.items()), len(request))
+
+    def gaps(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        """[start, stop) of what lies between the header, the arrays and the end of a block of `nbytes`."""
+        end = self.header_bytes
+        for spec, offset in self.arrays.values():
+            yield end, offset
+            end = offset + spec.nbytes
+        yield end, nbytes
+
+    def header(self, block: int, generation: int, request: bytes, digest: bytes) -> bytes:
+        """The block's header, packed; `digest` is empty if the item is not to be cached."""
+        fixed = _FIXED.pack(block, generation, len(self.arrays), len(request), len(digest), 0, digest)
+        body = fixed + self.described + request
+        size = _PREFIX.size + len(body)
+        return _PREFIX.pack(MAGIC, zlib.crc32(body, size), size) + body
+
+
+@lru_cache(maxsize=1024)
+def _plan(specs: tuple[tuple[str, ArraySpec], ...], request_bytes: int) -> BlockPlan:
+    if not 1 <= len(specs) <= MAX_ARRAYS:
+        raise LimitExceeded(f"a block of {len(specs)} arrays; 1 to {MAX_ARRAYS} are allowed")
+    for name, spec in specs:
+        if type(name) is not str or not isinstance(spec, ArraySpec):
+            raise InputError(f"array {name!r} must be a name with an ArraySpec, not {type(spec).__name__}")
+    names = [name.encode() for name, _ in specs]
+    for encoded in names:
+        if not 1 <= len(encoded) <= MAX_NAME_BYTES:
+            shown = encoded[:40].decode(errors="replace")
+            raise LimitExceeded(f"array name {shown!r} has {len(encoded)} bytes; 1 to {MAX_NAME_BYTES} are allowed")
+    described = sum(_ARRAY.size + 8 * len(spec.shape) for _, spec in specs) + sum(map(len, names))
+    header_bytes = _SMALLEST + described + request_bytes
+    at = round_up(header_bytes, ALIGNMENT)
+    pack_dims(specs[0][1].shape)  # LimitExceeded for what no word can carry
+    arrays: dict[str, Array] = {}
+    parts: list[bytes] = []
+    for encoded, (text, spec) in zip(names, specs, strict=True):
+        arrays[text] = Array(spec, at)
+        parts += (
+            _ARRAY.pack(at, len(encoded), DTYPE_CODES[spec.dtype], len(spec.shape), 0),
+            _DIMS[len(spec.shape)].pack(*spec.shape),
+            encoded,
+        )
+        at = round_up(at + spec.nbytes, ALIGNMENT)
+    return BlockPlan(MappingProxyType(arrays), b"".join(parts), at, header_bytes, specs[0][1])
+
+
+def check_digest(digest: bytes) -> None:
+    """LimitExceeded unless the digest has 16 to 64 bytes."""
+    if not MIN_DIGEST_BYTES <= len(digest) <= MAX_DIGEST_BYTES:
+        raise LimitExceeded(f"a digest of {len(digest)} bytes; {MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES} are allowed")

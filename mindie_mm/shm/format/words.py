@@ -1,0 +1,189 @@
+"""Two negative int64 words that name an array in shared memory: the native wire (docs/wire-format.md).
+
+    name word    63  62  61......46  45.....32  31........8  7....0
+                  1   0  arena (16)  block (14)  gen. (24)   CRC-8 of the bits 63 to 8
+    shape word   63  62  61...58  57..55  54.......8  7....0
+                  1   1  dtype(4) ndim(3)  dims (47)  CRC-8 of the name word's bits 63 to 8, then of these
+
+`dims` holds, from bit 8 upwards, the last axis first: a 4-bit width code and that width's bits of (size - 1); what
+is left is (size - 1) of axis 0. The CRC (x^8 + x^2 + x + 1) has period 127, above the 120 bits that one check
+covers: it finds every error of one, two or three bits in the pair.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NoReturn, overload
+
+from mindie_mm.errors import CorruptReference, LimitExceeded
+from mindie_mm.shm.format import spec
+
+ARENA_BITS, BLOCK_BITS, GENERATION_BITS = 16, 14, 24
+MAX_ARENA = (1 << ARENA_BITS) - 1
+MAX_BLOCK = (1 << BLOCK_BITS) - 1
+MAX_GENERATION = (1 << GENERATION_BITS) - 1
+
+DIMS_BITS = 47
+FIRST_AXIS_BITS = 40
+WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 15, 20, 32)
+"""Bits of (size - 1), by width code."""
+WIDTH_CODES = tuple(next(code for code, width in enumerate(WIDTHS) if width >= bits) for bits in range(33))
+"""The width code of a number of so many bits: the narrowest that holds it."""
+
+NAME_WORD_STOP = -(1 << 62)
+"""Every name word is below this, every shape word at or above it."""
+
+_MASK64 = (1 << 64) - 1
+_NAME_TAG, _SHAPE_TAG = 0b10, 0b11
+_NAME_SEED, _SHAPE_SEED = 0xFF, 0x5A
+
+
+def _crc_table() -> bytes:
+    table = []
+    for byte in range(256):
+        crc = byte
+        for _ in range(8):
+            crc = (crc << 1) ^ 0x107 if crc & 0x80 else crc << 1
+        table.append(crc)
+    return bytes(table)
+
+
+_CRC = _crc_table()
+
+
+def _crc8(payload: int, crc: int) -> int:
+    """CRC-8 of a 56-bit payload, its highest byte first."""
+    for byte in payload.to_bytes(7, "big"):
+        crc = _CRC[crc ^ byte]
+    return crc
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64)
+
+
+# A CRC is linear: from the check of a name word follows what the shape word's check starts with behind it.
+_NAME_TO_SHAPE = _crc8(0, _NAME_SEED ^ _SHAPE_SEED)
+
+
+def encode_name(arena: int, block: int, generation: int) -> int:
+    """The name word; LimitExceeded for a number that does not fit its field."""
+    if not (0 <= arena <= MAX_ARENA and 0 <= block <= MAX_BLOCK and 0 <= generation <= MAX_GENERATION):
+        _does_not_fit(arena, block, generation)
+    payload = (_NAME_TAG << 54) | (arena << 38) | (block << 24) | generation
+    return _signed((payload << 8) | _crc8(payload, _NAME_SEED))
+
+
+def _does_not_fit(arena: int, block: int, generation: int) -> NoReturn:
+    limits = (("arena", arena, MAX_ARENA), ("block", block, MAX_BLOCK), ("generation", generation, MAX_GENERATION))
+    what, value, limit = next(one for one in limits if not 0 <= one[1] <= one[2])
+    raise LimitExceeded(f"{what} {value} does not fit a name word; the limit is 0 to {limit}")
+
+
+def encode_shape(name_word: int, dtype: str, shape: tuple[int, ...]) -> int:
+    """The shape word that goes with `name_word`; LimitExceeded for a shape that does not fit its 47 bits."""
+    payload = _pack(dtype, shape)
+    return _signed((payload << 8) | _crc8(payload, (name_word & 0xFF) ^ _NAME_TO_SHAPE))
+
+
+@lru_cache(maxsize=4096)
+def _pack(dtype: str, shape: tuple[int, ...]) -> int:
+    array = spec.ArraySpec(shape, dtype)
+    return (_SHAPE_TAG << 54) | (spec.DTYPE_CODES[dtype] << 50) | (len(shape) << 47) | pack_dims(array.shape)
+
+
+def pack_dims(shape: tuple[int, ...]) -> int:
+    """The `dims` of a shape word. LimitExceeded for a shape that does not fit."""
+    dims = used = 0
+    for size in reversed(shape[1:]):
+        bits = (size - 1).bit_length()
+        if bits > WIDTHS[-1]:
+            raise LimitExceeded(f"shape {shape}: an axis of {size} does not fit; the limit is {1 << WIDTHS[-1]}")
+        code = WIDTH_CODES[bits]
+        dims |= (code | (size - 1) << 4) << used
+        used += 4 + WIDTHS[code]
+    room = min(FIRST_AXIS_BITS, DIMS_BITS - used)
+    if (shape[0] - 1).bit_length() > room:
+        needed = used + (shape[0] - 1).bit_length()
+        raise LimitExceeded(
+            f"shape {shape} needs {needed} bits of a shape word; the limit is {DIMS_BITS}, "
+            f"{FIRST_AXIS_BITS} of them for the first axis"
+        )
+    return dims | (shape[0] - 1) << used
+
+
+def decode_name(word: int) -> tuple[int, int, int]:
+    """(arena, block, generation) of a name word; CorruptReference if its check does not hold."""
+    unsigned = word & _MASK64
+    payload = unsigned >> 8
+    if unsigned >> 62 != _NAME_TAG or not -(1 << 63) <= word < 0:
+        _corrupt(word, "it is not a name word")
+    if _crc8(payload, _NAME_SEED) != unsigned & 0xFF:
+        _corrupt(word, "its check does not hold")
+    return (payload >> 38) & MAX_ARENA, (payload >> 24) & MAX_BLOCK, payload & MAX_GENERATION
+
+
+def decode_shape(name_word: int, word: int) -> tuple[str, tuple[int, ...]]:
+    """(dtype, shape) of the shape word behind `name_word`; CorruptReference if their check does not hold.
+
+    The name word's own check is `decode_name`'s.
+    """
+    unsigned = word & _MASK64
+    payload = unsigned >> 8
+    if unsigned >> 62 != _SHAPE_TAG or not -(1 << 63) <= word < 0:
+        _corrupt(word, "it is not a shape word")
+    if _crc8(payload, (name_word & 0xFF) ^ _NAME_TO_SHAPE) != unsigned & 0xFF:
+        _corrupt(word, f"its check does not hold behind name word {name_word}")
+    try:
+        return _unpack(payload)
+    except ValueError as error:
+        _corrupt(word, str(error))
+
+
+@lru_cache(maxsize=4096)
+def _unpack(payload: int) -> tuple[str, tuple[int, ...]]:
+    """ValueError says what is wrong."""
+    code = (payload >> 50) & 0xF
+    num_dims = (payload >> 47) & 0x7
+    if code >= len(spec.DTYPES):
+        raise ValueError(f"its dtype code {code} is not below {len(spec.DTYPES)}")
+    if not 1 <= num_dims <= spec.MAX_DIMS:
+        raise ValueError(f"its number of dimensions {num_dims} is not 1 to {spec.MAX_DIMS}")
+    return spec.DTYPES[code], _unpack_dims(payload & ((1 << DIMS_BITS) - 1), num_dims)
+
+
+def _unpack_dims(dims: int, num_dims: int) -> tuple[int, ...]:
+    """Only what `pack_dims` writes is accepted: one shape, one word."""
+    left = DIMS_BITS
+    shape = []
+    for _ in range(num_dims - 1):
+        code = dims & 0xF
+        width = WIDTHS[code]
+        left -= 4 + width
+        if left < 0:
+            raise ValueError("its dimensions overrun their field")
+        size = (dims >> 4) & ((1 << width) - 1)
+        if WIDTH_CODES[size.bit_length()] != code:
+            raise ValueError("a dimension is not in its narrowest form")
+        shape.append(size + 1)
+        dims >>= 4 + width
+    if dims.bit_length() > FIRST_AXIS_BITS:
+        raise ValueError(f"its first axis has more than {FIRST_AXIS_BITS} bits")
+    shape.append(dims + 1)
+    return tuple(reversed(shape))
+
+
+def _corrupt(word: int, why: str) -> NoReturn:
+    raise CorruptReference(f"word {word} (0x{word & _MASK64:016x}): {why}")
+
+
+@overload
+def is_name_word(word: int) -> bool: ...
+@overload
+def is_name_word(word: Any) -> Any: ...
+def is_name_word(word: Any) -> Any:
+    """Whether an int64 has the sign and tag of a name word: the scan, not the check.
+
+    Takes an int, or elementwise a numpy array or a torch tensor of int64.
+    """
+    return word < NAME_WORD_STOP

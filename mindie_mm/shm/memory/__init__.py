@@ -1,0 +1,1 @@
+"""Files in /dev/shm: how they are made, locked, mapped and removed."""

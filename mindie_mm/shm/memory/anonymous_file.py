@@ -1,0 +1,80 @@
+"""Files of /dev/shm that are complete before they have a name: a death until then leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from mindie_mm.errors import SharedMemoryError, os_errors_as
+from mindie_mm.shm.format.layout import SHM_DIRECTORY, needing_proc
+from mindie_mm.shm.memory.space import ShmSpace
+
+_HOW_TO_GET_ROOM = (
+    "reclaim what the dead left (`mindie-mm shm gc`), make it smaller, or enlarge /dev/shm: `mount -o "
+    "remount,size=<bytes> /dev/shm`, in Docker --shm-size, in Kubernetes an emptyDir of medium Memory mounted there"
+)
+
+
+def make_nameless() -> int:
+    """Create an empty file of mode 0600 without a name, and return its descriptor."""
+    try:
+        return os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        why = (ShmSpace.now().why_no_file() or _HOW_TO_GET_ROOM) if full else None
+        said = f"{error.strerror}: {why}" if why else error.strerror
+        raise SharedMemoryError(f"cannot create a file in {SHM_DIRECTORY}: {said}") from error
+
+
+def reserve(descriptor: int, nbytes: int, what: str) -> None:
+    """Allocate all pages, so that a full /dev/shm is an error here instead of a SIGBUS later.
+
+    Args:
+        descriptor: The open file.
+        nbytes: Size to allocate in bytes.
+        what: Purpose of the file, for the message.
+
+    Raises:
+        SharedMemoryError: There is not enough space.
+
+    """
+    space = ShmSpace.now()
+    free = "no room" if space.free_bytes is None else f"{space.free_bytes} bytes free of {space.total_bytes}"
+    why = f"{SHM_DIRECTORY} has {free}, {what} needs {nbytes}; {_HOW_TO_GET_ROOM}"
+    if space.free_bytes is not None and nbytes > space.free_bytes:
+        raise SharedMemoryError(why)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise SharedMemoryError(why) from error
+        raise SharedMemoryError(f"{nbytes} bytes cannot be reserved for {what}: {error.strerror}") from error
+
+
+def reopened(descriptor: int) -> int:
+    """Return a descriptor with a new open file description of the same file.
+
+    A mapping keeps its description, and thus a lock on that description, alive in every forked child.
+    """
+    with os_errors_as(SharedMemoryError, f"cannot reopen a file in {SHM_DIRECTORY}"), needing_proc():
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def give_name(descriptor: int, name: str) -> None:
+    """Link the file into /dev/shm.
+
+    Raises:
+        FileExistsError: Another file has the name.
+        OSError: The file cannot be linked.
+        SharedMemoryError: /proc is not mounted.
+
+    """
+    with needing_proc():
+        Path(f"/proc/self/fd/{descriptor}").stat()
+    directory = os.open(SHM_DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # A directory descriptor makes this linkat(AT_SYMLINK_FOLLOW), which reaches the file behind /proc.
+        os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,85 @@
+"""Memory mappings that Python's mmap module cannot make.
+
+`map_pieces` maps several ranges contiguously, for a block that is stored in several pieces. `map_file` keeps no file
+descriptor. Each mapping of the mmap module keeps one, and a process has only 1,024 of them by default.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from functools import cache
+from typing import Any
+from weakref import finalize
+
+from mindie_mm.errors import SharedMemoryError
+from mindie_mm.shm.format.extent import Pieces
+
+# <linux/mman.h>, the same on x86-64 and aarch64; the mmap module does not name them all.
+_MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
+_PROT_NONE = 0
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_pieces(descriptor: int, pieces: Pieces, *, writable: bool) -> memoryview:
+    """The pieces of an open file, in whole pages, mapped in this order; gone with the last array.
+
+    SharedMemoryError if the kernel refuses.
+    """
+    libc = _libc()
+    total = sum(nbytes for _, nbytes in pieces)
+    address = libc.mmap(None, total, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+    if address == _FAILED:
+        _refuse(total, pieces)
+    buffer = _buffer(address, total)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    at = address
+    for offset, nbytes in pieces:
+        if libc.mmap(at, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE, descriptor, offset) != at:
+            _refuse(total, pieces)
+        at += nbytes
+    return buffer if writable else buffer.toreadonly()
+
+
+def map_file(descriptor: int, nbytes: int) -> memoryview:
+    """Map the first `nbytes` of an open file for reading. The mapping lives as long as any array over it.
+
+    Raises:
+        OSError: The kernel refuses the mapping.
+
+    """
+    address = _libc().mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return _buffer(address, nbytes).toreadonly()
+
+
+def _buffer(address: int, nbytes: int) -> memoryview:
+    """Return a buffer over the mapping at `address`. The mapping is removed with the last reference to the buffer."""
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    # No unmapping at interpreter exit, because arrays may outlive the finalizers.
+    finalize(buffer, _libc().munmap, address, nbytes).atexit = False
+    return memoryview(buffer).cast("B")
+
+
+def _refuse(total: int, pieces: Pieces) -> None:
+    why = os.strerror(ctypes.get_errno())
+    raise SharedMemoryError(f"{total} bytes in {len(pieces)} pieces cannot be mapped: {why}")
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc

@@ -1,0 +1,48 @@
+"""How full /dev/shm is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from mindie_mm.errors import SharedMemoryError, os_errors_as
+from mindie_mm.shm.format.layout import SHM_DIRECTORY
+
+
+@dataclass(frozen=True, slots=True)
+class ShmSpace:
+    """Usage of the /dev/shm file system by all processes.
+
+    A tmpfs that is mounted with `size=0` is limited only by the memory of the machine. It does not count its blocks.
+    """
+
+    total_bytes: int | None
+    """Size of the file system in bytes, or None if it is not limited."""
+    used_bytes: int | None
+    """Used space in bytes, or None if the size is not limited."""
+    free_bytes: int | None
+    """Free space in bytes, or None if the size is not limited."""
+    total_files: int | None
+    """Maximum number of files, or None if it is not limited."""
+    free_files: int | None
+    """Number of files that can still be created, or None if it is not limited."""
+
+    @classmethod
+    def now(cls) -> ShmSpace:
+        """Read the current usage. Raise SharedMemoryError if there is no /dev/shm."""
+        with os_errors_as(SharedMemoryError, f"{SHM_DIRECTORY} cannot be looked at"):
+            space = os.statvfs(SHM_DIRECTORY)
+        files = (space.f_files, space.f_favail) if space.f_files else (None, None)
+        if not space.f_blocks:
+            return cls(None, None, None, *files)
+        total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+        return cls(total, total - space.f_bfree * space.f_frsize, free, *files)
+
+    def why_no_file(self) -> str | None:
+        """Return why no file can be created, and what to do, or None if one can."""
+        if self.free_files != 0:
+            return None
+        return (
+            f"all of its {self.total_files} inodes are used. Remove unused files (`mindie-mm shm gc` removes those of "
+            f"dead processes), or run `mount -o remount,nr_inodes=<number> {SHM_DIRECTORY}`"
+        )

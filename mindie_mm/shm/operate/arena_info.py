@@ -1,0 +1,240 @@
+"""What lies in /dev/shm, as everybody of this user sees it: the operator's view. Reads only, and never waits."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindie_mm.errors import SegmentMissing, SharedMemoryError, os_errors_as
+from mindie_mm.shm.format.block_header import BlockHeader, DamagedHeaderError
+from mindie_mm.shm.format.extent import Extent, Pieces, read_pieces
+from mindie_mm.shm.format.layout import (
+    ALLOCATED_NS,
+    EXPIRES_NS,
+    FREE,
+    MAGIC,
+    OFFSET,
+    PAGE,
+    PUBLISHED,
+    SHM_DIRECTORY,
+    SIZE,
+    STATE,
+    STATE_NAMES,
+    WORDS_PER_ENTRY,
+    ArenaHeader,
+    Owner,
+)
+from mindie_mm.shm.format.ref import Ref
+from mindie_mm.shm.format.spec import ArraySpec
+from mindie_mm.shm.format.stats import ArenaStats
+from mindie_mm.shm.memory.liveness_lock import is_locked
+
+_FILE_NAME = re.compile(r"mindie_mm-([0-9a-f]{4})")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """A block that nobody freed."""
+
+    block: int
+    generation: int
+    state: str
+    """filling or published."""
+    num_bytes: int
+    """Bytes of the block, in whole pages."""
+    pieces: Pieces
+    """Where it lies, from the start of the room for blocks; mostly one, none if the entries are damaged."""
+    arrays: Mapping[str, ArraySpec]
+    """Empty if the header cannot be read, as while it is written."""
+    request: str
+    """Path of the request's path file; empty if it has none, or the header cannot be read."""
+    age_s: float
+    lease_s: float | None
+    """Seconds left of its lease, below 0 once that ran out; None if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    """An arena of this user."""
+
+    number: int
+    file: str
+    """Its path."""
+    owner: Owner | None
+    """None if the header is damaged."""
+    alive: bool
+    """Whether its owner holds its lock."""
+    age_s: float
+    file_bytes: int
+    """All of it that /dev/shm holds."""
+    capacity_bytes: int
+    """Bytes for blocks."""
+    used_bytes: int
+    """Bytes in blocks that nobody freed."""
+    blocks: tuple[BlockInfo, ...]
+    stats: ArenaStats | None
+    """What its owner counts; None if the header is damaged."""
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return Path(self.file).name
+
+    @property
+    def populated_fraction(self) -> float:
+        """How much of it is faulted in, 0 to 1."""
+        return 0.0 if self.stats is None else min(1.0, self.stats.populated_bytes / self.file_bytes)
+
+    def ref(self, block: BlockInfo) -> Ref:
+        """The reference to one of its blocks."""
+        return Ref(self.number, block.block, block.generation)
+
+
+def survey(*, described: bool = True) -> list[ArenaInfo]:
+    """Every arena of this user in /dev/shm, by number; needs no service. SharedMemoryError without a /dev/shm.
+
+    `described=False` leaves out what stands in the blocks' own headers, arrays and request: many times faster.
+    """
+    arenas = []
+    for number, path in arena_files():
+        with opened(path, os.O_RDONLY) as descriptor:
+            if descriptor is not None:
+                arenas.append(_describe(number, path, descriptor, described=described))
+    return arenas
+
+
+def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaInfo]:
+    """Return the living arenas of the processes `pids` in the pid namespace of this process.
+
+    Args:
+        pids: Process ids of the owners.
+        described: As in `survey`.
+
+    Raises:
+        SharedMemoryError: /proc is not mounted.
+
+    """
+    namespace = Owner.current().pid_namespace
+    return [
+        arena
+        for arena in survey(described=described)
+        if arena.alive and arena.owner and arena.owner.pid in pids and arena.owner.pid_namespace == namespace
+    ]
+
+
+def arena_files() -> list[tuple[int, Path]]:
+    """Number and path of all that is named as an arena; whose it is, and whether it is one, is `opened`'s to say."""
+    with os_errors_as(SharedMemoryError, f"{SHM_DIRECTORY} cannot be read"):
+        names = sorted(os.listdir(SHM_DIRECTORY))  # noqa: PTH208 - no Path for each of thousands of other files
+    matches = [(_FILE_NAME.fullmatch(name), name) for name in names]
+    return [(int(match[1], 16), SHM_DIRECTORY / name) for match, name in matches if match]
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int | None]:
+    """The file's descriptor if it is an arena of this user and still there; else None."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:  # gone, a link, or not ours to open
+        yield None
+        return
+    try:
+        ours = os.fstat(descriptor).st_uid == os.geteuid() and _first_bytes(descriptor) == MAGIC
+        yield descriptor if ours else None
+    finally:
+        os.close(descriptor)
+
+
+def _first_bytes(descriptor: int) -> bytes:
+    try:
+        return os.pread(descriptor, len(MAGIC), 0)
+    except OSError:  # a directory, a pipe
+        return b""
+
+
+def _describe(number: int, path: Path, descriptor: int, *, described: bool) -> ArenaInfo:
+    alive = is_locked(descriptor)
+    status = os.fstat(descriptor)
+    try:
+        header = ArenaHeader.read(descriptor, status)
+        blocks = tuple(_blocks(descriptor, header, described=described))
+        stats = ArenaStats.read(descriptor)
+    except SegmentMissing:
+        return ArenaInfo(number, str(path), None, alive, 0.0, status.st_size, 0, 0, (), None)
+    return ArenaInfo(
+        number=number,
+        file=str(path),
+        owner=header.owner,
+        alive=alive,
+        age_s=max(0.0, (time.time_ns() - header.created_ns) / 1e9),
+        file_bytes=header.file_bytes,
+        capacity_bytes=header.capacity_bytes,
+        used_bytes=sum(block.num_bytes for block in blocks),
+        blocks=blocks,
+        stats=stats,
+    )
+
+
+def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterator[BlockInfo]:
+    now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    # The table and the release words at one moment, as nearly as a reader can.
+    table = os.pread(descriptor, header.data_offset - PAGE, PAGE)
+    if len(table) < header.data_offset - PAGE:
+        raise SegmentMissing("the arena's file was cut short meanwhile")
+    control = memoryview(table).cast("Q")
+    releases = control[(header.releases_offset - PAGE) // 8 :]
+    state_words = control[STATE : WORDS_PER_ENTRY * header.num_entries : WORDS_PER_ENTRY].tolist()
+    capacity_bytes, file_bytes = header.capacity_bytes, header.file_bytes
+    for block, word in enumerate(state_words):
+        generation, state = word >> 8, word & 0xFF
+        if not FREE < state <= PUBLISHED or releases[1 + block] == generation:
+            continue
+        entry = control[WORDS_PER_ENTRY * block : WORDS_PER_ENTRY * (block + 1)]
+        start, size = min(entry[OFFSET], file_bytes), min(entry[SIZE], capacity_bytes)
+        own = _block_header(descriptor, block, generation, start, size) if described else None
+        yield BlockInfo(
+            block=block,
+            generation=generation,
+            state=STATE_NAMES[state],
+            num_bytes=size,
+            pieces=_pieces(control, header, block),
+            arrays={name: array.spec for name, array in own.arrays.items()} if own else {},
+            request=own.request if own else "",
+            age_s=max(0.0, (now_ns - entry[ALLOCATED_NS]) / 1e9),
+            lease_s=(entry[EXPIRES_NS] - now_ns) / 1e9 if entry[EXPIRES_NS] else None,
+        )
+
+
+def _pieces(control: memoryview, header: ArenaHeader, block: int) -> Pieces:
+    """Where a block lies, from the start of the room for blocks; cut to that room, for it may be changing meanwhile."""
+    room = range(header.data_offset, header.file_bytes)
+    return tuple(
+        Extent(offset - room.start, min(nbytes, room.stop - offset))
+        for offset, nbytes in read_pieces(control, header.num_entries, block)
+        if offset in room and nbytes > 0
+    )
+
+
+def _block_header(descriptor: int, block: int, generation: int, start: int, size: int) -> BlockHeader | None:
+    """A block's header; None if it cannot be read, or is of another generation."""
+    try:
+        header = BlockHeader.unpack(_FileBytes(descriptor), start, start + size)
+        header.require(block, generation)
+    except DamagedHeaderError:
+        return None
+    return header
+
+
+class _FileBytes:
+    """The bytes of a file, each slice read when it is asked for."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __getitem__(self, key: slice) -> bytes:
+        return os.pread(self._descriptor, key.stop - key.start, key.start)

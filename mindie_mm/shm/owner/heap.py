@@ -1,0 +1,139 @@
+"""Free space of an arena: by size class, the class's last block first; joined into larger extents when none fits."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import lru_cache
+
+from mindie_mm.shm.format.extent import Extent, Pieces
+from mindie_mm.shm.format.layout import PAGE, round_up
+
+# Sizes between two powers of two: a block takes at most an eighth more than it asked for, above eight pages.
+CLASSES_PER_DOUBLING = 8
+_STEP_BITS = (2 * CLASSES_PER_DOUBLING).bit_length() - 1
+
+
+@lru_cache(maxsize=4096)
+def size_class(size: int) -> int:
+    """The bytes that a block of `size` takes: so few sizes that a freed one soon fits another block exactly."""
+    step = max(PAGE, 1 << max((size - 1).bit_length() - _STEP_BITS, 0))
+    return -(-size // step) * step
+
+
+class Heap:
+    """Extents of a range of bytes. One process, no locking of its own."""
+
+    def __init__(self, start: int, stop: int, taken: Iterable[Extent] = ()) -> None:
+        """`taken` is not free."""
+        self._extents = _Extents()
+        self.free_bytes = 0
+        for offset, nbytes in sorted((*taken, Extent(stop, 0))):
+            if offset > start:
+                self._extents.give(start, offset - start)
+                self.free_bytes += offset - start
+            start = offset + nbytes
+        # Freed blocks wait here for one of their own class, last in first out: their pages are still in the caches.
+        self._freed: defaultdict[int, list[Extent]] = defaultdict(list)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest extent: what the next allocation can be at most."""
+        self._join()
+        return self._extents.largest_bytes
+
+    def allocate(self, size: int) -> Extent | None:
+        """Room for a block of the class of `size`; None if no extent holds it."""
+        taken = size_class(size)
+        if freed := self._freed[taken]:
+            extent: Extent | None = freed.pop()
+        else:
+            extent = self._extents.take(taken)
+        if extent is None:
+            self._join()
+            extent = self._extents.take(taken)
+        if extent is None and (exact := round_up(size, PAGE)) < taken:
+            extent = self._extents.take(exact)
+        if extent is not None:
+            self.free_bytes -= extent.nbytes
+        return extent
+
+    def scatter(self, size: int, least_first: int, max_pieces: int) -> Pieces | None:
+        """The fewest extents that hold `size` together, largest first, in whole pages.
+
+        None if the first has less than `least_first`, or if it takes more than `max_pieces`, or more than there is.
+        """
+        if self.largest_bytes < least_first:
+            return None
+        left, pieces = round_up(size, PAGE), list[Extent]()
+        for nbytes, offset in reversed(self._extents.by_size[-max_pieces:] if max_pieces else []):
+            pieces.append(Extent(offset, min(nbytes, left)))
+            left -= pieces[-1].nbytes
+            if not left:
+                break
+        if left:
+            return None
+        for offset, nbytes in pieces:
+            self._extents.take_at(offset, nbytes)
+            self.free_bytes -= nbytes
+        return tuple(pieces)
+
+    def free(self, extent: Extent) -> None:
+        """Gives back what `allocate` returned, or one piece of what `scatter` did."""
+        self.free_bytes += extent.nbytes
+        self._freed[extent.nbytes].append(extent)
+
+    def _join(self) -> None:
+        for freed in self._freed.values():
+            for extent in freed:
+                self._extents.give(*extent)
+        self._freed.clear()
+
+
+class _Extents:
+    """Disjoint extents, neighbours joined; the smallest that fits is cut."""
+
+    def __init__(self) -> None:
+        self.by_size: list[tuple[int, int]] = []  # sorted: (size, offset)
+        self._starts: dict[int, int] = {}  # offset -> size
+        self._stops: dict[int, int] = {}  # end -> offset
+
+    @property
+    def largest_bytes(self) -> int:
+        return self.by_size[-1][0] if self.by_size else 0
+
+    def take(self, size: int) -> Extent | None:
+        at = bisect_left(self.by_size, (size, 0))
+        if at == len(self.by_size):
+            return None
+        offset = self.by_size[at][1]
+        self.take_at(offset, size)
+        return Extent(offset, size)
+
+    def take_at(self, offset: int, size: int) -> None:
+        """The beginning of the extent that lies there."""
+        found = self._remove(offset)
+        if found > size:
+            self._insert(offset + size, found - size)
+
+    def give(self, offset: int, size: int) -> None:
+        before = self._stops.get(offset)
+        if before is not None:
+            size += offset - before
+            offset = before
+            self._remove(offset)
+        if offset + size in self._starts:
+            size += self._remove(offset + size)
+        self._insert(offset, size)
+
+    def _insert(self, offset: int, size: int) -> None:
+        insort(self.by_size, (size, offset))
+        self._starts[offset] = size
+        self._stops[offset + size] = offset
+
+    def _remove(self, offset: int) -> int:
+        size = self._starts.pop(offset)
+        del self._stops[offset + size]
+        del self.by_size[bisect_left(self.by_size, (size, offset))]
+        return size

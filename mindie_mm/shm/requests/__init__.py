@@ -1,0 +1,1 @@
+"""A request's directory: its path file, which records its blocks, and its spooled media."""

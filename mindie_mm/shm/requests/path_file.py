@@ -1,0 +1,190 @@
+r"""The path file of a request: one line for each block, or segment, that was ever allocated for it.
+
+    mindie_mm-1f2a 17 1234567\n        an arena's file, block, generation
+    psm_8c9d4828\n                     a segment of MindIE's wire
+
+A line without its newline was cut short and names nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, SharedMemoryError
+from mindie_mm.processes import faults
+from mindie_mm.shm.format.mindie_words import is_segment_name
+from mindie_mm.shm.format.ref import Ref
+from mindie_mm.shm.format.words import MAX_BLOCK, MAX_GENERATION
+from mindie_mm.shm.memory.segment import unlink_segment
+from mindie_mm.shm.reader.view import release_block
+
+PATH_FILE_NAME = "shm_name.txt"
+MAX_BYTES = 16 << 20
+
+# Where no line is added any more: the rest is for those who add theirs at the same moment.
+_FULL_BYTES = MAX_BYTES - (64 << 10)
+
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_LINE = re.compile(rb"mindie_mm-([0-9a-f]{4}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,7})\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a path file says."""
+
+    refs: list[Ref]
+    """Blocks, in order."""
+    segments: list[str]
+    """Segments of MindIE's wire by name, in order."""
+    damaged: list[int]
+    """Numbers, from 1, of the lines that are neither."""
+
+    @property
+    def damage(self) -> str:
+        """How errors tell of those lines, where there are any."""
+        numbers = ", ".join(map(str, self.damaged[:10]))
+        return f"{len(self.damaged)} lines are no reference (line {numbers})"
+
+
+def record(path_file: bytes, arena: int, block: int, generation: int) -> None:
+    """Appends a block's line in one write.
+
+    InputError for what is no regular file of this user, LimitExceeded for a full one; SharedMemoryError if it cannot
+    be written.
+    """
+    _append(path_file, b"mindie_mm-%04x %d %d\n" % (arena, block, generation))
+
+
+@contextmanager
+def recorded(path_file: Path, segment: str) -> Iterator[None]:
+    """Appends a segment's line, and takes it back if the body, which gives the segment its name, fails.
+
+    So a segment that can be seen always has its line, and a line never names what another program made meanwhile.
+    Errors as `record`.
+    """
+    line = f"{segment}\n".encode()
+    _append(os.fsencode(path_file), line)
+    try:
+        yield
+    except BaseException:
+        _take_back(path_file, line)
+        raise
+
+
+def _append(path_file: bytes, line: bytes) -> None:
+    name = os.fsdecode(path_file)
+    try:
+        descriptor = os.open(path_file, _APPEND, 0o600)
+        faults.point("before-record")
+        try:
+            if (size := _require_own(name, descriptor)) > _FULL_BYTES:
+                raise LimitExceeded(f"path file {name} has {size} bytes, {_FULL_BYTES} are full: release and remove it")
+            written = os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise SharedMemoryError(f"path file {name} cannot be written: {error.strerror}") from error
+    faults.point("after-record")
+    if written != len(line):
+        raise SharedMemoryError(f"path file {name}: {written} of {len(line)} bytes were written")
+
+
+def _take_back(path_file: Path, line: bytes) -> None:
+    """Removes the last line if it is this one."""
+    with open(path_file, "r+b", 0, opener=_open_no_link) as file:
+        start = file.seek(0, os.SEEK_END) - len(line)
+        if start >= 0 and os.pread(file.fileno(), len(line), start) == line:
+            file.truncate(start)
+
+
+def _require_own(path_file: str | Path, descriptor: int) -> int:
+    """Bytes of the file. InputError unless it is a regular file of this user.
+
+    Where others may write they can put a path file, and what it names would be freed as if this user had said so.
+    """
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"path file {path_file} is no regular file")
+    if status.st_uid != os.geteuid():
+        raise InputError(
+            f"path file {path_file} is user {status.st_uid}'s; this process is user {os.geteuid()}'s, and uses none "
+            "but its own user's"
+        )
+    return status.st_size
+
+
+def read_contents(path_file: str | Path) -> Contents:
+    """All that a path file says; a missing file says nothing.
+
+    InputError if the path is no regular file of this user, LimitExceeded above 16 MiB.
+    """
+    try:
+        with open(path_file, "rb", opener=_open_no_link) as file:
+            _require_own(path_file, file.fileno())
+            data = file.read(MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return Contents([], [], [])
+    except ValueError as error:  # a NUL
+        raise InputError(f"path file {os.fspath(path_file)!r} cannot be read: {error}") from error
+    except OSError as error:
+        raise InputError(f"path file {path_file} cannot be read: {error.strerror}") from error
+    if len(data) > MAX_BYTES:
+        raise LimitExceeded(f"path file {path_file} has more than {MAX_BYTES} bytes")
+    contents = Contents([], [], [])
+    for number, line in enumerate(io.BytesIO(data), start=1):  # lines end with 0x0A and nothing else
+        if is_segment_name(line[:-1].decode("latin-1")) and line.endswith(b"\n"):
+            contents.segments.append(line[:-1].decode())
+        elif (ref := _parse(line)) is not None:
+            contents.refs.append(ref)
+        else:
+            contents.damaged.append(number)
+    return contents
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _parse(line: bytes) -> Ref | None:
+    match = _LINE.fullmatch(line)
+    if match is None:
+        return None
+    arena, block, generation = int(match[1], 16), int(match[2]), int(match[3])
+    return Ref(arena, block, generation) if block <= MAX_BLOCK and generation <= MAX_GENERATION else None
+
+
+def release(path_file: str | Path) -> int:
+    """Frees every block and segment that the file names; the number of those that this call freed.
+
+    Idempotent, from any process; a missing file, a missing arena or segment and a block freed before count nothing.
+    The lines stay: remove the file then, or the next release goes through all of them again.
+
+    InputError for what is no regular file of this user, LimitExceeded above 16 MiB. Lines that are no reference are
+    skipped, and when all others are freed CorruptReference names them; SharedMemoryError if an arena could not be
+    mapped, or a segment not removed, likewise once the others are done.
+    """
+    contents = read_contents(path_file)
+    freed, troubles = 0, []
+    frees = [partial(release_block, ref) for ref in contents.refs]
+    frees += [partial(unlink_segment, name) for name in contents.segments]
+    for free in frees:
+        try:
+            freed += free()
+            faults.point("mid-free")
+        except SharedMemoryError as error:
+            troubles.append(error)
+    if troubles:
+        raise SharedMemoryError(
+            f"path file {path_file}: {len(troubles)} of {len(frees)} references could not be released: {troubles[0]}"
+        ) from troubles[0]
+    if contents.damaged:
+        raise CorruptReference(f"path file {path_file}: {contents.damage}; the other {len(frees)} were released")
+    return freed

@@ -1,0 +1,1 @@
+"""Structured outputs: JSON schemas and grammars, checked first and then enforced token by token."""

@@ -1,0 +1,182 @@
+"""A trial compilation of JSON schemas, before they reach the engine.
+
+The compile time cannot be predicted from a schema. 42 bytes may take half a minute, and llguidance cannot be
+interrupted. So each schema is compiled as the engine would, with the checkpoint's tokens, in a process that the kernel
+kills when its time is up. One process has read the vocabulary and forks for each schema.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+
+from mindie_mm.errors import InputError, MindieMMError, ProcessDied
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.processes.ipc import Child, ChildChannel, Failure, Lifeline
+from mindie_mm.structured.grammar import KEPT, Grammars
+from mindie_mm.tokenize.text.detokenizer import load_tokenizer
+
+MAX_SCHEMA_BYTES = 32768
+COMPILE_S = 0.1
+"""Maximum CPU time in seconds to compile a schema. A schema with a hundred fields takes 5 ms."""
+
+_REST = 4
+"""Pause before the next schema, as a multiple of the last compile time. The engine compiles it too, beside its work."""
+_WALL_S = 10.0
+"""Maximum wall-clock time in seconds. A schema that takes longer without using up `COMPILE_S` stays unchecked."""
+_REPLY_S = 60.0
+_WHAT = "the process that checks JSON schemas"
+
+
+class _Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The first message of a process that has read the vocabulary. A Failure in its place tells why it has not."""
+
+
+class SchemaCheck:
+    """A process that checks schemas one by one, and a cache of results. The first check starts the process."""
+
+    def __init__(self, model: Path, family: str | None) -> None:
+        """Prepare checks for the checkpoint directory `model`. `family` is as in `family_of`."""
+        self._arguments = (str(model), family or "")
+        self._child: Child | None = None
+        self._closed = False
+        self._turn = asyncio.Lock()
+        self._asking: asyncio.Task[str] | None = None
+        self._known: dict[str, str] = {}
+        """Error of each of the last `KEPT` schemas, or "" for a good one, the latest last.
+
+        The engine keeps as many compiled schemas, in the same order. So a schema that the engine has to compile again
+        is also checked again, with its pause.
+        """
+
+    async def check(self, schema: str) -> None:
+        """Check a schema.
+
+        Raises:
+            InputError: It is no schema, cannot be enforced, is too large, or takes too long to compile.
+            ProcessDied: The process died twice, cannot start, or is closed.
+
+        """
+        if (num_bytes := len(schema.encode())) > MAX_SCHEMA_BYTES:
+            raise InputError(f"the JSON schema has {num_bytes} bytes, the limit is {MAX_SCHEMA_BYTES}")
+        said = self._known.get(schema)
+        if said is None:
+            async with self._turn:
+                said = self._known.get(schema)  # others may have asked the same
+                if said is None:
+                    if self._asking is not None:
+                        await asyncio.wait({self._asking})  # its caller was cancelled, but its answer must be read
+                    self._asking = asyncio.create_task(self._ask(schema))
+                    said = await asyncio.shield(self._asking)
+        self._remember(schema, said)
+        if said:
+            raise InputError(said, param="response_format")
+
+    async def close(self) -> None:
+        """End the process. A running check fails."""
+        self._closed = True
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking})
+        if self._child is not None:
+            await self._child.end()
+
+    def _remember(self, schema: str, said: str) -> None:
+        self._known.pop(schema, None)
+        self._known[schema] = said
+        if len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
+
+    async def _ask(self, schema: str) -> str:
+        """Ask the process for the error of `schema`, and ask a second process if it dies. Raise ProcessDied."""
+        for _ in range(2):
+            if self._closed:
+                break
+            try:
+                async with asyncio.timeout(_REPLY_S):
+                    self._child = self._child or await self._started()
+                    self._child.channel.send(schema.encode())
+                    said = (await self._child.channel.recv()).decode()
+            except (EOFError, TimeoutError):
+                child, self._child = self._child, None
+                if child is not None:
+                    await child.end()
+                continue
+            self._remember(schema, said)  # here, too: its caller may have been cancelled
+            return said
+        raise ProcessDied(f"{_WHAT} {'is closed' if self._closed else 'died twice'}")
+
+    async def _started(self) -> Child:
+        """Start the process. Raise EOFError if it dies before it is ready, or ProcessDied if it reports a failure."""
+        child = await Child.start(__name__, *self._arguments)
+        try:
+            reply = msgspec.msgpack.decode(await child.channel.recv(), type=_Ready | Failure)
+        except BaseException:
+            await child.end()
+            raise
+        if isinstance(reply, Failure):
+            await child.end()
+            raise ProcessDied(f"{_WHAT} did not start: {reply.message}")
+        return child
+
+
+def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
+    """Answer each schema with its error, or "", until the channel closes."""
+    try:
+        tokenizer = load_tokenizer(Checkpoint.open(model), family or None)
+    except MindieMMError as error:
+        channel.send(msgspec.msgpack.encode(Failure.of(error)))
+        return
+    grammars = Grammars(tokenizer, [0])  # the end-of-sequence token does not matter here
+    channel.send(msgspec.msgpack.encode(_Ready()))
+    while True:
+        try:
+            schema = channel.recv().decode()
+        except EOFError:
+            return
+        said, took_s = _tried(grammars, schema)
+        channel.send(said.encode())
+        if not said:
+            time.sleep(_REST * took_s)
+
+
+def _tried(grammars: Grammars, schema: str) -> tuple[str, float]:
+    """Compile `schema` in a fork of this process. Return the error, or "", and the CPU time in seconds.
+
+    The fork also contains crashes of the compiler, such as a stack overflow or a lack of memory.
+
+    Raises:
+        TimeoutError: The machine was too busy, so nothing is known about the schema.
+
+    """
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:  # what these signals do unless one says otherwise: the process ends, whatever it is doing
+            signal.setitimer(signal.ITIMER_PROF, COMPILE_S)
+            signal.setitimer(signal.ITIMER_REAL, _WALL_S)
+            said = ""
+            try:
+                grammars.constraint(schema)
+            except InputError as error:
+                said = str(error)
+            os.write(write, said.encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read().decode()
+    _, status, usage = os.wait4(pid, 0)
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if ended_by == signal.SIGALRM:
+        raise TimeoutError(f"the machine is too busy to compile a JSON schema within {_WALL_S:g} s")
+    if ended_by == signal.SIGPROF:
+        said = f"compiling the JSON schema takes more than {COMPILE_S:g} s of processor time, the limit"
+    elif status:
+        said = f"compiling the JSON schema fails, with status {os.waitstatus_to_exitcode(status)}"
+    return said, usage.ru_utime + usage.ru_stime

@@ -1,0 +1,159 @@
+"""The tokenizer process: it owns the arena, and works on many requests at once.
+
+It exits when its channel closes: the client closed it, or died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+import msgspec
+import torch
+
+from mindie_mm.decode import Decoders
+from mindie_mm.decode.decoder_messages import DecoderSetup
+from mindie_mm.errors import MindieMMError, RequestAborted, WorldError
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.processes import faults
+from mindie_mm.processes.ipc import Channel, ChildChannel, Failure, Lifeline, open_channel
+from mindie_mm.processes.tasks import task_group
+from mindie_mm.settings.environment import fault_folder
+from mindie_mm.shm import Arena, collect
+from mindie_mm.tokenize.decoded import read_prompts
+from mindie_mm.tokenize.preprocessed import Preprocessed
+from mindie_mm.tokenize.prompts import Prompts
+from mindie_mm.tokenize.room import Room
+from mindie_mm.tokenize.stage.answer import answer
+from mindie_mm.tokenize.stage.tokenizer_messages import (
+    Cancel,
+    Failed,
+    FromProcess,
+    Pong,
+    Ready,
+    Setup,
+    Tokenize,
+    Tokenized,
+    ToProcess,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """Answers the requests of one channel."""
+
+    def __init__(self, channel: Channel, prompts: Prompts, arena: Arena) -> None:
+        self._channel = channel
+        self._prompts = prompts
+        self._arena = arena
+        self._requests: dict[int, asyncio.Task[None]] = {}
+        """Requests in progress, by their numbers."""
+        self._ending = False
+        self._encoder = msgspec.msgpack.Encoder()
+
+    async def serve(self) -> None:
+        """Answer requests until the channel closes, or the arena is lost: the next process makes another."""
+        try:
+            await self._receive()
+        finally:
+            self._ending = True
+            requests = [*self._requests.values()]
+            for task in requests:
+                task.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+
+    async def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder[ToProcess](ToProcess)
+        while not self._arena.lost:
+            try:
+                message = decoder.decode(await self._channel.recv())
+            except EOFError:
+                return
+            if isinstance(message, Tokenize):
+                self._requests[message.number] = asyncio.create_task(self._answer(message))
+                await asyncio.sleep(0)  # a task that is cancelled before it has begun would never reply
+            elif isinstance(message, Cancel):
+                if (task := self._requests.get(message.number)) is not None:
+                    task.cancel()
+            else:
+                self._send(Pong())
+
+    async def _answer(self, asked: Tokenize) -> None:
+        faults.point("received")
+        number = asked.number
+        reply: Tokenized | Failed
+        try:
+            reply = Tokenized.of(number, await answer(self._prompts, asked.requests))
+        except asyncio.CancelledError:
+            if self._ending:  # the client sends the request again, as it does when the process dies
+                raise
+            reply = Failed(number, Failure.of(RequestAborted("the request was given up")))
+        except MindieMMError as error:
+            if self._arena.lost:
+                _log.error("a request: %s", error)
+                await self._channel.close()
+                return
+            reply = Failed(number, Failure.of(error))
+        except Exception as error:  # noqa: BLE001 - one request fails, not the process
+            _log.exception("a request")
+            reply = Failed(number, Failure.of(WorldError(f"the tokenizer failed: {type(error).__name__}")))
+        del self._requests[number]
+        faults.point("before-reply")
+        self._send(reply)
+        faults.point("after-reply")
+
+    def _send(self, message: FromProcess) -> None:
+        self._channel.send(self._encoder.encode(message))
+
+
+def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
+    """Make the arena, start the decoders, read the checkpoint, say so, and serve."""
+    faults.arm("tokenizer", fault_folder())
+    faults.point("starting")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that the arena is removed
+    torch.set_num_threads(1)
+    setup = msgspec.json.decode(setup_json, type=Setup)
+    try:
+        quota_bytes = setup.arena_request_bytes
+        arena = lifeline.hold(lambda: Arena.create(setup.arena_bytes, quota_bytes=quota_bytes), Arena.close)
+    except MindieMMError as error:
+        channel.send(msgspec.msgpack.encode(Failure.of(error)))
+        return
+    lifeline.before_end(collect)  # of another tokenizer that died before the parent, which nobody else would remove
+    with arena:
+        faults.point("arena-made")
+        with suppress(asyncio.CancelledError):  # SIGTERM
+            asyncio.run(_run(channel, setup, arena))
+
+
+async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    decoders = Decoders(DecoderSetup(setup.model, setup.family, setup.media), setup.arena_bytes)
+    room = Room(arena, setup.arena_wait_s)
+    try:
+        async with task_group() as group:  # both import for seconds
+            group.create_task(decoders.open(setup.num_decoders))
+            reading = group.create_task(asyncio.to_thread(_read_checkpoint, setup, decoders, room))
+        prompts = reading.result()
+        channel.send(msgspec.msgpack.encode(Ready(prompts.shown_tokens)))
+        with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+            await Server(await open_channel(sock), prompts, arena).serve()
+    except MindieMMError as error:
+        channel.send(msgspec.msgpack.encode(Failure.of(error)))
+    finally:
+        room.close()
+        await decoders.close()
+
+
+def _read_checkpoint(setup: Setup, decoders: Decoders, room: Room) -> Prompts:
+    checkpoint, preprocessed = Checkpoint.open(setup.model), Preprocessed(setup.preprocessed_cache_bytes)
+    content_format = setup.chat_template_content_format
+    return read_prompts(checkpoint, setup.family, content_format, setup.media, decoders, room, preprocessed)

@@ -1,0 +1,280 @@
+"""Rendering of messages with a checkpoint's chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import jinja2
+import msgspec
+
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.inputs import KINDS, ROLES, Message, Text
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import ContentFormat
+from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings, unused_character
+
+_REMEMBERED = 256
+"""Number of conversations whose prompt is kept, because many requests or rows repeat them."""
+_REMEMBERED_BYTES = 4096
+_VOLATILE = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
+"""Names of the time and of chance: prompts of a template that has one are not kept. One put together at run time, such
+as `map('ran' ~ 'dom')`, is not found."""
+_RESERVED_KWARGS = frozenset(
+    {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
+    | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+    | {"sanitize_control_tokens", "conversations", "self", "continue_final_message", "documents"}
+)
+_LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - cuts sources; nothing is rendered
+"""Settings of blanks are those of transformers."""
+_PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
+"""Variables, and keys of messages, that are refused unless the template names them."""
+_PROBE = "a text"
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "a_name", "arguments": {}}}
+_ASKED = (Message("user", "another"), Message("assistant", "another", {"tool_calls": [_CALL]}))
+_TOOL = {"type": "function", "function": {"name": "a_name", "description": "", "parameters": {"type": "object"}}}
+_NAMED = {"name": "a_name", "tool_call_id": "call00000"}
+_TRIED: Mapping[str, Sequence[Message]] = {
+    "system": (Message("system", _PROBE), Message("user", "another")),
+    "tool": (*_ASKED, Message("tool", _PROBE, _NAMED)),
+    "function": (*_ASKED, Message("function", _PROBE, _NAMED)),
+}
+"""Roles that some templates skip, each with a conversation that shows it."""
+
+
+class ChatTemplate:
+    """A template, and the tokenizer that runs it."""
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Any,
+        control: Sequence[str],
+        content_format: ContentFormat = "auto",
+        *,
+        for_tools: bool = False,
+    ) -> None:
+        """Try what the template reads.
+
+        Args:
+            source: Jinja source.
+            tokenizer: Fast tokenizer of transformers.
+            control: Spellings of its control tokens, the longest first.
+            content_format: Form of the content of messages.
+            for_tools: The template is only for conversations with tools.
+
+        """
+        self._source = source
+        self._tried_with = {"tools": [_TOOL]} if for_tools else {}
+        self._tokenizer = tokenizer
+        self._spelling = ControlSpelling(control, {*control, *ROLES, *KINDS, *_words(source)})
+        self._content_format: ContentFormat = "auto"
+        # Some templates skip a content that is a string. Others read nothing else: they fail for parts, skip them, or
+        # write them as Python does.
+        as_text, as_parts = (self._reads(wraps) for wraps in (False, True))
+        if content_format != "auto":
+            self._content_format = content_format
+        elif as_parts and not as_text:
+            self._content_format = "openai"
+        elif as_text and not as_parts:
+            self._content_format = "string"
+        self._wraps_strings = self._content_format == "openai"
+        self._placeless = [name for name in _PLACED if not re.search(rf"\b{name}\b", source)]
+        self._knows_developer = re.search(r"\bdeveloper\b", source) is not None
+        self._lost_roles = [role for role, tried in _TRIED.items() if self._loses(tried)]
+        self._is_deterministic = not _VOLATILE.search(source)
+        self._remembered = lru_cache(_REMEMBERED)(
+            lambda conversation, items, opens: self._rendered(msgspec.json.decode(conversation), items, opens, {})
+        )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+        items: Sequence[str] = (),
+    ) -> Rendered:
+        """Return messages as a prompt.
+
+        Args:
+            messages: Messages of the conversation.
+            add_generation_prompt: End the prompt with the head of the assistant's turn.
+            template_kwargs: More variables of the template.
+            items: Spellings of the media items in all messages, for a template that reads only strings.
+
+        Raises:
+            InputError: The template refuses the messages, or would leave a part of them out.
+
+        """
+        if reserved := _RESERVED_KWARGS & template_kwargs.keys():
+            raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}", param="chat_template_kwargs")
+        self._check_placed(template_kwargs)
+        conversation = [self._turn(message) for message in messages]
+        if self._is_deterministic and not template_kwargs and not any(message.extra for message in messages):
+            key = msgspec.json.encode(conversation)
+            if len(key) <= _REMEMBERED_BYTES:
+                return self._remembered(key, tuple(items), bool(add_generation_prompt))
+        return self._rendered(conversation, items, add_generation_prompt, template_kwargs)
+
+    def _rendered(
+        self, conversation: Any, items: Sequence[str], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
+    ) -> Rendered:
+        texts = [*strings(conversation), *strings(template_kwargs)]
+        mark = ""
+        if self._content_format == "string":
+            mark = unused_character([*texts, self._source]) if any(items) else ""
+            conversation = [{**turn, "content": _joined(turn["content"], mark)} for turn in conversation]
+        escapes = self._spelling.escapes([*texts, mark], self._source)
+        try:
+            text = self._run(
+                escapes.apply(conversation),
+                add_generation_prompt=add_generation_prompt,
+                **{name: escapes.apply(value) for name, value in template_kwargs.items()},
+            )
+        except RecursionError as error:
+            raise InputError("the chat template refuses these messages: they nest too deeply") from error
+        except Exception as error:  # a template is a program: it raises what it likes
+            raise InputError(f"the chat template refuses these messages: {error}") from error
+        return escapes.rendered(_with_items(text, mark, items) if mark else text)
+
+    def _turn(self, message: Message) -> dict[str, Any]:
+        """Return a message as the template reads it. Raise InputError if the template would skip a part of it."""
+        turn = as_dict(message, self._wraps_strings)
+        if message.role == "developer" and not self._knows_developer:
+            turn["role"] = "system"  # OpenAI's name for it
+        if turn["role"] in self._lost_roles:
+            raise InputError(f"the role {message.role} is not served: the model's chat template passes over it")
+        self._check_placed(message.extra, "messages")
+        return turn
+
+    def _check_placed(self, given: Mapping[str, Any], field: str | None = None) -> None:
+        for name in self._placeless:
+            if given.get(name) and given[name] != "none":  # OpenAI's word for no effort
+                said = f"not served: the model's chat template has no place for {name}"
+                raise InputError(said, param=field or name)
+
+    def _reads(self, wraps_strings: bool) -> bool | None:
+        """Return whether the template shows a user's text, after a system message if it requires one.
+
+        None if it refuses both conversations.
+        """
+        user = as_dict(Message("user", _PROBE), wraps_strings)
+        system = as_dict(Message("system", "another"), wraps_strings)
+        return next((shown for tried in ([user], [system, user]) if (shown := self._shows(tried)) is not None), None)
+
+    def _loses(self, tried: Sequence[Message]) -> bool:
+        """Return whether the template skips a part of the messages. If it refuses them, it raises an error itself."""
+        return self._shows([as_dict(message, self._wraps_strings) for message in tried]) is False
+
+    def _shows(self, conversation: Sequence[Mapping[str, Any]]) -> bool | None:
+        """Return whether the template writes the probe into a prompt, or None if it refuses the conversation."""
+        try:
+            text = self._run(
+                [{**turn, "content": self._formatted(turn["content"])} for turn in conversation], **self._tried_with
+            )
+            return _PROBE in text and repr(_PROBE) not in text
+        except Exception:  # noqa: BLE001 - as above
+            return None
+
+    def _formatted(self, content: Any) -> Any:
+        return _joined(content, "") if self._content_format == "string" else content
+
+    def _run(self, conversation: Any, **kwargs: Any) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            conversation, chat_template=self._source, tokenize=False, **kwargs
+        )
+        return text
+
+
+def _words(source: str) -> set[str]:
+    """Return the texts and strings in a template, and the keys that it reads."""
+    try:
+        lexed = [(token.type, token.value) for token in _LEXER.tokenize(source)]
+    except jinja2.TemplateSyntaxError:  # it will refuse all messages
+        return set()
+    keys = {key for (before, _), (kind, key) in pairwise(lexed) if (before, kind) == ("dot", "name")}
+    return keys | {text for kind, text in lexed if kind in ("data", "string")} - {""}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSources:
+    """Jinja sources of a checkpoint's chat templates."""
+
+    processor: str | None
+    """Template of the processor: that of processor_config.json, chat_template.json or chat_template.jinja, the first
+    one first, as in transformers."""
+    tokenizer: str | None
+    """Template of the tokenizer: chat_template.jinja or tokenizer_config.json."""
+    tool_use: str | None
+    """Template of the tokenizer for conversations with tools."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, tokenizer: Any) -> TemplateSources:
+        """Find the templates. A processor or a tokenizer may have several, by name.
+
+        Raises:
+            UnsupportedCheckpoint: There are several templates and none of them is the default, so that transformers
+                refuses all conversations.
+
+        """
+        named = _named(tokenizer.chat_template)
+        own: Mapping[str, str] = {}
+        for file in ("processor_config.json", "chat_template.json"):
+            own = own or _named(checkpoint.json(file).get("chat_template"))
+        if not own and (checkpoint.path / "chat_template.jinja").is_file():
+            own = named
+        for templates in (own, named):
+            if templates and not {"default"} & {*templates, *own}:
+                raise UnsupportedCheckpoint(
+                    f"{checkpoint.path} has the chat templates {', '.join(sorted(templates))} and none with the name "
+                    "default; give one of them that name"
+                )
+        return cls(own.get("default"), named.get("default"), named.get("tool_use") or own.get("tool_use"))
+
+
+def _named(templates: Any) -> Mapping[str, str]:
+    """Return chat templates by name. A file has one source, a list of {"name", "template"}, or a mapping."""
+    if isinstance(templates, str):
+        return {"default": templates}
+    if isinstance(templates, list):
+        templates = {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, Mapping)}
+    if not isinstance(templates, Mapping):
+        return {}
+    return {name: source for name, source in templates.items() if isinstance(name, str) and isinstance(source, str)}
+
+
+def _joined(content: Any, mark: str) -> Any:
+    """Return the parts of a message as one string, with `mark` for each media item.
+
+    Media come first and each part has a line, as in vLLM's "string" format.
+    """
+    if not isinstance(content, list):
+        return "" if content is None else content  # a template would fail, or write None
+    media = [mark for part in content if mark and part["type"] != "text"]
+    return "\n".join([*media, *(part["text"] for part in content if part["type"] == "text")])
+
+
+def _with_items(text: str, mark: str, items: Sequence[str]) -> str:
+    """Replace each `mark` by the spelling of its item. Raise InputError if the template lost or repeated one."""
+    first, *pieces = text.split(mark)
+    if len(pieces) != len(items):
+        raise InputError(f"the chat template writes {len(pieces)} media items of {len(items)}")
+    return first + "".join(item + piece for item, piece in zip(items, pieces, strict=True))
+
+
+def as_dict(message: Message, wraps_strings: bool = False) -> dict[str, Any]:
+    """A message as templates read it, media as {"type": kind}; with `wraps_strings` no content is a string."""
+    content: Any = message.content
+    if isinstance(content, tuple):
+        content = [
+            {"type": "text", "text": str(item.text)} if isinstance(item, Text) else {"type": item.kind}
+            for item in content
+        ]
+    elif content is not None:
+        content = str(content)  # of what is more than a str, such as numpy's
+        content = [{"type": "text", "text": content}] if wraps_strings else content
+    return {"role": str(message.role), "content": content, **message.extra}

@@ -1,0 +1,331 @@
+"""Text to ids, such that text can never make a control token.
+
+A prompt is rendered to one string: by the checkpoint's chat template, or item after item. Control tokens that the
+template, or a media item, puts there are meant. One that a caller's text spells out, or would complete, or that the
+pieces of several texts would join to, is text, and is escaped before (`spelling.py`). The string is cut at its control
+tokens, which now are the meant ones, and what lies between is restored and encoded with their recognition off. A prompt
+that spells out none, which is nearly every one, is encoded whole, exactly as transformers does it.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
+from mindie_mm.inputs import Item, Kind, Message, Text, media_of_messages
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.family import Processor
+from mindie_mm.settings.config import ContentFormat
+from mindie_mm.tokenize.placeholders import check_order
+from mindie_mm.tokenize.text.chat_template import ChatTemplate, TemplateSources, as_dict
+from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings
+
+_ALWAYS_ENCODED = 2**18
+"""Characters of a prompt that are encoded whatever its limit is: a prompt may be cut to a few tokens."""
+_REMEMBERED = 256
+"""Prompts whose ids are kept, for those that many requests or rows have; longer ones are seldom the same."""
+_REMEMBERED_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt as ids, media items not expanded."""
+
+    ids: Sequence[int]
+    items: Sequence[tuple[int, int]] = ()
+    """The ids, [start, stop), that the spelling of each media item has a part in: two items may share one."""
+
+
+class _Encoding(Protocol):
+    """What the tokenizers library makes of a text."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+    @property
+    def offsets(self) -> Sequence[tuple[int, int]]:
+        """The characters, [start, stop), that each id stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Control:
+    """A control token's."""
+
+    ids: Sequence[int]
+    offsets: Sequence[tuple[int, int]]
+
+
+class TextEncoder:
+    """A checkpoint's tokenizer and chat templates."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tokenizer: Any,
+        placeholder_ids: Collection[int],
+        processor: Processor,
+        content_format: ContentFormat,
+    ) -> None:
+        """`tokenizer` is transformers' fast one.
+
+        `placeholder_ids` are control tokens, whatever the file says, and so are the processor's `control_pieces`, which
+        are no added tokens but of the vocabulary. `content_format` is as `ChatTemplate` takes it.
+        """
+        self._tokenizer = tokenizer
+        self._processor = processor
+        self._content_format = content_format
+        self._backend = self._tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._control_ids = _control_ids(checkpoint, tokenizer, placeholder_ids, processor.control_pieces)
+        # What no piece of the vocabulary spells is the unknown token, which is text.
+        self._never_text = {*self._control_ids.values()} - {tokenizer.unk_token_id}
+        self._control = _one_of(frozenset(self._control_ids))
+        # A marker stands for an item even if it is no token, so a caller's text must not contain one.
+        markers = {placeholder.marker for placeholder in processor.placeholders.values() if placeholder.marker}
+        self._spelled = sorted(sorted(self._control_ids.keys() | markers), key=len, reverse=True)
+        self._spelling = ControlSpelling(self._spelled)
+        self._sources = TemplateSources.of(checkpoint, tokenizer)
+        self._templates: dict[str, ChatTemplate] = {}
+        self.has_template = self._template(()) is not None
+        """Whether the checkpoint has a chat template."""
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
+        self._prefix, self._suffix = self._frame()
+        self._bos: str | None = tokenizer.bos_token
+        bos = [] if self._bos is None else [tokenizer.bos_token_id]
+        self.opening: Sequence[int] = self._prefix or bos
+        """What a prompt begins with by the tokenizer's own doing, or a template's."""
+        self._remembered = lru_cache(_REMEMBERED)(lambda text, items: self._encoded(Rendered(text, {}, items)))
+
+    def check_items(self, items: Sequence[Item], max_tokens: int) -> None:
+        """ContextLengthExceeded for texts that are longer than `max_tokens` of the longest tokens.
+
+        Encoding takes time and memory by the character, so this comes before it, and also where a prompt is cut.
+        """
+        self._check_size((item.text for item in items if isinstance(item, Text)), max_tokens)
+
+    def check_messages(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], max_tokens: int) -> None:
+        """The same of messages, and of what else their template puts into the prompt."""
+        self._check_size(strings([*map(as_dict, messages), template_kwargs]), max_tokens)
+
+    def check_rendered(self, rendered: Rendered, max_tokens: int) -> None:
+        """The same of what a template made of all that: of numbers, too, and of what it writes several times."""
+        self._check_size([rendered.text], max_tokens)
+
+    def _check_size(self, texts: Iterable[str], max_tokens: int) -> None:
+        if (size := sum(map(len, texts))) > (most := max(_ALWAYS_ENCODED, max_tokens * self._longest_token)):
+            raise ContextLengthExceeded(
+                f"the prompt has {size} characters; with a limit of {max_tokens} tokens at most {most} are encoded"
+            )
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Control tokens as they stand in a rendered prompt."""
+        return "".join(self._tokenizer.convert_ids_to_tokens(list(ids)))
+
+    def render_items(self, items: Sequence[Item | str]) -> Rendered:
+        """`items` one after another, through no template; a str is taken as it is, control tokens and all."""
+        escapes = self._spelling.escapes(item.text for item in items if isinstance(item, Text))
+        pieces = [escapes.apply(item.text) if isinstance(item, Text) else item for item in items]
+        return escapes.rendered("".join(str(piece) for piece in pieces))
+
+    def render_messages(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+        items: Sequence[str],
+    ) -> Rendered:
+        """Return messages as a prompt, by the chat template. `items` are the spellings of their media.
+
+        Raises:
+            InputError: There is no chat template, or it refuses the messages.
+
+        """
+        kinds = {item.kind for item in media_of_messages(messages)}
+        if (template := self._template(kinds, with_tools=bool(template_kwargs.get("tools")))) is None:
+            raise InputError("the checkpoint has no chat template; give a list of items or a text")
+        return template.render(messages, add_generation_prompt, template_kwargs, items)
+
+    def replace_markers(
+        self, rendered: Rendered, names: frozenset[str], markers: Sequence[str], texts: Sequence[str]
+    ) -> Rendered:
+        """`rendered` with the k-th of all markers in it, the k-th of `markers`, replaced by the k-th of `texts`.
+
+        `names` are the markers that the model has. InputError where the prompt has others, or another number.
+        """
+        pieces = _one_of(names).split(rendered.text)
+        check_order(pieces[1::2], markers, len(markers))
+        pieces[1::2] = texts
+        return Rendered("".join(pieces), rendered.restore, _odd_ones(pieces))
+
+    def replace_marker_ids(
+        self, ids: Sequence[int], names: Collection[str], markers: Sequence[str], texts: Sequence[str]
+    ) -> Encoded:
+        """The same of a prompt that is encoded already. A text is encoded apart from its neighbours.
+
+        A marker that stays is found by its control tokens: the ids of text round them depend on what it stands beside.
+        """
+        replaced = {marker for marker, text in zip(markers, texts, strict=True) if marker != text}
+        spelled = {
+            name: self._marker_ids(name, whole=name in replaced) for name in sorted(names, key=len, reverse=True)
+        }
+        first = {own[0] for own in spelled.values()}
+        pieces: list[Sequence[int]] = []
+        found: list[str] = []
+        behind = 0
+        for at in (index for index, own in enumerate(ids) if own in first):
+            here = next((name for name, own in spelled.items() if list(ids[at : at + len(own)]) == own), None)
+            if here is not None and at >= behind:
+                found.append(here)
+                pieces += [ids[behind:at], spelled[here]]
+                behind = at + len(spelled[here])
+        pieces.append(ids[behind:])
+        check_order(found, markers, len(markers))
+        pieces[1::2] = [
+            self._encode(text, plain=False) if marker in replaced else spelled[marker]
+            for marker, text in zip(markers, texts, strict=True)
+        ]
+        return Encoded([index for piece in pieces for index in piece], _odd_ones(pieces))
+
+    def _marker_ids(self, marker: str, whole: bool) -> list[int]:
+        """Its ids; unless `whole`, those from its first control token to its last, where it has any."""
+        ids = self._encode(marker, plain=False)
+        control = {*self._control_ids.values()}
+        places = [at for at, index in enumerate(ids) if index in control]
+        return ids if whole or not places else ids[places[0] : places[-1] + 1]
+
+    def encode(self, rendered: Rendered) -> Encoded:
+        """Return the ids, with the tokenizer's special tokens, such as BOS, unless the text begins with them."""
+        if rendered.restore:
+            plain = Rendered(rendered.text.translate(rendered.restore), {}, rendered.items)
+            if self._spelled_in(plain.text) == self._spelled_in(rendered.text):  # what was escaped spells nothing
+                rendered = plain
+        if rendered.restore or len(rendered.text) > _REMEMBERED_CHARS:
+            return self._encoded(rendered)
+        return self._remembered(rendered.text, tuple(rendered.items))
+
+    def bare_ids(self, rendered: Rendered) -> Sequence[int]:
+        """Return the ids without the special tokens that the tokenizer adds."""
+        ids, ahead = self.encode(rendered).ids, len(self._prefix)
+        return ids[ahead : len(ids) - len(self._suffix)] if [*ids[:ahead]] == self._prefix else ids
+
+    def _spelled_in(self, text: str) -> list[tuple[int, int]]:
+        """Where control tokens are spelled, [start, stop) each."""
+        return [match.span() for match in self._control.finditer(text)]
+
+    def _encoded(self, rendered: Rendered) -> Encoded:
+        pieces = [(0, self._encoding(rendered.text, plain=False))] if not rendered.restore else []
+        if not pieces or not self._as_meant(rendered.text, pieces[0][1].ids):
+            pieces = [*self._pieces(rendered)]
+        ids = [index for _, piece in pieces for index in piece.ids]
+        items: list[tuple[int, int]] = []
+        if rendered.items:
+            places = [(at + start, at + stop) for at, piece in pieces for start, stop in piece.offsets]
+            items = [_touched(places, *item) for item in rendered.items]
+        if self._bos and rendered.text.startswith(self._bos):
+            return Encoded(ids, items)
+        ahead = len(self._prefix)
+        return Encoded([*self._prefix, *ids, *self._suffix], [(start + ahead, stop + ahead) for start, stop in items])
+
+    def _pieces(self, rendered: Rendered) -> Iterator[tuple[int, _Encoding]]:
+        """The first character of each piece of a text that spells control tokens, and its encoding."""
+        at = 0
+        for index, piece in enumerate(self._control.split(rendered.text)):
+            if index % 2:
+                yield at, _Control([self._control_ids[piece]], [(0, len(piece))])
+            elif piece:
+                yield from ((at + start, own) for start, own in self._encode_plain(piece.translate(rendered.restore)))
+            at += len(piece)
+
+    def _encode_plain(self, text: str) -> list[tuple[int, _Encoding]]:
+        """The same of a text that may spell control tokens, without one.
+
+        A Unigram model has them among its pieces, and finds them although they are not to be recognised, and also
+        where its normaliser makes one of other characters: there the text is cut behind the first of them.
+        InputError where a character alone makes one.
+        """
+        whole = self._encoding(text, plain=True)
+        if self._never_text.isdisjoint(whole.ids):
+            return [(0, whole)]
+        found = (start for index, (start, _) in zip(whole.ids, whole.offsets, strict=True) if index in self._never_text)
+        starts = {*found, *(match.start() for match in self._control.finditer(text))}
+        cuts = [0, *sorted(start + 1 for start in starts), len(text)]
+        pieces = [(start, self._encoding(text[start:stop], plain=True)) for start, stop in pairwise(cuts)]
+        if made := self._never_text.intersection(index for _, piece in pieces for index in piece.ids):
+            raise InputError(f"the text makes the control token {self.spell(sorted(made)[:1])}")
+        return pieces
+
+    def _as_meant(self, text: str, ids: Sequence[int]) -> bool:
+        """Whether the control tokens among `ids` are those that `text` spells: a normaliser may make others."""
+        if self._backend.normalizer is None:
+            return True
+        spelled = [self._control_ids[match[0]] for match in self._control.finditer(text)]
+        return [i for i in spelled if i in self._never_text] == [i for i in ids if i in self._never_text]
+
+    def _template(self, kinds: Collection[Kind], *, with_tools: bool = False) -> ChatTemplate | None:
+        """Return the template for conversations with items of `kinds`, or None if there is none."""
+        sources = self._sources
+        source = sources.tool_use if with_tools else None
+        source = source or self._processor.template(sources.processor, sources.tokenizer, kinds)
+        if not source:
+            return None
+        if source not in self._templates:
+            self._templates[source] = ChatTemplate(
+                source,
+                self._tokenizer,
+                self._spelled,
+                self._content_format,
+                for_tools=source == sources.tool_use and source != sources.tokenizer,
+            )
+        return self._templates[source]
+
+    def _encode(self, text: str, plain: bool) -> list[int]:
+        return list(self._encoding(text, plain).ids)
+
+    def _encoding(self, text: str, plain: bool) -> _Encoding:
+        """`text` encoded; if `plain`, none of its special tokens is recognised."""
+        self._backend.encode_special_tokens = plain
+        encoding: _Encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before and after a text."""
+        bare = self._tokenizer.encode("a", add_special_tokens=False)
+        framed = self._tokenizer.encode("a")
+        start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
+        return framed[:start], framed[start + len(bare) :]
+
+
+@lru_cache
+def _one_of(names: frozenset[str]) -> re.Pattern[str]:
+    longest_first = sorted(sorted(names), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+
+def _control_ids(
+    checkpoint: Checkpoint, tokenizer: Any, placeholder_ids: Collection[int], pieces: Collection[int]
+) -> dict[str, int]:
+    """Control tokens by their texts. UnsupportedCheckpoint if one of `placeholder_ids` is no added token."""
+    added = tokenizer.added_tokens_decoder
+    if missing := sorted(set(placeholder_ids) - added.keys()):
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: the tokenizer has no added tokens of the media ids {missing}")
+    control = {token.content: index for index, token in added.items() if token.special or index in placeholder_ids}
+    return control | {tokenizer.convert_ids_to_tokens(index): index for index in set(pieces) - added.keys()}
+
+
+def _odd_ones(pieces: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
+    """Where in the pieces, put one behind another, every second one of them is, [start, stop)."""
+    ends = [*accumulate(map(len, pieces))]
+    return [*zip(ends[:-1:2], ends[1::2], strict=True)]
+
+
+def _touched(places: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
+    """Which of `places`, [start, stop) each and ascending, have a part in [start, stop)."""
+    first = bisect_right(places, start, key=lambda place: place[1])
+    return first, max(first, bisect_left(places, stop, key=lambda place: place[0]))

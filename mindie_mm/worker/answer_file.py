@@ -1,0 +1,145 @@
+"""The answer file of an offline run, which a second call can continue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from mindie_mm.batch.differences import differences
+from mindie_mm.batch.input.files import creating, locked, replacing
+from mindie_mm.batch.input.source import NOT_JSON
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import InputError, StorageError, os_errors_as
+from mindie_mm.msgspec_errors import in_words
+
+_GO_ON = "Name another file for --output, or restore the earlier settings, files and versions to continue this one"
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """The inputs and settings that determine the answers in a file. They are stored beside it."""
+
+    run: str
+    """`Manifest.digest` of the rows."""
+    model: str
+    """Directory of the checkpoint, for readers. The checkpoint counts by its digests."""
+    model_digest: str
+    """`model_digest` of the checkpoint, which covers its generation_config.json."""
+    weights_digest: str = ""
+    """`weights_digest` of the checkpoint."""
+    sampling: SamplingParams
+    """Sampling settings, with every default resolved."""
+    settings: Mapping[str, Any] = {}
+    """Settings of the engine that change answers. Sizes of batches and caches and numbers of threads do not."""
+    versions: Mapping[str, str] = {}
+    device: str = ""
+    """Kind of device that answered. Empty until the engine has started."""
+
+    def parts(self) -> dict[str, Any]:
+        """Return everything that decides the answers, by name, except the device, which is known later."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        sampling = values.pop("sampling")
+        return {name: value for name, value in (values | sampling).items() if name not in {"model", "device"}}
+
+    @staticmethod
+    def path(output: Path) -> Path:
+        """Where it stands."""
+        return output.with_name(output.name + ".origin.json")
+
+    def begin(self, output: Path) -> None:
+        """Writes it. StorageError."""
+        with replacing(self.path(output)) as unfinished:
+            unfinished.write_bytes(msgspec.json.encode(self) + b"\n")
+
+    def require(self, output: Path) -> None:
+        """Raise InputError, naming what differs, unless the answers in `output` are of this origin."""
+        found = differences(self._read(output).parts(), self.parts())
+        if found:
+            raise InputError(f"{output} has other answers: {'; '.join(found.values())}. {_GO_ON}")
+
+    def require_device(self, output: Path, device: str) -> None:
+        """Record the device of the engine that has started.
+
+        Raises:
+            InputError: Another kind of device gave the answers in `output`.
+            StorageError: The device cannot be recorded.
+
+        """
+        kind = device.partition(":")[0]
+        earlier = self._read(output).device
+        if earlier and earlier != kind:
+            raise InputError(f"{output} has other answers: device was {earlier}, now {kind}. {_GO_ON}")
+        if not earlier:
+            msgspec.structs.replace(self, device=kind).begin(output)
+
+    def _read(self, output: Path) -> Origin:
+        file = self.path(output)
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=Origin)
+        except FileNotFoundError:
+            raise InputError(f"{output} is not what an earlier call left: there is no {file}") from None
+        except NOT_JSON as error:
+            raise InputError(f"{file} is not what an earlier call left: {in_words(error)}") from None
+
+
+@contextmanager
+def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], None], int, int, str | None]]:
+    """What writes a line behind those of `output`; how many these are, errors among them, the last one's id.
+
+    InputError if they are not of this origin, StorageError, also of the writing.
+    """
+    with creating(output, "Name a file in a folder that you may write to"):
+        file = output.open("a+b")
+
+    def append(line: bytes) -> None:
+        with _writing(output):
+            file.write(line)
+            file.flush()
+
+    try:
+        with _writing(output):
+            _require_lock(file, output)
+            if file.tell():
+                origin.require(output)
+            else:
+                origin.begin(output)
+            begun = _begun(file, output)
+        yield append, *begun
+    except BaseException:
+        with suppress(OSError):  # it would write again what could not be written
+            file.close()
+        raise
+    with _writing(output):
+        file.close()
+
+
+def _writing(output: Path) -> AbstractContextManager[None]:
+    return os_errors_as(StorageError, f"{output} cannot be written")
+
+
+def _require_lock(file: BinaryIO, output: Path) -> None:
+    if not locked(file.fileno(), output):
+        raise InputError(f"another call writes {output}")
+
+
+def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
+    """Return the number of answers, the number of errors among them, and the last id. Remove an incomplete line."""
+    rows = errors = whole = 0
+    last_id = None
+    file.seek(0)
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            answer = msgspec.json.decode(line)
+        except (*NOT_JSON, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or answer.get("row") != rows:
+            raise InputError(f"{output} is not what an earlier call left: line {rows + 1} is not row {rows}")
+        rows, errors, whole = rows + 1, errors + ("error" in answer), whole + len(line)
+        last_id = answer.get("id")
+    file.truncate(whole)
+    return rows, errors, last_id

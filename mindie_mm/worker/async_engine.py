@@ -1,0 +1,280 @@
+"""The client side of the engine process: one async iterator per request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from mindie_mm.engine.requests.engine_messages import (
+    Abort,
+    Add,
+    Mount,
+    Progress,
+    Ready,
+    Refill,
+    Start,
+    Stats,
+    Stepped,
+    ToEngine,
+    Unmount,
+)
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import InputError, NoProcess, ProcessDied
+from mindie_mm.processes import faults
+from mindie_mm.processes.ipc import Child, Failure
+from mindie_mm.processes.restarts import RESTART_WAIT_S, Restarts, Starter, logged
+from mindie_mm.settings.config import EngineConfig
+from mindie_mm.settings.paths import absolute
+
+_log = logging.getLogger(__name__)
+
+
+class AsyncEngine:
+    """An engine process and its client. If the process dies, its requests fail and another process is started."""
+
+    def __init__(self, start: Start) -> None:
+        """Prepare an engine. Use `start` to create one."""
+        self._start = start
+        self._child: Child
+        self._requests: dict[str, asyncio.Queue[Progress]] = {}
+        """Requests that the engine has not finished. Their callers may not have read all of the progress yet."""
+        self._parked: set[str] = set()
+        """Those that wait for `refill`, and not for the engine."""
+        self._mounts: dict[int, Mount] = {}
+        self._decoder = msgspec.msgpack.Decoder(Stepped)
+        self._keeper: asyncio.Task[None] | None = None
+        self._starter = Starter("the engine process")
+        self._up = False
+        """Whether the engine accepts requests."""
+        self._settled = asyncio.Event()
+        """Set if waiting is pointless, because the engine accepts requests or cannot accept any."""
+        self._closed = False
+        self._why_down = "is not started"
+        self._num_steps = 0
+        self.info: Ready
+        self.stats = Stats()
+
+    @classmethod
+    async def start(
+        cls,
+        model: Path | None,
+        config: EngineConfig,
+        family: str | None = None,
+        end_token_ids: tuple[int, ...] | None = None,
+        generation_config: str = "vllm",
+    ) -> Self:
+        """Start the process and wait until it accepts requests.
+
+        Raises the error of the process: UnsupportedCheckpoint, DeviceError, InputError or ProcessDied.
+        """
+        engine = cls(Start(None if model is None else str(model), config, family, end_token_ids, generation_config))
+        await engine._launch()
+        engine._keeper = asyncio.create_task(engine._keep())
+        return engine
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id."""
+        return self._child.pid
+
+    @property
+    def num_alive(self) -> int:
+        """Engine processes that take requests: 1 or 0."""
+        return int(self._alive)
+
+    @property
+    def restarts(self) -> Restarts:
+        """Counts of restarts and of failed attempts."""
+        return Restarts.of([self._starter])
+
+    def check(self) -> None:
+        """ProcessDied, with the reason, while no requests are taken."""
+        if not self._alive:
+            raise ProcessDied(f"the engine {self._why_down}")
+
+    async def generate(
+        self, request_id: str, ids: NDArray[np.int64], params: SamplingParams
+    ) -> AsyncGenerator[Progress, None]:
+        """Progress of a new request with prompt `ids`, int64 [T] with words; leaving early aborts it.
+
+        Waits for an engine that is started again. Raises what the engine found wrong with the request, StaleReference
+        and such, and ProcessDied.
+        """
+        assert request_id not in self._requests, request_id
+        asked_s = time.monotonic()
+        params = params.check(self.info.vocab_size)
+        await self.wait_until_up()
+        queue: asyncio.Queue[Progress] = asyncio.Queue()
+        self._requests[request_id] = queue
+        try:
+            self._send(Add(request_id, np.ascontiguousarray(ids, np.int64).tobytes(), params, asked_s))
+            faults.point("sent")
+            while True:
+                progress = await queue.get()
+                if progress.error is not None:
+                    raise progress.error.exception()
+                yield progress
+                if progress.finish_reason is not None:
+                    return
+        finally:
+            if self._requests.get(request_id) is queue:
+                del self._requests[request_id]
+                self._parked.discard(request_id)
+                if self._alive:
+                    self._send(Abort(request_id))
+
+    def refill(self, request_id: str, ids: NDArray[np.int64]) -> None:
+        """Give a request the media that it needs (`Progress.needs_media`): `ids` as in `generate`, with other words."""
+        if request_id in self._parked and self._alive:
+            self._parked.remove(request_id)
+            self._send(Refill(request_id, np.ascontiguousarray(ids, np.int64).tobytes()))
+
+    def mount(self, path: Path, number: int) -> None:
+        """Let requests refer to the file of blocks at `path` as arena `number`, which the caller has reserved.
+
+        If the file cannot be mounted, these requests fail.
+        """
+        self._mounts[number] = Mount(str(absolute(path)), number)
+        if self._alive:
+            self._send(self._mounts[number])
+
+    def unmount(self, number: int) -> None:
+        """Remove arena `number`. No request may refer to it."""
+        del self._mounts[number]
+        if self._alive:
+            self._send(Unmount(number))
+
+    async def close(self) -> None:
+        """End the process. Running requests fail with ProcessDied."""
+        self._closed = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._bury("is closed")
+        self._settled.set()
+
+    @property
+    def _alive(self) -> bool:
+        return self._up and not self._closed
+
+    async def wait_until_up(self, wait_s: float = RESTART_WAIT_S) -> None:
+        """Wait until the engine accepts requests.
+
+        Raises:
+            NoProcess: The engine is not up after `wait_s` seconds, or a restart is hopeless (`Starter.patience_s`).
+            ProcessDied: The engine is closed.
+
+        """
+        try:
+            async with asyncio.timeout(self._starter.patience_s(wait_s)):
+                await self._settled.wait()
+        except TimeoutError:
+            raise NoProcess(f"the engine {self._why_down}; it is not back after {wait_s:g} s") from None
+        if self._closed:
+            raise ProcessDied("the engine is closed")
+        if not self._up:
+            raise NoProcess(f"the engine {self._why_down}")
+
+    async def _launch(self) -> None:
+        """Start a process and wait until it accepts requests. Clean up if it fails."""
+        config = self._start.config
+        ranks = [] if config.tensor_parallel == 1 else [str(config.tensor_parallel), config.device]
+        try:
+            module = "launcher" if ranks else "engine_process"
+            self._child = await Child.start(f"mindie_mm.engine.process.{module}", *ranks)
+        except ProcessDied as error:
+            self._why_down = f"did not start: {error}"
+            raise
+        try:
+            self._send(self._start)
+            self.info = await self._child.ready(Ready, "its process")
+        except BaseException as error:
+            await self._bury(f"did not start: {error}")
+            if isinstance(error, InputError):
+                self._settled.set()
+            raise
+        for mount in self._mounts.values():
+            self._send(mount)
+        # A successor gets the same cache without measuring. By then other programs may use some of the free memory.
+        config = replace(config, kv_cache_bytes=self.info.kv_cache_bytes, measure_s=0)
+        self._start = msgspec.structs.replace(self._start, config=config)
+        self._up = True
+        self._settled.set()
+
+    async def _keep(self) -> None:
+        """Serve the process and its successors until cancelled."""
+        while True:
+            hung = ""
+            with logged(f"engine process {self.pid} cannot be served"):
+                hung = await self._serve()
+            with logged(f"engine process {self.pid} cannot be ended"):
+                await self._bury("process died, another is being started", hung)
+            _log.warning("engine process %d %s", self.pid, hung or f"died with status {self._child.status}")
+            await self._starter.again(self._launch)
+
+    async def _serve(self) -> str:
+        """Serve until the process is gone or hangs, that is, makes no step for `step_timeout_s` while a request waits.
+
+        A request that waits for its media does not wait for the engine.
+        Return a description of the hang, or "" if the process is gone.
+        """
+        patience_s = self._start.config.step_timeout_s
+        dispatching = asyncio.create_task(self._dispatch())
+        try:
+            while not dispatching.done():
+                num_steps, waiting = self._num_steps, {*self._requests} - self._parked
+                await asyncio.wait({dispatching}, timeout=patience_s)
+                if self._num_steps == num_steps and not waiting.isdisjoint(self._requests) and not dispatching.done():
+                    return f"made no step for {patience_s:g} s, and was ended"
+            dispatching.result()
+            return ""
+        finally:
+            dispatching.cancel()
+
+    async def _dispatch(self) -> None:
+        """Pass progress to its request, until the process is gone."""
+        while True:
+            try:
+                stepped = self._decoder.decode(await self._child.channel.recv())
+            except EOFError:
+                return
+            self._num_steps += 1
+            self.stats = stepped.stats
+            if stepped.progress:
+                self._starter.proved()
+            for progress in stepped.progress:
+                if (queue := self._requests.get(progress.request_id)) is None:
+                    continue
+                if progress.finish_reason is not None or progress.error is not None:
+                    del self._requests[progress.request_id]
+                if progress.needs_media:
+                    self._parked.add(progress.request_id)
+                queue.put_nowait(progress)
+
+    async def _bury(self, why: str, hung: str = "") -> None:
+        """End and reap the process, and fail its unfinished requests."""
+        self._up = False
+        self._settled.clear()
+        self._why_down = why
+        self.stats = Stats()
+        try:
+            await self._child.end()
+        finally:
+            ended = hung or f"died with status {self._child.status}"
+            death = Failure.of(ProcessDied(f"the engine process {self.pid} {ended}"))
+            for request_id, queue in self._requests.items():
+                queue.put_nowait(Progress(request_id=request_id, error=death))
+            self._requests.clear()
+            self._parked.clear()
+
+    def _send(self, message: ToEngine | Start) -> None:
+        self._child.channel.send(msgspec.msgpack.encode(message))

@@ -1,0 +1,297 @@
+"""The whole line: inputs -> tokenize -> int64 ids -> engine -> text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgspec
+from tokenizers import Tokenizer
+
+from mindie_mm.engine.requests.default_sampling import log_default_sampling, stated_end_tokens
+from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import ContextLengthExceeded, SegmentMissing
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.processes.tasks import task_group
+from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.settings.environment import default_spool
+from mindie_mm.settings.paths import absolute
+from mindie_mm.shm import request_directory
+from mindie_mm.structured.schema_check import SchemaCheck
+from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.stage.async_tokenizer import AsyncTokenizer
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
+from mindie_mm.tokenize.text.detokenizer import Detokenizer, load_tokenizer
+from mindie_mm.worker.async_engine import AsyncEngine
+from mindie_mm.worker.retry import PromptSource, Use, generated, tokenized
+
+Part = TypeVar("Part", TokenizerStage, AsyncEngine)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """An addition to a request's output, or a restart of it."""
+
+    text: str
+    """New text. Stop strings are cut. Text that may begin a stop string is held back."""
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    """One per token, where asked for."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """With the first delta, where asked for."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were in the prefix cache, with the first delta."""
+    finish_reason: FinishReason | None = None
+    """With the last delta."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it; None for the end-of-sequence token."""
+    timings: Timings | None = None
+    """Up to this delta."""
+    restarted: bool = False
+    """Whether all earlier deltas are void, because the engine died and the output starts again. All other fields are
+    empty then."""
+
+
+_RESTARTED = Delta(text="", token_ids=[], restarted=True)
+
+
+@dataclass(slots=True)
+class Answer:
+    """A request's output so far. Each field is the sum of those of its deltas."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    timings: Timings | None = None
+
+    @classmethod
+    async def of(cls, deltas: AsyncGenerator[Delta, None]) -> Self:
+        """Collect `deltas`, and close them in any case."""
+        answer = cls()
+        async with aclosing(deltas):
+            async for delta in deltas:
+                answer.add(delta)
+        return answer
+
+    def add(self, delta: Delta) -> None:
+        """Append `delta`, or clear the answer if the delta is a restart."""
+        if delta.restarted:
+            empty = Answer()
+            for one in fields(empty):
+                setattr(self, one.name, getattr(empty, one.name))
+            return
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+        self.prompt_logprobs += delta.prompt_logprobs or []
+        self.cached_tokens += delta.cached_tokens or 0
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.timings = delta.timings or self.timings
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.texts)
+
+
+class Worker:
+    """Tokenizer processes and an engine process over one checkpoint.
+
+    This is a context manager. `answer` handles a request completely. A service that spools media first has a directory
+    per request, and calls `tokenize` and `generate` while it exists.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        tokenizer_stage: TokenizerStage,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.config = config
+        self.tokenizer_stage = tokenizer_stage
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._spool = absolute(default_spool())
+        self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
+        self.media_remade = 0
+        """Media items that were preprocessed again, because their blocks were freed or lost."""
+
+    @classmethod
+    async def start(cls, config: WorkerConfig, *, in_process: bool = False) -> Self:
+        """Start tokenizers and engine in parallel. If one fails, raise its error and clean up.
+
+        `in_process` tokenizes in this process, with decoders only if `config.decoders` is not 0.
+
+        Raises:
+            UnsupportedCheckpoint, SharedMemoryError, DeviceError, InputError, ProcessDied: A part cannot be started.
+
+        """
+        checkpoint = Checkpoint.open(config.model)
+        path = checkpoint.path
+        source = config.generation_config
+        end_token_ids = stated_end_tokens(source)  # before the processes start, because a wrong folder ends the start
+
+        async def started(start: Coroutine[Any, Any, Part]) -> Part:
+            part = await start
+            parts.push_async_callback(part.close)
+            return part
+
+        async with AsyncExitStack() as parts:
+            async with task_group() as group:
+                stage = group.create_task(started(_start_tokenizers(config, path, in_process=in_process)))
+                engine = group.create_task(
+                    started(AsyncEngine.start(path, config.engine, config.family, end_token_ids, source))
+                )
+            tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
+            worker = cls(config, stage.result(), engine.result(), tokenizer)
+            log_default_sampling(worker.default_sampling, source)
+            parts.pop_all()
+            return worker
+
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """Sampling settings of requests that state none."""
+        return self.engine.info.default_sampling
+
+    async def answer(
+        self, request: TokenizeRequest, params: SamplingParams, request_id: str, *, whole: bool = False
+    ) -> AsyncGenerator[Delta, None]:
+        """Answer a request, and free its shared memory in any case. `whole` is as in `generate`."""
+        await self.check_schema(params)
+        with request_directory(self._spool) as directory:
+            request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
+            (source,) = await self.tokenize([request])
+            async with aclosing(self.generate(source, params, request_id, whole=whole)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    def check(self) -> None:
+        """Raise ProcessDied, with the reason, if requests cannot be answered."""
+        self.engine.check()
+        self.tokenizer_stage.check()
+
+    async def check_schema(self, params: SamplingParams) -> None:
+        """Raise InputError if the JSON schema cannot be served, as `SchemaCheck.check`."""
+        if params.json_schema is not None:
+            await self._schemas.check(params.json_schema)
+
+    def limited(
+        self, request: TokenizeRequest, params: SamplingParams, truncate_to: int | None = None
+    ) -> TokenizeRequest:
+        """Return `request` with the cache salt and with the maximum number of prompt tokens.
+
+        The limit is the context length minus the tokens that `params` ask for. With `truncate_to`, a longer prompt is
+        truncated to so many tokens. Raises ContextLengthExceeded.
+        """
+        info, wanted = self.engine.info, params.least_room
+        left_tokens = info.max_model_len - wanted
+        if info.max_output_len is not None:
+            left_tokens = info.max_model_len if wanted <= info.max_output_len else 0
+        if left_tokens < 1:
+            raise ContextLengthExceeded.of(info.max_model_len, f"{wanted} to generate and a prompt do not fit")
+        truncate = self.config.truncate or truncate_to is not None
+        options = replace(
+            request.options,
+            max_prompt_tokens=min(left_tokens, truncate_to or left_tokens),
+            truncate=truncate,
+            cache_salt=params.cache_salt,
+        )
+        return msgspec.structs.replace(request, options=options)
+
+    async def tokenize(self, requests: Sequence[TokenizeRequest]) -> list[PromptSource]:
+        """Return prompts of the same limit, with their media in shared memory.
+
+        Errors are those of TokenizerStage.tokenize_together.
+        """
+        try:
+            return await tokenized(self.tokenizer_stage, requests, self._count_remade)
+        except ContextLengthExceeded as error:
+            options = requests[0].options
+            if options.truncate:  # the limit may be the request's own
+                raise
+            limit = self.engine.info.max_model_len
+            wanted = limit - options.max_prompt_tokens
+            said = f"{wanted} to generate and the prompt do not fit: {error}"
+            raise ContextLengthExceeded.of(limit, said) from error
+
+    def generate(
+        self, source: PromptSource, params: SamplingParams, request_id: str, *, whole: bool = False
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the output for a prompt. Closing the generator aborts the request.
+
+        Errors are those of AsyncEngine.generate. With `whole`, the caller uses the output only when it is complete, so
+        that it can start again (`Delta.restarted`) if the engine dies.
+        """
+        void = _RESTARTED if whole else None
+        return generated(source, lambda prompt, use: self.generate_once(prompt, params, request_id, use), void)
+
+    async def generate_once(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, use: Use | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the output as `generate`, without a second try if the engine dies.
+
+        `use` is released when the engine has consumed the prompt's media, and renewed if it needs them again. Without a
+        use the media have to stay where they are.
+        """
+        detokenizer = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
+        async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
+            async for step in steps:
+                if step.media_consumed and use is not None:
+                    use.release()
+                if step.needs_media:
+                    if use is None:
+                        raise SegmentMissing("the engine needs the request's media again, which were freed")
+                    renewed = await use.renew()
+                    self.engine.refill(request_id, renewed.ids)
+                if not step.token_ids and step.finish_reason is None:
+                    continue
+                text = detokenizer.push(step.token_ids)
+                stopped = detokenizer.stopped_by is not None
+                reason = "stop" if stopped else step.finish_reason
+                if reason is not None:
+                    text += detokenizer.flush()
+                yield Delta(
+                    text=text,
+                    token_ids=step.token_ids,
+                    logprobs=step.logprobs,
+                    prompt_logprobs=step.prompt_logprobs,
+                    cached_tokens=step.cached_tokens,
+                    finish_reason=reason,
+                    stop_reason=detokenizer.stopped_by if stopped else step.stop_token_id,
+                    timings=step.timings,
+                )
+                if stopped:
+                    return
+
+    def _count_remade(self, prompt: Prompt) -> None:
+        self.media_remade += len(prompt.spans)
+
+    async def close(self) -> None:
+        """End all processes. The arenas end with the tokenizers."""
+        await asyncio.gather(self.engine.close(), self.tokenizer_stage.close(), self._schemas.close())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:
+    if not in_process:
+        return await AsyncTokenizer.start(path, config)
+    # Late: a service's own process never needs torch, and starts seconds earlier without it.
+    from mindie_mm.tokenize.local import DecodingTokenizer, LocalTokenizer
+
+    return await (DecodingTokenizer if config.decoders else LocalTokenizer).start(path, config)

@@ -1,0 +1,1 @@
+"""HTTP around the routes: connections, access, errors, JSON, the web page's files."""

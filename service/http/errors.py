@@ -1,0 +1,162 @@
+"""From an exception to an HTTP answer: one table, and OpenAI's error object."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from mindie_mm import errors
+from service.http.json_response import JSONResponse
+
+_log = logging.getLogger(__name__)
+
+_MAX_DETAILS = 5
+_MAX_MESSAGE = 800
+_MAX_VALUE = 40
+
+
+TABLE: Mapping[type[BaseException], int] = {
+    errors.InputError: 400,
+    errors.ModelNotFound: 404,
+    errors.WorldError: 500,
+    errors.ArenaFull: 503,
+    errors.SharedMemoryError: 503,
+    errors.SpoolFull: 503,
+    errors.ProcessDied: 503,
+    errors.ServiceStopping: 503,
+    errors.QueueFull: 429,
+    errors.RequestTimeout: 504,
+    errors.RequestAborted: 499,  # nginx's `client closed request`, which nobody receives
+    Exception: 500,
+}
+"""HTTP status; the class nearest to the error's own, over its method resolution order, decides."""
+
+KINDS: Mapping[int, str] = {
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "TimeoutError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    499: "RequestAbortedError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+"""The error object's `type` by status; any other is a BadRequestError, and from 500 on an InternalServerError."""
+
+
+class ErrorObject(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field of the request that is to blame, where one is."""
+    code: int | Literal["context_length_exceeded"]
+    """The HTTP status, as vLLM has it, or OpenAI's word, by which clients know to shorten what they send."""
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorObject
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is wrong."},
+    "5XX": {"model": ErrorBody, "description": "The service failed; the same request may work later."},
+}
+"""Every route's errors, for the interface's description."""
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status with which `error` leaves the service."""
+    return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
+
+
+def error_object(error: BaseException) -> dict[str, Any]:
+    """Return OpenAI's error object for `error`.
+
+    Only a `MindieMMError` shows its message to the client. An error of shared memory or the spool does not, because it
+    names files of this machine.
+    """
+    message = str(error) if isinstance(error, errors.MindieMMError) else "internal error"
+    if isinstance(error, errors.SharedMemoryError):
+        message = "shared memory or the spool cannot be used; the service's log has the reason"
+    param = error.param if isinstance(error, errors.InputError) else None
+    body = error_body(message, status_of(error), param)
+    if isinstance(error, errors.ContextLengthExceeded):
+        body["error"]["code"] = "context_length_exceeded"
+    return body
+
+
+def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object; `param` is the field of the request that is to blame."""
+    if len(message) > _MAX_MESSAGE:  # it quotes what the client sent
+        message = f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)"
+    kind = KINDS.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def install(app: FastAPI) -> None:
+    """Makes `app` answer every error with an error object."""
+    app.add_exception_handler(errors.MindieMMError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+
+
+def error_response(error: Exception) -> Response:
+    """Return the response for any `error`."""
+    status = status_of(error)
+    if status == 500 or isinstance(error, errors.SharedMemoryError):
+        # The message of a foreign error may quote the client's input.
+        said = error if isinstance(error, errors.MindieMMError) else "internal error"
+        _log.error("request failed: %s: %s", type(error).__name__, said)
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse(error_object(error), status_code=status, headers=headers)
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _on_invalid_body(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    details = "; ".join(_detail(detail) for detail in found[:_MAX_DETAILS])
+    if len(found) > _MAX_DETAILS:
+        details += f"; and {len(found) - _MAX_DETAILS} more"
+    return JSONResponse(error_body(details, 400, _param(found[0]) if found else None), status_code=400)
+
+
+def _param(detail: Mapping[str, Any]) -> str | None:
+    """The field of the body that a mistake is in; None of a body that is wrong as a whole."""
+    first = next(iter(detail["loc"][1:]), detail.get("ctx", {}).get("name"))
+    return first if isinstance(first, str) else None
+
+
+def _detail(detail: Mapping[str, Any]) -> str:
+    """One mistake of the body: where and what, with the value where it is short: another may be a picture."""
+    if detail["type"] == "json_invalid":
+        return "the body is not valid JSON"
+    where = ".".join(str(part) for part in detail["loc"][1:]) or "body"
+    value = detail["input"]
+    short = isinstance(value, int | float) or (isinstance(value, str) and len(value) <= _MAX_VALUE)
+    return f"{where}: {detail['msg']}, not {json.dumps(value)}" if short else f"{where}: {detail['msg']}"
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = str(error.detail)
+    if error.status_code == 400 and "parsing the body" in said:  # FastAPI's words for JSON that the decoder gives up
+        said = "the body is not valid JSON, or is nested too deeply"
+    return JSONResponse(error_body(said, error.status_code), status_code=error.status_code, headers=error.headers)

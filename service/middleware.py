@@ -1,0 +1,200 @@
+"""What surrounds every request: the caps on bodies, its line in the log, its count."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from secrets import token_hex
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mindie_mm import logs
+from mindie_mm.errors import MindieMMError
+from mindie_mm.settings.config import ServiceConfig
+from service.http.errors import error_response, status_of
+from service.request.admission import Admission
+from service.telemetry import tracing
+from service.telemetry.metrics import Metrics
+
+_log = logging.getLogger("service.access")
+
+BODY_IDLE_S = 30.0
+"""Longest that a request's body may pause: a connection whose client is gone, or only holds it, is let go."""
+
+_BETWEEN_VALUES = (b",", b"[", b"{")
+"""One of them stands before each value in JSON but the first; those in texts count too, media have none."""
+
+_CODINGS = (b"content-encoding", b"transfer-encoding")
+_PLAIN = (b"", b"identity", b"chunked")
+"""Values of those with which a body is read as it comes."""
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class Border:
+    """ASGI middleware; gives every request an id, found in `scope["state"]["request_id"]` and in X-Request-Id.
+
+    A client's own X-Request-Id goes back in its place, and into the log beside ours.
+    `scope["state"]["arrived"]` is when its head came, on the clock of time.perf_counter. What breaks an answer off once
+    it has begun leaves the name of its class in `scope["state"]["error"]`, for the log. HEAD goes on as GET: a server
+    sends the head of its answer alone, and balancers ask in that way how the service is.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        config: ServiceConfig,
+        admission: Admission,
+        metrics: Metrics,
+        tracer: tracing.Tracer | None = None,
+    ) -> None:
+        self._app = app
+        self._config = config
+        self.admission = admission
+        self._metrics = metrics
+        self._tracer = tracer
+        self.held_bytes = 0
+        """Bodies of the requests being read and answered."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method = scope["method"]
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server's own stays, by which it leaves the body out
+        request_id = token_hex(12)
+        logs.request_id.set(request_id)
+        started = time.perf_counter()
+        trace = None
+        if self._tracer is not None and method == "POST":  # the others ask how the service is
+            trace = tracing.Trace(request_id, started, _trace_headers(scope))
+            tracing.current.set(trace)
+        scope.setdefault("state", {}).update(request_id=request_id, arrived=started)
+        given = _given_id(scope)
+        body = _Body(scope, receive, self, self._config)
+        status, begun = 499, False
+
+        async def sending(message: Message) -> None:
+            nonlocal status, begun
+            if message["type"] == "http.response.start":
+                status, begun = message["status"], True
+                message["headers"] = [*message["headers"], (b"x-request-id", (given or request_id).encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, body.receive, sending)
+        except Exception as error:
+            if begun or isinstance(error, HTTPException):  # which the application answers itself
+                status = 500
+                raise
+            _log.exception("the request failed")
+            await error_response(error)(scope, receive, sending)
+        finally:
+            self.held_bytes -= body.num_bytes
+            route = scope["route"].path if "route" in scope else "none"
+            self._metrics.count_http(route, method, status)
+            _log_access(method, route, status, started, given, scope["state"].get("error"))
+            if trace is not None and self._tracer is not None:
+                self._tracer.record(trace, self._metrics.model_name, method, route, status)
+
+
+def _log_access(
+    method: str, route: str, status: int, started: float, given: str | None, error_name: str | None
+) -> None:
+    """The request's line in the log; `given` is the client's own id for it."""
+    duration_s = time.perf_counter() - started
+    fields = {"method": method, "route": route, "status": status, "duration_s": round(duration_s, 6)}
+    fields |= {"client_request_id": given} if given else {}
+    fields |= {"error": error_name} if error_name else {}
+    named = (f" as {given}" if given else "") + (f", broken off: {error_name}" if error_name else "")
+    # Probes, scrapers and the page ask how the service is, several times a second.
+    level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
+    _log.log(level, "%s %s %d %.3f s%s", method, route, status, duration_s, named, extra={"fields": fields})
+
+
+def _given_id(scope: Scope) -> str | None:
+    """The id that the client gave its request, if it is one that can stand in a log."""
+    values = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
+    return values[0] if values and _REQUEST_ID.fullmatch(values[0]) else None
+
+
+def _trace_headers(scope: Scope) -> dict[str, str]:
+    """Those of W3C's trace context."""
+    names = (b"traceparent", b"tracestate")
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in names}
+
+
+class _Body:
+    """A request's body on its way in: bounded by itself, together with all others, and in time."""
+
+    def __init__(self, scope: Scope, receive: Receive, border: Border, config: ServiceConfig) -> None:
+        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        self._announced = int(announced) if announced.isdigit() else 0
+        self._codings = {
+            name.decode(): value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name in _CODINGS and value.strip().lower() not in _PLAIN
+        }
+        self._receive = receive
+        self._border = border
+        self._config = config
+        self._deadline = asyncio.get_running_loop().time() + config.request_timeout_s
+        self._whole = False
+        self.num_bytes = 0
+        """What has come."""
+        self._num_values = 0
+
+    async def receive(self) -> Message:
+        """The next message; HTTPException for a body that is longer than its cap, at once where that is announced.
+
+        So too for one that would not be answered, as far as it has not come yet, and for one that does not come in
+        time; the answer then ends its connection.
+        """
+        if self._whole:
+            return await self._receive()
+        for name, coding in self._codings.items():
+            said = f"the request's body has {name.title()}: {coding[:40]}, which is not served; send it uncompressed"
+            raise HTTPException(415, said, headers={"Accept-Encoding": "identity", "Connection": "close"})
+        self._check(self._announced)
+        try:
+            self._border.admission.require_room()
+        except MindieMMError as error:  # from here, FastAPI would take it for a broken body
+            raise HTTPException(status_of(error), str(error), headers={"Retry-After": "1"}) from error
+        idle_until = asyncio.get_running_loop().time() + BODY_IDLE_S
+        try:
+            async with asyncio.timeout_at(min(idle_until, self._deadline)):
+                message = await self._receive()
+        except TimeoutError as error:
+            late = f"took longer than the limit of {self._config.request_timeout_s:g} s"
+            if idle_until < self._deadline:
+                late = f"paused for longer than the limit of {BODY_IDLE_S:g} s"
+            raise HTTPException(408, f"the request's body {late}", headers={"Connection": "close"}) from error
+        self._whole = not message.get("more_body", False)
+        num_bytes = len(message.get("body", b""))
+        self.num_bytes += num_bytes
+        self._border.held_bytes += num_bytes
+        self._num_values += sum(map(message.get("body", b"").count, _BETWEEN_VALUES))
+        if self._num_values > (most := self._config.max_request_values):
+            raise HTTPException(413, f"the request's body holds more than the limit of {most} JSON values")
+        self._check(self.num_bytes)
+        return message
+
+    def _check(self, num_bytes: int) -> None:
+        limit = self._config.max_request_bytes
+        if num_bytes > limit:
+            raise HTTPException(
+                413, f"the request's body has {num_bytes} bytes or more, over the limit of {limit} bytes"
+            )
+        held = self._border.held_bytes - self.num_bytes + num_bytes
+        if held > self._config.max_held_bytes:
+            raise HTTPException(
+                429,
+                f"the bodies of all requests take {held} bytes, the limit is {self._config.max_held_bytes}",
+                headers={"Retry-After": "1"},
+            )

@@ -1,0 +1,70 @@
+"""A request that asks the model for something, from its route to its answer: the steps that no route may leave out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.responses import Response
+
+from mindie_mm.errors import InputError
+from service.request.admitted import WholeAnswer
+from service.request.call import Call
+from service.request.sse import DONE, EventStream
+from service.request.state import Service, ServiceDep
+from service.schemas.body import Settings
+from service.schemas.choices import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Form(ABC):
+    """One request, answered in the form of its route."""
+
+    call: Call
+
+    @abstractmethod
+    async def answer(self) -> Mapping[str, object]:
+        """The whole answer."""
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[Mapping[str, object], None]:
+        """The same, piece by piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request as it came in."""
+
+    service: Service
+    id: str
+    clock: Clock
+
+    def call(self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1) -> Call:
+        """Return the call for this request. `prefix` precedes the answer's id. Raise ModelNotFound or InputError."""
+        self.service.check_model(model)
+        try:
+            worker = self.service.worker
+            params = settings.sampling_params(worker.default_sampling).check(worker.engine.info.vocab_size)
+        except InputError as error:
+            error.param = settings.field or error.param
+            raise
+        return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings))
+
+    def answered(
+        self, form: Form, *, stream: bool | None = False, last: str | None = DONE, timeout_s: float | None = None
+    ) -> Response:
+        """The answer of `form`, in events with `last` behind them, or whole."""
+        admission = self.service.admission
+        if stream:
+            return EventStream(form.events, admission, last, timeout_s)
+        return WholeAnswer(form.answer, admission, timeout_s)
+
+
+async def _incoming(request: Request, service: ServiceDep) -> Incoming:
+    return Incoming(service, request.state.request_id, Clock(request.state.arrived))
+
+
+IncomingDep = Annotated[Incoming, Depends(_incoming)]

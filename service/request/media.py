@@ -1,0 +1,242 @@
+"""A request's media, brought into its directory as files: from data: URLs, base64, HTTP and files.
+
+The tokenizers read files and nothing else: what a client names is resolved, fetched and bounded here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self
+
+from mindie_mm.errors import LimitExceeded, MediaError, WorldError, naming, os_errors_as
+from mindie_mm.inputs import KINDS, MAX_LISTED_FRAMES, Media, Paths
+from mindie_mm.media.fetch.http import fetch
+from mindie_mm.media.fetch.threads import Threads
+from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
+from mindie_mm.processes.tasks import gather, in_thread
+from mindie_mm.settings.config import ServiceConfig
+from service.request.formats import HEAD_BYTES, extension, is_base64_media
+from service.request.quota import NO_FILES, ItemSpending, Spending
+
+_MAX_PATH = 4096
+_KERNELS = ("/proc", "/sys")
+"""Files that hold no media, have no size, and may have no end."""
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The request whose media are brought in."""
+
+    name: str
+    """The name of its directory, which no other request has."""
+    spend: Callable[[int], None]
+    """Counts bytes before they are written, fetched ones as they come. LimitExceeded, SpoolFull."""
+    turns: asyncio.Semaphore
+    """How many files the request may have brought in at a time: one of many, or of slow servers, leaves the others
+    their turns."""
+
+
+class _Copy:
+    """A file that a thread writes into a request's directory; once this has been left, it writes no more.
+
+    The thread may outlive the request: a file system that does not answer keeps it for as long as that lasts.
+    """
+
+    def __init__(self, stem: Path, spend: Callable[[int], None]) -> None:
+        self._stem = stem
+        self._spend = spend
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._spent = self._written = 0
+        self.path: Path | None = None
+        """The file, once there is one."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:  # for as long as a piece is being written, at most
+            self._is_over = True
+
+    def write(self, piece: bytes, size: int) -> None:
+        """Appends the next bytes of a file that has `size`, or more if it grew; ValueError once this has been left.
+
+        What they take is spent first. Between two pieces the copy is not open: removed, it takes no room.
+        """
+        with self._lock:
+            if self._is_over:
+                raise ValueError("the request has ended")
+            self._written += len(piece)
+            if (more := max(size, self._written) - self._spent) > 0:
+                self._spend(more)
+                self._spent += more
+            if self.path is None:
+                self.path = _target(self._stem, piece[:HEAD_BYTES])
+            with self.path.open("ab") as file:
+                file.write(piece)
+
+
+class MediaPolicy:
+    """Where media may come from, and how much of it."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self.config = config
+        self._fetching = asyncio.Semaphore(config.max_concurrent_fetches)
+        self._reading = Threads("media-file")
+        self._spending = Spending(config.max_media_bytes, config.max_spool_bytes)
+
+    async def spool(self, items: Sequence[Media], directory: Path) -> list[Paths]:
+        """Writes `items` under `directory` as <kind>/<n>.<ext>, n from 1 in order; the files, in the same order.
+
+        Of a video that is given as frames, each is a file <n>-<k>.<ext>, and the limit of one item holds for them all.
+        They are there, and count for the service's spool, until `remove`. Raises InputError and below, naming the item;
+        SpoolFull.
+        """
+        if len(items) > self.config.max_media_items:
+            raise LimitExceeded(f"{len(items)} media items, the limit is {self.config.max_media_items}")
+        config = self.config
+        limits = {"image": config.max_images, "video": config.max_videos, "audio": config.max_audios}
+        for kind, limit in limits.items():
+            if (count := sum(item.kind == kind for item in items)) > limit:
+                raise LimitExceeded(f"{count} media items of kind {kind}, the limit is {limit}")
+        num_frames = sum(len(item.source) for item in items if isinstance(item.source, tuple))
+        if num_frames > MAX_LISTED_FRAMES:
+            raise LimitExceeded(f"{num_frames} frames in the request's lists, the limit is {MAX_LISTED_FRAMES}")
+        turns = asyncio.Semaphore(-(-config.max_concurrent_fetches // 4))
+        request = _Request(directory.name, partial(self._spending.spend, directory.name), turns)
+        counts: dict[str, int] = {}
+        writes = []
+        for index, item in enumerate(items):
+            number = counts[item.kind] = counts.get(item.kind, 0) + 1
+            stem = directory / item.kind / str(number)
+            writes.append(self._spool_item(f"media item {index} ({item.kind})", item.source, stem, request))
+        return await gather(writes)
+
+    def remove(self, directory: Path) -> None:
+        """Deletes a request's media files, once none is being written; its path file stays."""
+        for kind in KINDS:
+            shutil.rmtree(directory / kind, ignore_errors=True)
+        self._spending.give_back(directory.name)
+
+    async def _spool_item(self, what: str, source: Any, stem: Path, request: _Request) -> Paths:
+        """`what` is its name in errors."""
+        request = replace(request, spend=ItemSpending(self.config.max_item_bytes, request.spend).spend)
+        if not isinstance(source, tuple):
+            return await self._spool_file(what, source, stem, request)
+        writes = []
+        for index, frame in enumerate(source):
+            frame_stem = stem.with_name(f"{stem.name}-{index + 1}")
+            writes.append(self._spool_file(f"{what}: frame {index}", frame, frame_stem, request))
+        return await gather(writes)
+
+    async def _spool_file(self, what: str, source: Any, stem: Path, request: _Request) -> Path:
+        async with request.turns:
+            return await self._bring(what, source, stem, request)
+
+    async def _bring(self, what: str, source: Any, stem: Path, request: _Request) -> Path:
+        with naming(what):
+            assert isinstance(source, str), "JSON has no bytes"
+            _require_unicode(source)
+            scheme = scheme_of(source)
+            if scheme in ("http", "https"):
+                data = await self._fetch(source, request)
+                return await in_thread(lambda: _write(data, stem))
+            # Base64 of a JPEG starts with a slash, too.
+            if scheme == "file" or (source.startswith("/") and not is_base64_media(source)):
+                path = file_url_path(source) if scheme else source
+                with _Copy(stem, request.spend) as copy:
+                    await self._reading.run(lambda: self._read(path, copy), request.name)
+                assert copy.path is not None
+                return copy.path
+            if scheme not in ("", "data"):
+                raise MediaError(f"a URL of scheme {scheme[:16]!r}; http, https, data and file are read")
+            start = base64_start(source) if scheme else 0
+            request.spend(base64_size(source, start))
+            return await in_thread(lambda: _write(decode_base64(source, start), stem))
+
+    async def _fetch(self, url: str, request: _Request) -> bytes:
+        async with self._fetching:
+            return await fetch(
+                url,
+                max_bytes=self.config.max_item_bytes,
+                timeout_s=self.config.fetch_timeout_s,
+                connect_timeout_s=self.config.fetch_connect_timeout_s,
+                read_timeout_s=self.config.fetch_read_timeout_s,
+                max_redirects=self.config.max_fetch_redirects,
+                allowed_domains=self.config.allowed_media_domains,
+                allow_private=self.config.allow_private_media,
+                spend=request.spend,
+                request=request.name,
+            )
+
+    def _read(self, path: str, copy: _Copy) -> None:
+        """Copies a file under the allowed folder; what is checked is the file that was opened."""
+        folder = self.config.allowed_media_dir
+        if folder is None:
+            raise MediaError("files are not read by this service (--allowed-media-dir)")
+        if len(path) > _MAX_PATH or "\0" in path:
+            raise MediaError(f"not a path of at most {_MAX_PATH} characters")
+        refused = MediaError("no such file under the allowed media folder")
+        if not Path(path).is_absolute() or not _is_under(os.path.realpath(path), folder):
+            raise refused
+        try:
+            opened = FileIO(path, "rb", opener=_open_nonblocking)
+        except OSError as error:
+            if error.errno in NO_FILES:
+                raise
+            raise refused from error
+        with opened as file:
+            status = os.fstat(file.fileno())
+            opened_path = str(Path(f"/proc/self/fd/{file.fileno()}").readlink())
+            if not _is_under(opened_path, folder) or any(_is_under(opened_path, Path(kernel)) for kernel in _KERNELS):
+                raise refused
+            if not stat.S_ISREG(status.st_mode):
+                raise MediaError("not a regular file")
+            copy.write(_piece_of(file), status.st_size)
+            while piece := _piece_of(file):  # up to its end, because it may grow meanwhile
+                copy.write(piece, status.st_size)
+
+
+def _piece_of(file: FileIO) -> bytes:
+    """Read the next bytes of a client's file. Raise WorldError if its file system fails, which is not the spool's."""
+    with os_errors_as(WorldError, "the file cannot be read"):
+        return file.read(_PIECE_BYTES)
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open without waiting for the other end of a named pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _require_unicode(source: str) -> None:
+    """URL parsers pass over lone surrogates."""
+    try:
+        if not source.isascii():  # base64 is, however long
+            source.encode()
+    except UnicodeEncodeError as error:
+        raise MediaError(f"the source holds a lone surrogate at character {error.start}") from None
+
+
+def _write(data: bytes, stem: Path) -> Path:
+    target = _target(stem, data[:HEAD_BYTES])
+    target.write_bytes(data)
+    return target
+
+
+def _target(stem: Path, head: bytes) -> Path:
+    stem.parent.mkdir(mode=0o700, exist_ok=True)
+    return stem.with_name(f"{stem.name}.{extension(head) or 'bin'}")
+
+
+def _is_under(path: str, folder: Path) -> bool:
+    return Path(path).is_relative_to(folder.resolve())

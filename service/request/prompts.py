@@ -1,0 +1,137 @@
+"""A request's way to its prompts: spool its media, tokenise, and free in the end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mindie_mm.errors import InputError, SharedMemoryError, TokenOutOfRange, blaming
+from mindie_mm.inputs import (
+    Media,
+    Paths,
+    from_webui_prompt,
+    media_of,
+    media_of_messages,
+    messages_with_paths,
+    parse_inputs,
+    parse_messages,
+    with_paths,
+)
+from mindie_mm.processes import faults
+from mindie_mm.settings.config import ServiceConfig
+from mindie_mm.shm import RequestDirectory, request_directory
+from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.retry import PromptSource
+from service.request.quota import room_to_spool
+from service.request.state import Service
+from service.schemas.choices import Clock
+from service.telemetry import tracing
+
+_log = logging.getLogger(__name__)
+
+_Parsed = tuple[list[Media], Callable[[Iterator[Paths]], TokenizeRequest]]
+"""The media of a request, and a function that returns the request with files in their place."""
+
+
+@asynccontextmanager
+async def prompts(
+    service: Service, requests: Sequence[TokenizeRequest], clock: Clock
+) -> AsyncIterator[list[PromptSource]]:
+    """Tokenize the prompts of one HTTP request, and free their shared memory at exit.
+
+    The limits of a request apply to all of its prompts together. Media are as the client sent them. Their files remain
+    until the exit, because a preempted answer may need them to be tokenized again.
+    """
+    started = time.perf_counter()
+    field = _field(requests[0])
+    with blaming(field):
+        parsed = [_checked(request, service.config) for request in requests]
+    media = [item for found, _ in parsed for item in found]
+    with ExitStack() as stack:
+        changes: dict[str, Any] = {}
+        paths: Iterator[Paths] = iter(())
+        if media:
+            with room_to_spool(), blaming(field):
+                directory = stack.enter_context(_directory(service.spool))
+                stack.callback(service.media.remove, directory.path)
+                paths = iter(await service.media.spool(media, directory.path))
+            changes["path_file"] = str(directory.path_file)
+            clock.fetch_s = time.perf_counter() - started
+            faults.point("spooled")
+        complete = [msgspec.structs.replace(with_files(paths), **changes) for _, with_files in parsed]
+        with blaming(field):
+            sources = await service.worker.tokenize(complete)
+        faults.point("tokenized")
+        elapsed_s = time.perf_counter() - started
+        clock.preprocess_s = elapsed_s - clock.fetch_s
+        service.metrics.tokenize_s.observe(elapsed_s)
+        if (trace := tracing.current.get()) is not None:
+            trace.tokenized(started, clock.fetch_s, clock.preprocess_s)
+        yield sources
+
+
+@contextmanager
+def _directory(spool: Path) -> Iterator[RequestDirectory]:
+    """Open a `request_directory`. Log an error if it cannot be removed, because the request itself has succeeded."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(request_directory(spool))
+        try:
+            yield directory
+        finally:
+            try:
+                stack.close()
+            except SharedMemoryError as error:
+                _log.error("%s; the next reclaim will remove it", error)
+
+
+def _field(request: TokenizeRequest) -> str | None:
+    """Return the body's field with the prompt, or None for a text, whose field has several names."""
+    if request.messages is not None:
+        return "messages"
+    return None if request.items is None else "inputs"
+
+
+def _checked(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
+    """Return `_parsed`. Raise InputError also for JSON that a message to a tokenizer process cannot hold."""
+    try:
+        media, with_files = _parsed(request, config)
+        msgspec.msgpack.encode(with_files(repeat(Path())))
+    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+        raise InputError(
+            "the request holds an integer above 64 bits, a lone surrogate or too deep a nesting"
+        ) from error
+    return media, with_files
+
+
+def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
+    """Parse the media of a request. Raise InputError or a subclass."""
+    replace = msgspec.structs.replace
+    if request.messages is not None:
+        messages = parse_messages(request.messages, strict=config.strict)
+        return media_of_messages(messages), lambda paths: replace(
+            request, messages=messages_with_paths(messages, paths)
+        )
+    if request.items is not None:
+        items = parse_inputs(request.items)
+        return media_of(items), lambda paths: replace(request, items=with_paths(items, paths))
+    pieces = from_webui_prompt(request.text or "", config.max_media_items)
+    if media := media_of(pieces):
+        return media, lambda paths: replace(request, text=None, items=with_paths(pieces, paths), chat=False)
+    return [], lambda _: request
+
+
+def prompt_of_ids(service: Service, ids: Sequence[int], field: str) -> Prompt:
+    """A prompt of token ids from that field of a body. TokenOutOfRange unless all are in [0, vocabulary)."""
+    vocab_size = service.worker.engine.info.vocab_size
+    if (bad := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
+        raise TokenOutOfRange(f"token id {bad} is outside the vocabulary, [0, {vocab_size})", param=field)
+    return Prompt(np.array(ids, np.int64))

@@ -1,0 +1,108 @@
+"""How much room requests' media take as files, and what is said where there is no more."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mindie_mm.errors import LimitExceeded, SharedMemoryError, SpoolFull
+from mindie_mm.media.fetch.threads import Threads
+from mindie_mm.shm import make_spool
+
+_log = logging.getLogger(__name__)
+
+NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+"""Errors that say that the process or the system has no free file descriptor."""
+PROBE_S = 5.0
+"""Maximum time in seconds for writing a file to the spool. A slower file system counts as out of order."""
+_PROBE_BYTES = 4096
+
+
+class Spending:
+    """Bytes that requests have in the spool: each at most `request_limit`, all of them at most `limit`."""
+
+    def __init__(self, request_limit: int, limit: int) -> None:
+        self._request_limit = request_limit
+        self._limit = limit
+        self._requests: dict[str, int] = {}
+        self._lock = threading.Lock()  # files are copied on threads
+
+    def spend(self, request: str, num_bytes: int) -> None:
+        """Counts further bytes; LimitExceeded or SpoolFull, and nothing is counted, above a limit."""
+        with self._lock:
+            own = self._requests.get(request, 0) + num_bytes
+            whole = sum(self._requests.values()) + num_bytes
+            if own > self._request_limit:
+                raise LimitExceeded(f"the request's media take {own} bytes, the limit is {self._request_limit}")
+            if whole > self._limit:
+                raise SpoolFull(f"the media of all requests take {whole} bytes, the limit is {self._limit}")
+            self._requests[request] = own
+
+    def give_back(self, request: str) -> None:
+        """Counts the request's bytes no longer, if there are any."""
+        with self._lock:
+            self._requests.pop(request, None)
+
+
+class ItemSpending:
+    """Bytes of one media item's files, of which a list of frames has many: at most `limit`."""
+
+    def __init__(self, limit: int, spend: Callable[[int], None]) -> None:
+        """`spend` counts them for the request."""
+        self._limit = limit
+        self._spend = spend
+        self._spent = 0
+        self._lock = threading.Lock()
+
+    def spend(self, num_bytes: int) -> None:
+        """Counts further bytes; LimitExceeded above the limit, and what `spend` raises."""
+        with self._lock:
+            self._spent += num_bytes
+            if self._spent > self._limit:
+                raise LimitExceeded(f"{self._spent} bytes, the limit for one item is {self._limit}")
+        self._spend(num_bytes)
+
+
+@contextmanager
+def room_to_spool() -> Iterator[None]:
+    """Turn any error of writing to the spool into SpoolFull.
+
+    The log names the path. The message does not, because clients need not know it.
+    """
+    try:
+        yield
+    except (OSError, SharedMemoryError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        reason = cause.strerror if isinstance(cause, OSError) else None
+        _log.warning("the spool takes no more: %s", error)
+        raise SpoolFull(f"the spool takes no more: {reason or 'its folder cannot be used'}") from error
+
+
+class SpoolProbe:
+    """A check of the spool that writes a file."""
+
+    def __init__(self, spool: Path) -> None:
+        self._spool = spool
+        self._threads = Threads("spool-probe")
+        self._writing: asyncio.Future[None] | None = None
+
+    async def check(self) -> None:
+        """Raise SpoolFull, with the reason, if no file can be written. Concurrent callers share one attempt."""
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.ensure_future(self._threads.run(self._write))
+        done, _ = await asyncio.wait([self._writing], timeout=PROBE_S)
+        if not done:
+            raise SpoolFull(f"the spool takes no more: its file system has not answered for {PROBE_S:g} s")
+        with room_to_spool():
+            self._writing.result()
+
+    def _write(self) -> None:
+        make_spool(self._spool)  # as each request does
+        with tempfile.TemporaryFile(dir=self._spool, buffering=0) as file:
+            file.write(bytes(_PROBE_BYTES))

@@ -1,0 +1,150 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from mindie_mm.processes import faults
+from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.worker import Delta
+from service.request.incoming import Form, IncomingDep
+from service.request.sse import DONE
+from service.request.text_logprobs import ToldLogprobs
+from service.request.token_text import chat_logprobs
+from service.schemas.choices import Choice, Used, media_spans, usage
+from service.schemas.description import streamed
+from service.schemas.openai_answers import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    Spanned,
+)
+from service.schemas.openai_types import ChatBody
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", responses=streamed(ChatCompletionChunk, whole=ChatCompletion, last=DONE))
+async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
+    """Answers a chat, with images and videos in it; streamed on request."""
+    call = incoming.call(body.model, body, prefix="chatcmpl-", n=body.n or 1)
+    return incoming.answered(_Chat(call, body, int(time.time())), stream=body.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat(Form):
+    """One chat request."""
+
+    body: ChatBody
+    created: int
+
+    def request(self) -> TokenizeRequest:
+        """For the tokenizers. InputError."""
+        return TokenizeRequest(
+            messages=self.body.messages,
+            add_generation_prompt=self.body.add_generation_prompt is not False,
+            chat_template_kwargs=self.body.template_kwargs(),
+        )
+
+    async def answer(self) -> ChatCompletion:
+        async with self.call.prompts([self.request()]) as (source,):
+            choices = await self.call.choices([source])
+        faults.point("answered")
+        return {
+            "id": self.call.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.call.service.model_name,
+            "choices": [await self._choice(choice) for choice in choices],
+            "usage": usage([source.prompt], choices),
+            **self.call.timings(choices),
+            **self._spans(source.prompt),
+        }
+
+    async def events(self) -> AsyncGenerator[ChatCompletionChunk, None]:
+        """Yield the answer's chunks: a first one per choice, then its text, then the usage if requested."""
+        choices = [Choice(index=index) for index in range(self.call.n)]
+        told = [self._told() for _ in choices]
+        async with (
+            self.call.prompts([self.request()]) as (source,),
+            aclosing(self.call.deltas([source])) as deltas,
+        ):
+            spans = self._spans(source.prompt)
+            async for index, delta in deltas:
+                first = not choices[index].texts
+                choices[index].add(delta)
+                if first:
+                    so_far = self._so_far(source.prompt, choices, len(delta.token_ids))
+                    yield {**self._chunk([_first(index)]), **spans, **so_far}
+                    spans = {}  # the first chunk alone has them
+                chunk = await self._delta(index, delta, told[index])
+                if delta.text or chunk["logprobs"] or delta.finish_reason:
+                    yield {**self._chunk([chunk]), **self._so_far(source.prompt, choices)}
+        used: Used = {"usage": usage([source.prompt], choices)} if self.body.include_usage else {}
+        timed = self.call.timings(choices)
+        if used or timed:
+            yield {**self._chunk([]), **used, **timed}
+
+    def _so_far(self, prompt: Prompt, choices: Sequence[Choice], num_untold: int = 0) -> Used:
+        """Return the usage so far, if the request wants it in every chunk. `num_untold` is as in `usage`."""
+        return {"usage": usage([prompt], choices, num_untold)} if self.body.continuous_usage else {}
+
+    def _spans(self, prompt: Prompt) -> Spanned:
+        return {"media_spans": media_spans(prompt)} if self.body.media_spans else {}
+
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
+        return {
+            "id": self.call.id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.call.service.model_name,
+            "choices": choices,
+        }
+
+    async def _choice(self, choice: Choice) -> ChatChoice:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": await self._logprobs(choice, self._told()) if self.body.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    async def _delta(self, index: int, delta: Delta, told: ToldLogprobs) -> ChatChunkChoice:
+        return {
+            "index": index,
+            "delta": {"content": delta.text},
+            "logprobs": await self._logprobs(delta, told) if self.body.logprobs else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+    def _told(self) -> ToldLogprobs:
+        return ToldLogprobs(self.call.service.worker.tokenizer, self.call.params.stop)
+
+    async def _logprobs(self, part: Delta | Choice, told: ToldLogprobs) -> ChatLogprobs | None:
+        """Return the log-probabilities to send with a choice, or with its next part. None if a part has none."""
+        found = await told.push(part)
+        if not found.logprobs and isinstance(part, Delta):
+            return None
+        return await chat_logprobs(self.call.service.tokens, found.logprobs, found.cut)
+
+
+def _first(index: int) -> ChatChunkChoice:
+    """Return the content of a choice's first chunk, which is its role."""
+    return {
+        "index": index,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+        "stop_reason": None,
+    }

@@ -1,0 +1,130 @@
+"""POST /v1/completions; texts may hold pictures in text-generation-webui's form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from mindie_mm.engine.requests.engine_messages import TokenLogprob
+from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.retry import PromptSource
+from service.request.incoming import Form, IncomingDep
+from service.request.sse import DONE
+from service.request.text_logprobs import ToldLogprobs
+from service.request.token_text import TextOffsets, completion_logprobs
+from service.schemas.choices import Choice, Used, usage
+from service.schemas.description import streamed
+from service.schemas.openai_answers import Completion, CompletionChoice, CompletionLogprobs
+from service.schemas.openai_types import MAX_CHOICES, CompletionBody
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", responses=streamed(Completion, whole=Completion, last=DONE))
+async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
+    """Complete texts or token ids. Stream the completion on request."""
+    call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1)
+    return incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """State of a streamed choice's log-probabilities."""
+
+    offsets: TextOffsets
+    told: ToldLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class _Completion(Form):
+    """One completion request."""
+
+    body: CompletionBody
+    created: int
+
+    def sources(self) -> AbstractAsyncContextManager[list[PromptSource]]:
+        """The prompts' ids; leaving frees the shared memory of pictures in texts. InputError, also for a schema."""
+        given = self.body.prompts()
+        if not given or not all(given):
+            raise InputError("prompt is empty", param="prompt")
+        n = self.call.n
+        if len(given) * n > MAX_CHOICES:
+            said = f"{len(given)} prompts of {n} choices each, the limit is {MAX_CHOICES} choices"
+            raise LimitExceeded(said, param="prompt")
+        options = PromptOptions(add_special_tokens=self.body.add_special_tokens is not False)
+        if texts := [TokenizeRequest(text=text, options=options) for text in given if isinstance(text, str)]:
+            return self.call.prompts(texts)
+        return self.call.prompts_of_ids([ids for ids in given if not isinstance(ids, str)])
+
+    async def answer(self) -> Completion:
+        async with self.sources() as sources:
+            choices = await self.call.choices(sources)
+        prompts = [source.prompt for source in sources]
+        return {
+            **self._part([await self._choice(choice, prompts[choice.index // self.call.n]) for choice in choices]),
+            "usage": usage(prompts, choices),
+            **self.call.timings(choices),
+        }
+
+    async def events(self) -> AsyncGenerator[Completion, None]:
+        """The answer's chunks, and the usage if it was asked for."""
+        async with self.sources() as sources:
+            prompts = [source.prompt for source in sources]
+            choices = [Choice(index=index) for index in range(len(prompts) * self.call.n)]
+            written = [self._written() for _ in choices]
+            async with aclosing(self.call.deltas(sources)) as deltas:
+                async for index, delta in deltas:
+                    part = Choice(index=index)
+                    part.add(delta)
+                    first = not choices[index].texts
+                    chunk = await self._choice(part, prompts[index // self.call.n] if first else None, written[index])
+                    choices[index].add(delta)
+                    logprobs = chunk["logprobs"]
+                    if chunk["text"] or (logprobs and logprobs["text_offset"]) or delta.finish_reason:
+                        so_far: Used = {"usage": usage(prompts, choices)} if self.body.continuous_usage else {}
+                        yield {**self._part([chunk]), **so_far}
+        used: Used = {"usage": usage(prompts, choices)} if self.body.include_usage else {}
+        timed = self.call.timings(choices)
+        if used or timed:
+            yield {**self._part([]), **used, **timed}
+
+    def _part(self, choices: list[CompletionChoice]) -> Completion:
+        return {
+            "id": self.call.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.call.service.model_name,
+            "choices": choices,
+        }
+
+    def _written(self) -> _Written:
+        tokenizer = self.call.service.worker.tokenizer
+        return _Written(TextOffsets(tokenizer), ToldLogprobs(tokenizer, self.call.params.stop))
+
+    async def _choice(self, choice: Choice, prompt: Prompt | None, written: _Written | None = None) -> CompletionChoice:
+        """Return a choice, or its next part. Put `prompt` before it if the request asks for echo."""
+        tokenizer = self.call.service.worker.tokenizer
+        echoed = prompt.plain_ids.tolist() if prompt is not None and self.body.echo else []
+        logprobs: CompletionLogprobs | None = None
+        if self.body.logprobs is not None:
+            written = written or self._written()
+            told = await written.told.push(choice)
+            positions: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in echoed[:1]]
+            positions += [(p.token_id, p) for p in (*choice.prompt_logprobs, *told.logprobs)]
+            starts = await written.offsets.echoed(echoed)
+            starts += await written.offsets.answered([p.token_id for p in told.logprobs])
+            logprobs = await completion_logprobs(self.call.service.tokens, positions, starts, told.cut)
+        return {
+            "index": choice.index,
+            "text": tokenizer.decode(echoed, skip_special_tokens=False) + choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }

@@ -1,0 +1,175 @@
+"""POST /generate and /generate_stream: MindIE's form of text-generation-inference (docs/api.md)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, NotRequired
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from mindie_mm.errors import InputError
+from mindie_mm.worker.retry import PromptSource
+from mindie_mm.worker.worker import Answer
+from service.request.incoming import Form, Incoming, IncomingDep
+from service.routes.infer import Details, InferParameters, InputsBody, details
+from service.schemas.body import WHOLE
+from service.schemas.description import answered, streamed
+
+router = APIRouter()
+
+_NO_ADAPTER = "None"
+
+
+class GenerateParameters(InferParameters):
+    """The `parameters` of text-generation-inference 0.9.4, as far as MindIE takes them."""
+
+    decoder_input_details: bool | None = None
+    """List the prompt's tokens."""
+    return_full_text: bool | None = None
+    """Put the text of `inputs` before the answer."""
+    truncate: Annotated[int, Field(ge=1), WHOLE] | None = None
+    """Most tokens of the prompt; the oldest text and whole media items are dropped."""
+    adapter_id: str | None = None
+    """"None", or left out: there are no adapters."""
+
+
+class GenerateBody(InputsBody):
+    """POST /generate and /generate_stream."""
+
+    of_parameters: ClassVar[Collection[str]] = GenerateParameters.model_fields
+
+    stream: bool | None = None
+    """True: for /generate_stream, which streams in any case."""
+    parameters: GenerateParameters | None = None
+
+
+class GenerateDetails(Details):
+    """How an answer came about."""
+
+    prompt_tokens: int
+
+
+class GenerateToken(TypedDict):
+    """A token; `logprob` and `special` are null, as in MindIE."""
+
+    id: int
+    logprob: None
+    special: None
+    text: str
+
+
+class WholeDetails(GenerateDetails):
+    """Of a whole answer."""
+
+    prefill: list[GenerateToken]
+    """The prompt's tokens, where `decoder_input_details` asks for them."""
+    tokens: list[GenerateToken]
+
+
+class GenerateAnswer(TypedDict):
+    """The answer of /generate."""
+
+    generated_text: str
+    details: NotRequired[WholeDetails]
+
+
+class StepTokens(TypedDict):
+    """The tokens of a step."""
+
+    id: list[int]
+    text: str
+    logprob: None
+    special: None
+
+
+class GenerateEvent(TypedDict):
+    """An event of /generate_stream."""
+
+    token: StepTokens
+    generated_text: str | None
+    """All of it, in the last event."""
+    details: GenerateDetails | None
+    """In the last event, where they are asked for."""
+
+
+@router.post("/generate", responses=answered(GenerateAnswer))
+async def generate_text(body: GenerateBody, incoming: IncomingDep) -> Response:
+    """Answers a text, or a list of texts, images and videos, in one piece."""
+    if body.stream:
+        raise InputError("stream is true, which /generate does not serve; ask /generate_stream", param="stream")
+    generation = _generation(body, incoming)
+    return incoming.answered(generation, timeout_s=generation.parameters.timeout)
+
+
+@router.post("/generate_stream", response_class=Response, responses=streamed(GenerateEvent))
+async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response:
+    """Answers the same in events, one a step."""
+    generation = _generation(body, incoming)
+    if generation.parameters.decoder_input_details:
+        said = "decoder_input_details is true, which a stream does not take"
+        raise InputError(said, param="parameters")
+    return incoming.answered(generation, stream=True, last=None, timeout_s=generation.parameters.timeout)
+
+
+def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
+    parameters = body.parameters or GenerateParameters()
+    call = incoming.call(body.model, parameters)
+    if parameters.adapter_id not in (None, _NO_ADAPTER):
+        said = f"adapter_id is {parameters.adapter_id!r}; no adapters are served"
+        raise InputError(said, param="parameters")
+    if parameters.return_full_text and not isinstance(body.inputs, str):
+        said = "return_full_text is true, which needs inputs to be a text"
+        raise InputError(said, param="parameters")
+    return _Generate(call, body, parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Generate(Form):
+    """One request."""
+
+    body: GenerateBody
+    parameters: GenerateParameters
+
+    def prompts(self) -> AbstractAsyncContextManager[list[PromptSource]]:
+        return self.call.prompts([self.body.request()], self.parameters.truncate)
+
+    async def answer(self) -> GenerateAnswer:
+        async with self.prompts() as (source,):
+            (choice,) = await self.call.choices([source])
+            plain_ids: list[int] = source.prompt.plain_ids.tolist()
+        answer: GenerateAnswer = {"generated_text": self._text(choice)}
+        if self.parameters.details or self.parameters.decoder_input_details:
+            answer["details"] = {
+                **self._details(choice, len(plain_ids)),
+                "prefill": self._tokens(plain_ids if self.parameters.decoder_input_details else []),
+                "tokens": self._tokens(choice.token_ids),
+            }
+        return answer
+
+    async def events(self) -> AsyncGenerator[GenerateEvent, None]:
+        """One event a step, the last with the whole text."""
+        choice = Answer()
+        async with self.prompts() as (source,), aclosing(self.call.deltas([source])) as deltas:
+            async for _, delta in deltas:
+                choice.add(delta)
+                last = delta.finish_reason is not None
+                yield {
+                    "token": {"id": delta.token_ids, "text": delta.text, "logprob": None, "special": None},
+                    "generated_text": self._text(choice) if last else None,
+                    "details": self._details(choice, len(source.prompt)) if last and self.parameters.details else None,
+                }
+
+    def _text(self, choice: Answer) -> str:
+        return f"{self.body.inputs}{choice.text}" if self.parameters.return_full_text else choice.text
+
+    def _details(self, choice: Answer, prompt_tokens: int) -> GenerateDetails:
+        return {"prompt_tokens": prompt_tokens, **details(self.call, choice)}
+
+    def _tokens(self, token_ids: Sequence[int]) -> list[GenerateToken]:
+        text = self.call.service.tokens.text
+        return [{"id": token, "logprob": None, "special": None, "text": text(token)} for token in token_ids]

@@ -1,0 +1,183 @@
+"""GET /health, /health/live, /version, /metrics and /shm: how the service is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, NotRequired
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import PlainTextResponse, Response
+from typing_extensions import TypedDict
+
+from mindie_mm.shm import ArenaInfo, arenas_of
+from mindie_mm.shm.format.layout import block_name
+from service.http.json_response import JSONResponse
+from service.request.state import ServiceDep
+from service.schemas.description import answered
+
+router = APIRouter()
+
+
+class Populated(TypedDict):
+    """How far an arena is faulted in, in [0, 1]."""
+
+    name: str
+    populated: float
+
+
+class PopulatedMemory(TypedDict):
+    """How far all of it is."""
+
+    populated: float
+    arenas: list[Populated]
+
+
+class Health(TypedDict):
+    """The answer of /health."""
+
+    status: Literal["ok"]
+    shared_memory: PopulatedMemory
+
+
+class Version(TypedDict):
+    """The answer of /version."""
+
+    version: str
+
+
+class ArrayEntry(TypedDict):
+    """An array of a block."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class BlockEntry(TypedDict):
+    """A block that nobody freed; times in seconds."""
+
+    name: str
+    state: str
+    request: str | None
+    age_s: float
+    lease_s: float | None
+    bytes: int
+    pieces: Sequence[tuple[int, int]]
+    """Offset and length of each."""
+    arrays: dict[str, ArrayEntry]
+
+
+class ArenaEntry(TypedDict):
+    """An arena."""
+
+    name: str
+    pid: int | None
+    """None if its header is damaged, and so is `peak_bytes`."""
+    age_s: float
+    blocks: int
+    bytes: int
+    peak_bytes: int | None
+    capacity_bytes: int
+    populated: float
+    map: NotRequired[list[BlockEntry]]
+
+
+class SharedMemory(TypedDict):
+    """The answer of /shm."""
+
+    blocks: int
+    bytes: int
+    capacity_bytes: int
+    arenas: list[ArenaEntry]
+
+
+@router.get("/health", responses=answered(Health))
+@router.get("/v2/health/ready", responses=answered(Health))  # MindIE's
+@router.get("/ping", responses=answered(Health))  # vLLM's
+async def health(service: ServiceDep) -> Response:
+    """Return 200 if the service can answer requests, else 503 with the reason.
+
+    The answer also says how far each arena is faulted in.
+    """
+    await service.check_healthy()
+    arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids)
+    populated = sum(arena.populated_fraction * arena.file_bytes for arena in arenas)
+    found: Health = {
+        "status": "ok",
+        "shared_memory": {
+            "populated": populated / max(1, sum(arena.file_bytes for arena in arenas)),
+            "arenas": [{"name": arena.name, "populated": arena.populated_fraction} for arena in arenas],
+        },
+    }
+    return JSONResponse(found)
+
+
+@router.get("/health/live", response_class=Response)
+@router.get("/v2/health/live", response_class=Response)  # MindIE's
+async def live() -> Response:
+    """200 as long as the process answers."""
+    return Response(status_code=200)
+
+
+@router.get("/version", responses=answered(Version))
+async def own_version() -> Response:
+    """Of mindie_mm, where clients of vLLM look for its own."""
+    found: Version = {"version": version("mindie_mm")}
+    return JSONResponse(found)
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(service: ServiceDep) -> Response:
+    """Prometheus' text format."""
+    return Response(await asyncio.to_thread(service.metrics.text), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/shm", responses=answered(SharedMemory))
+async def shm(service: ServiceDep, blocks: bool = False) -> Response:
+    """The shared memory of this service's tokenizers; bytes are those in blocks that nobody freed.
+
+    With `blocks=true` each arena says in `map` which blocks those are, and where they lie.
+    """
+    arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids, described=blocks)
+    found: SharedMemory = {
+        "blocks": sum(len(arena.blocks) for arena in arenas),
+        "bytes": sum(arena.used_bytes for arena in arenas),
+        "capacity_bytes": sum(arena.capacity_bytes for arena in arenas),
+        "arenas": [_arena(arena) for arena in arenas],
+    }
+    if blocks:
+        for entry, arena in zip(found["arenas"], arenas, strict=True):
+            entry["map"] = _map(arena)
+    return JSONResponse(found)
+
+
+def _arena(arena: ArenaInfo) -> ArenaEntry:
+    return {
+        "name": arena.name,
+        "pid": arena.owner.pid if arena.owner else None,
+        "age_s": arena.age_s,
+        "blocks": len(arena.blocks),
+        "bytes": arena.used_bytes,
+        "peak_bytes": arena.stats.peak_bytes if arena.stats else None,
+        "capacity_bytes": arena.capacity_bytes,
+        "populated": arena.populated_fraction,
+    }
+
+
+def _map(arena: ArenaInfo) -> list[BlockEntry]:
+    return [
+        {
+            "name": block_name(arena.number, block.block),
+            "state": block.state,
+            "request": Path(block.request).parent.name or None,
+            "age_s": block.age_s,
+            "lease_s": block.lease_s,
+            "bytes": block.num_bytes,
+            "pieces": block.pieces,
+            "arrays": {name: {"dtype": spec.dtype, "shape": spec.shape} for name, spec in block.arrays.items()},
+        }
+        for block in arena.blocks
+    ]

@@ -1,0 +1,245 @@
+"""POST /infer: MindIE's own form of request and answer (docs/api.md has both, and where ours differ)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from dataclasses import dataclass
+from secrets import randbits
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from fastapi import APIRouter
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import OFF
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.worker import Answer
+from service.request.call import Call
+from service.request.incoming import Form, IncomingDep
+from service.schemas.body import (
+    INT32_MAX,
+    WHOLE,
+    Array,
+    Body,
+    CacheSalt,
+    MaxTokens,
+    NotServed,
+    RepetitionPenalty,
+    Settings,
+    Stop,
+    Templated,
+    TopP,
+    must_be,
+)
+from service.schemas.choices import Timed
+from service.schemas.description import streamed
+from service.schemas.message_types import AnyItem
+from service.schemas.not_served import NOT_SERVED
+
+router = APIRouter()
+
+DEFAULT_NEW_TOKENS = 20
+_SEED_BITS = 63
+
+
+class InferParameters(Settings):
+    """MindIE's `parameters`. `typical_p`, `watermark` and `priority` are taken and do nothing, as in MindIE."""
+
+    field = "parameters"
+    not_served: ClassVar[NotServed] = {
+        **NOT_SERVED,
+        **dict.fromkeys(("ignore_eos", "logit_bias", "response_format", "stop_token_ids"), OFF),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (None, 0)),
+        **dict.fromkeys(("best_of", "n"), (None, 1)),
+        "add_special_tokens": (None, True),
+        **dict.fromkeys(("logprobs", "top_logprobs"), (*OFF, 0)),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), (None,)),  # OpenAI's; max_new_tokens is meant
+    }
+
+    temperature: Annotated[float, Field(gt=0, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
+    top_p: TopP | None = None
+    max_new_tokens: MaxTokens | None = None
+    do_sample: bool | None = None
+    """None: sampled if temperature, top_k or top_p is given."""
+    seed: Annotated[int, Field(ge=0, lt=2**63), WHOLE] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop: Stop | None = None
+    cache_salt: CacheSalt | None = None
+    """As in chat completions."""
+    details: bool | None = None
+    timeout: Annotated[int, Field(ge=1, le=3600), WHOLE] | None = None
+    """Seconds."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn, not the likeliest taken."""
+        if self.do_sample is None:
+            return any(value is not None for value in (self.temperature, self.top_k, self.top_p))
+        return self.do_sample
+
+    def sampling_params(self, default: SamplingParams) -> SamplingParams:
+        return self.params(
+            default,
+            max_tokens=self.max_new_tokens or DEFAULT_NEW_TOKENS,
+            temperature=self.temperature if self.draws else 0.0,
+            # the answer names the seed, whoever chose it
+            seed=randbits(_SEED_BITS) if self.seed is None and self.draws else self.seed,
+        )
+
+
+class InputsBody(Body):
+    """What MindIE's forms share."""
+
+    # Here chat_template is a switch.
+    not_served: ClassVar[NotServed] = {
+        name: off for name, off in InferParameters.not_served.items() if name != "chat_template"
+    }
+    of_parameters: ClassVar[Collection[str]] = InferParameters.model_fields
+    """Names that stand in `parameters` alone."""
+
+    inputs: Annotated[str | Array[AnyItem], must_be("a text, or a list of dicts, each an item")]
+    """A text, taken as it is; or a `List[Dict]`, one user turn of a chat."""
+    chat_template: Templated | None = None
+    """None: true. False: the items of a list follow one another with no template around them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_parameters(cls, given: Any) -> Any:
+        """They would be ignored beside `parameters`, and the answer be another."""
+        for name in cls.of_parameters if isinstance(given, dict) else ():
+            if given.get(name) is not None:
+                raise PydanticCustomError("misplaced", "{name} must stand in parameters", {"name": name})
+        return given
+
+    def request(self) -> TokenizeRequest:
+        """What there is to tokenise; InputError where it is empty."""
+        if isinstance(self.inputs, str):
+            if not self.inputs:
+                raise InputError("inputs is empty", param="inputs")
+            return TokenizeRequest(text=self.inputs)
+        return TokenizeRequest(items=self.inputs, chat=self.chat_template is not False)
+
+
+class InferBody(InputsBody):
+    """POST /infer."""
+
+    stream: bool | None = None
+    parameters: InferParameters | None = None
+
+
+MindieFinishReason = Literal["length", "eos_token", "stop_sequence"]
+
+
+class Details(Timed):
+    """How an answer came about."""
+
+    finish_reason: MindieFinishReason
+    generated_tokens: int
+    seed: int | None
+
+
+class InferDetails(Details):
+    """Of a whole answer."""
+
+    generated_token_ids: list[int]
+
+
+class InferAnswer(TypedDict):
+    """The answer of /infer."""
+
+    generated_text: str
+    details: NotRequired[InferDetails]
+
+
+class InferToken(TypedDict):
+    """The tokens of a step."""
+
+    id: list[int]
+    text: str | None
+    """None in the last event."""
+
+
+class InferEvent(TypedDict):
+    """An event of a streamed answer; times in milliseconds, of the prompt's step and of any other."""
+
+    prefill_time: float | None
+    decode_time: float | None
+    generated_text: NotRequired[str]
+    """All of it, in the last event."""
+    details: NotRequired[Details | None]
+    """In the last event."""
+    token: InferToken
+
+
+@router.post("/infer", responses=streamed(InferEvent, whole=InferAnswer))
+async def infer(body: InferBody, incoming: IncomingDep) -> Response:
+    """Answers a text, or a list of texts, images and videos; streamed on request."""
+    parameters = body.parameters or InferParameters()
+    inference = _Infer(incoming.call(body.model, parameters), body, parameters)
+    return incoming.answered(inference, stream=body.stream, last=None, timeout_s=parameters.timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Infer(Form):
+    """One request."""
+
+    body: InferBody
+    parameters: InferParameters
+
+    async def answer(self) -> InferAnswer:
+        async with self.call.prompts([self.body.request()]) as sources:
+            (choice,) = await self.call.choices(sources)
+        answer: InferAnswer = {"generated_text": choice.text}
+        if self.parameters.details:
+            answer["details"] = {**details(self.call, choice), "generated_token_ids": choice.token_ids}
+        return answer
+
+    async def events(self) -> AsyncGenerator[InferEvent, None]:
+        """One event a step, the last with the whole text; times in milliseconds."""
+        last = time.perf_counter()
+        choice = Answer()
+        async with self.call.prompts([self.body.request()]) as sources, aclosing(self.call.deltas(sources)) as deltas:
+            async for _, delta in deltas:
+                now = time.perf_counter()
+                elapsed_ms = round((now - last) * 1000, 3)
+                last = now
+                prefill_ms, decode_ms = (None, elapsed_ms) if choice.texts else (elapsed_ms, None)
+                choice.add(delta)
+                if delta.finish_reason is None:
+                    yield {
+                        "prefill_time": prefill_ms,
+                        "decode_time": decode_ms,
+                        "token": {"id": delta.token_ids, "text": delta.text},
+                    }
+                else:
+                    yield {
+                        "prefill_time": prefill_ms,
+                        "decode_time": decode_ms,
+                        "generated_text": choice.text,
+                        "details": details(self.call, choice) if self.parameters.details else None,
+                        "token": {"id": delta.token_ids, "text": None},
+                    }
+
+
+def details(call: Call, choice: Answer) -> Details:
+    """What MindIE's forms of answer say about one that is finished."""
+    return {
+        "finish_reason": _finish_reason(choice),
+        "generated_tokens": len(choice.token_ids),
+        "seed": call.params.seed,
+        **call.timings([choice]),
+    }
+
+
+def _finish_reason(choice: Answer) -> MindieFinishReason:
+    """Why it ended, in MindIE's words."""
+    if choice.finish_reason == "length":
+        return "length"
+    return "eos_token" if choice.stop_reason is None else "stop_sequence"

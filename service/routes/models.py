@@ -1,0 +1,61 @@
+"""GET /v1/models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from service.http.json_response import JSONResponse
+from service.request.state import Service, ServiceDep
+from service.schemas.description import answered
+
+router = APIRouter()
+
+
+class ModelCard(TypedDict):
+    """What OpenAI's clients ask after, and vLLM's."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    """Unix time of the service's start."""
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    """The served model."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+@router.get("/v1/models", responses=answered(ModelList))
+async def models(service: ServiceDep) -> Response:
+    """The served model, in a list."""
+    listed: ModelList = {"object": "list", "data": [_card(service)]}
+    return JSONResponse(listed)
+
+
+@router.get("/v1/models/{name:path}", responses=answered(ModelCard))
+async def model(name: str, service: ServiceDep) -> Response:
+    """The served model."""
+    service.check_model(name)
+    return JSONResponse(_card(service))
+
+
+def _card(service: Service) -> ModelCard:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "mindie_mm",
+        "root": service.model_name,
+        "parent": None,
+        "max_model_len": service.worker.engine.info.max_model_len,
+    }

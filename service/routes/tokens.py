@@ -1,0 +1,127 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NotRequired
+
+from fastapi import APIRouter
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import template_variables
+from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from service.request.admitted import WholeAnswer
+from service.request.incoming import IncomingDep
+from service.request.prompts import prompt_of_ids, prompts
+from service.request.state import ServiceDep
+from service.schemas.body import Array, Body, CacheSalt, NotServed, Templated, TokenIds
+from service.schemas.description import answered
+from service.schemas.message_types import AnyItem, AnyMessage
+from service.schemas.not_served import NOT_SERVED
+from service.schemas.openai_types import offered
+
+router = APIRouter()
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: exactly one of `prompt`, `messages` and `inputs`."""
+
+    # chat_template is a switch of `inputs`, as in /infer.
+    not_served: ClassVar[NotServed] = {name: off for name, off in NOT_SERVED.items() if name != "chat_template"}
+
+    prompt: str | None = None
+    messages: Array[AnyMessage] | None = None
+    inputs: Array[AnyItem] | None = None
+    chat_template: Templated | None = None
+    """Of `inputs` alone. None: true."""
+    add_generation_prompt: bool | None = None
+    """None: true."""
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens, such as BOS, to a prompt. Default: true. A chat accepts only false."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Array[dict[str, Any]] | None = None
+    """As in a chat completion, and so are `tool_choice` and `reasoning_effort`."""
+    tool_choice: Any = None
+    reasoning_effort: str | None = None
+    cache_salt: CacheSalt | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: TokenIds
+
+
+class TokenizeAnswer(TypedDict):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+    """Strings of the vocabulary, such as `Ġred`."""
+
+
+class DetokenizeAnswer(TypedDict):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+@router.post("/tokenize", responses=answered(TokenizeAnswer))
+async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
+    """Token ids of a text, a chat or a `List[Dict]`; a word reads as the placeholder id on which it stands."""
+    service = incoming.service
+    service.check_model(body.model)
+    if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
+        raise InputError("give exactly one of prompt, messages and inputs")
+    if body.chat_template is not None and body.inputs is None:
+        raise InputError(f"chat_template is {body.chat_template}, which needs inputs", param="chat_template")
+    if body.add_special_tokens and body.prompt is None:
+        said = f"add_special_tokens is {body.add_special_tokens}; it is not served"
+        raise InputError(said, param="add_special_tokens")
+    offered(body.tools, body.tool_choice)
+    wanted = TokenizeRequest(
+        text=body.prompt,
+        messages=body.messages,
+        items=body.inputs,
+        chat=body.chat_template is not False,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        chat_template_kwargs=template_variables(
+            body.chat_template_kwargs, body.tools, body.tool_choice, body.reasoning_effort
+        ),
+        options=PromptOptions(
+            service.worker.engine.info.max_model_len,
+            cache_salt=body.cache_salt or "",
+            add_special_tokens=body.prompt is None or body.add_special_tokens is not False,
+        ),
+    )
+
+    async def answer() -> TokenizeAnswer:
+        async with prompts(service, [wanted], incoming.clock) as (source,):
+            ids: list[int] = source.prompt.plain_ids.tolist()
+        found: TokenizeAnswer = {
+            "count": len(ids),
+            "max_model_len": service.worker.engine.info.max_model_len,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            found["token_strs"] = [*map(service.tokens.piece, ids)]
+        return found
+
+    return WholeAnswer(answer, service.admission)
+
+
+@router.post("/detokenize", responses=answered(DetokenizeAnswer))
+async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
+    """The text of token ids, special tokens spelled out."""
+    service.check_model(body.model)
+
+    async def answer() -> DetokenizeAnswer:
+        ids: list[int] = prompt_of_ids(service, body.tokens, "tokens").ids.tolist()
+        return {"prompt": service.worker.tokenizer.decode(ids, skip_special_tokens=False)}
+
+    return WholeAnswer(answer, service.admission)

@@ -1,0 +1,1 @@
+"""Bodies of requests and answers, and their description in /openapi.json."""

@@ -1,0 +1,133 @@
+"""What all request bodies share. Numbers are strict; unknown fields are ignored, as others do, but for `not_served`."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from mindie_mm.engine.requests.sampling_params import MAX_LOGPROBS, MAX_SALT_CHARACTERS, SamplingParams
+from mindie_mm.inputs import OFF, refused_fields, whole
+
+INT32_MAX = 2**31 - 1
+
+WHOLE = BeforeValidator(whole)
+"""Validator that accepts 16.0 as 16. Clients in languages without integers send numbers that way."""
+
+# The ranges of SamplingParams.check, repeated here for the OpenAPI description and for errors that name the field.
+# tests/service/test_openapi.py checks that both are the same.
+MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
+
+T = TypeVar("T")
+
+Array = Annotated[list[T], Field(fail_fast=True)]
+"""A list that reports only its first wrong entry. An error per entry would need a thousand times the request's size."""
+
+TokenIds = Array[Annotated[int, WHOLE]]
+"""A list of token ids. The vocabulary decides their range."""
+
+
+def must_be(said: str) -> WrapValidator:
+    """Return a validator for a union that reports one error, `said`, in place of one per member."""
+
+    def checked(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(given)
+        except ValidationError as error:
+            raise PydanticCustomError("no_member", f"must be {said}") from error
+
+    return WrapValidator(checked)
+
+
+Stop = Annotated[
+    str | Array[str],
+    must_be("a text or a list of texts"),
+    AfterValidator(lambda given: (given,) if isinstance(given, str) else tuple(given)),
+]
+"""One stop string or several, read as a tuple."""
+
+Templated = Annotated[bool, must_be("true or false: no template but the checkpoint's is served")]
+"""Whether `inputs` become one user turn through the chat template, or are joined without one."""
+
+NotServed = Mapping[str, tuple[Any, ...]]
+"""Fields of other servers that would change the answer, and the harmless values of each, which are accepted."""
+
+
+class Fields(BaseModel):
+    """A request body that converts no types: no string or boolean is a number, and no number is infinite."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    not_served: ClassVar[NotServed] = {}
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Replacement for some of these fields, by name. Error messages suggest it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, given: Any) -> Any:
+        if isinstance(given, bytes):  # FastAPI leaves a body of another type as it is
+            raise PydanticCustomError("no_json", "the request needs the header Content-Type: application/json")
+        for name in refused_fields(given, cls.not_served) if isinstance(given, dict) else ():
+            if name in cls.model_fields:
+                continue
+            others = " or ".join(json.dumps(one) for one in cls.not_served[name] if one not in OFF)
+            said = "{name} is not served, except {others}" if others else "{name} is not served"
+            if instead := cls.instead.get(name, ""):
+                said += "; use {instead}"
+            raise PydanticCustomError("not_served", said, {"name": name, "others": others, "instead": instead})
+        return given
+
+
+class Settings(Fields):
+    """Fields that say how to answer."""
+
+    field: ClassVar[str | None] = None
+    """The field of a body that they stand in; None: they are its own."""
+    timings: bool | None = None
+    """Ours: say where the request's time went, in the answer's `timings`, or in the `details` of MindIE's forms."""
+
+    @abstractmethod
+    def sampling_params(self, default: SamplingParams) -> SamplingParams:
+        """Return the settings for the engine. Fields that are absent or null keep their value in `default`.
+
+        Raises:
+            InputError: Fields contradict each other, or a value is not served.
+
+        """
+
+    def params(self, default: SamplingParams, **made: Any) -> SamplingParams:
+        """Return `default` with the fields that have a sampler's own name, and with those in `made` in their place."""
+        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__} | made
+        return default.stating(**given)
+
+
+class Body(Fields):
+    """A request body."""
+
+    model: str | None = None
+    """The served model's name; may be left out, or empty."""
+
+    @field_validator("model")
+    @classmethod
+    def _or_none(cls, given: str | None) -> str | None:
+        return given or None

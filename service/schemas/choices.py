@@ -1,0 +1,156 @@
+"""What a request's choices have come to, and what an answer says about them: usage and timings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NotRequired
+
+import numpy as np
+from typing_extensions import TypedDict
+
+from mindie_mm.inputs import Kind
+from mindie_mm.shm.format.layout import block_name
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt
+from mindie_mm.worker.worker import Answer
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where a request's time goes before the engine has it; seconds."""
+
+    arrived: float
+    """When its head came, on the clock of time.perf_counter."""
+    fetch_s: float = 0.0
+    """Having its media as files: fetching, copying, decoding base64."""
+    preprocess_s: float = 0.0
+    """In a tokenizer process, waiting for one included: decoding and resizing media, text to ids."""
+
+
+@dataclass(slots=True)
+class Choice(Answer):
+    """One of several answers."""
+
+    index: int = field(kw_only=True)
+
+
+class PromptTokensDetails(TypedDict):
+    """Tokens of prompts that were in the prefix cache, and those that stand for media."""
+
+    cached_tokens: int
+    image_tokens: int
+    video_tokens: int
+    audio_tokens: int
+
+
+class Usage(TypedDict):
+    """OpenAI's usage object."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Used(TypedDict):
+    """What a stream has where `stream_options` ask for it."""
+
+    usage: NotRequired[Usage]
+
+
+class SpanEntry(TypedDict):
+    """Where the tokens of a media item lie in the prompt."""
+
+    type: Kind
+    start: int
+    stop: int
+    features: int
+    """Those of them that take a feature."""
+    block: str
+    """The shared memory that its words name, as `mindie-mm shm list --blocks` does."""
+
+
+class StageTimings(TypedDict):
+    """Where a request's time went, in seconds; of several choices, the longest of each of the engine's stages."""
+
+    fetch_s: float
+    preprocess_s: float
+    queue_s: float
+    tower_s: float
+    prefill_s: float
+    decode_s: float
+    total_s: float
+
+
+class Timed(TypedDict):
+    """What an answer has where its request sets `timings`."""
+
+    timings: NotRequired[StageTimings]
+
+
+def usage(prompts: Sequence[Prompt], choices: Sequence[Answer], num_untold: int = 0) -> Usage:
+    """Return the usage of the prompts and their choices. Each prompt counts once, as its first choice found it.
+
+    Every prompt has the same number of choices. `num_untold` is the number of generated tokens to leave out, because
+    a later chunk sends them.
+    """
+    n = len(choices) // len(prompts)
+    num_prompt = sum(len(prompt) for prompt in prompts)
+    num_generated = sum(len(choice.token_ids) for choice in choices) - num_untold
+
+    def features(kind: Kind) -> int:
+        return sum(_features(one, span) for one in prompts for span in one.spans if span.kind == kind)
+
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(
+                min(choice.cached_tokens for choice in choices[i : i + n]) for i in range(0, len(choices), n)
+            ),
+            "image_tokens": features("image"),
+            "video_tokens": features("video"),
+            "audio_tokens": features("audio"),
+        },
+    }
+
+
+def _features(prompt: Prompt, span: MediaSpan) -> int:
+    """Slots of an item's span that take a feature."""
+    ids = prompt.ids[span.start : span.stop]
+    return int(np.count_nonzero((ids < 0) | (ids == span.token)))
+
+
+def media_spans(prompt: Prompt) -> list[SpanEntry]:
+    """An entry for each media item, in order."""
+    return [
+        {
+            "type": span.kind,
+            "start": span.start,
+            "stop": span.stop,
+            "features": _features(prompt, span),
+            "block": block_name(ref.arena, ref.block),
+        }
+        for span, ref in zip(prompt.spans, prompt.refs(), strict=True)
+    ]
+
+
+def timings(clock: Clock, choices: Sequence[Answer]) -> StageTimings:
+    """The timings of a finished request."""
+    found = [choice.timings for choice in choices if choice.timings is not None]
+
+    def longest(stage: str) -> float:
+        return round(max(map(attrgetter(stage), found), default=0.0), 6)
+
+    return {
+        "fetch_s": round(clock.fetch_s, 6),
+        "preprocess_s": round(clock.preprocess_s, 6),
+        "queue_s": longest("queue_s"),
+        "tower_s": longest("tower_s"),
+        "prefill_s": longest("prefill_s"),
+        "decode_s": longest("decode_s"),
+        "total_s": round(time.perf_counter() - clock.arrived, 6),
+    }

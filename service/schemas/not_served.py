@@ -1,0 +1,88 @@
+"""Request fields of other servers that would change the answer. They are refused, so that no answer is silently wrong.
+
+Fields that only tune another field (`mirostat_tau`, `dry_base`) have no effect without that field and are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mindie_mm.inputs import OFF, PROMPT_FIELDS
+from service.schemas.body import NotServed
+
+_ZERO = (None, 0)
+
+NOT_SERVED: NotServed = {
+    **PROMPT_FIELDS,
+    # vLLM's
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), OFF),
+    **dict.fromkeys(("structural_tag", "allowed_token_ids", "bad_words", "logits_processors", "use_beam_search"), OFF),
+    **dict.fromkeys(("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids"), OFF),
+    **dict.fromkeys(("logprob_token_ids", "prompt_logprobs", "thinking_token_budget", "repetition_detection"), OFF),
+    **dict.fromkeys(("lora_request", "vllm_xargs", "extra_args"), OFF),
+    **dict.fromkeys(("detokenize", "skip_special_tokens", "include_reasoning"), (None, True)),
+    "spaces_between_special_tokens": (None, True),
+    "length_penalty": (None, 1),
+    "early_stopping": OFF,
+    # OpenAI's
+    "audio": OFF,
+    "modalities": (*OFF, ["text"]),
+    "web_search_options": (None,),  # OpenAI searches with empty ones, too
+    "verbosity": (*OFF, "medium"),
+    # SGLang's
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim", "custom_logit_processor"), OFF),
+    **dict.fromkeys(("lora_path", "return_hidden_states", "session_params", "custom_params", "sampling_params"), OFF),
+    **dict.fromkeys(("input_ids", "input_embeds", "image_data", "video_data", "audio_data", "return_logprob"), OFF),
+    "min_new_tokens": _ZERO,
+    # llama.cpp's
+    **dict.fromkeys(("grammar", "lora", "input_prefix", "input_suffix", "return_tokens", "samplers"), OFF),
+    "n_predict": (None,),
+    **dict.fromkeys(("n_probs", "mirostat", "dynatemp_range", "t_max_predict_ms", "reasoning_budget"), (*OFF, 0)),
+    **dict.fromkeys(("repeat_penalty", "tfs_z", "typ_p"), (None, 1)),
+    "top_n_sigma": (None, -1, 0),
+    # Ollama's
+    **dict.fromkeys(("options", "format", "template", "system", "images", "context"), OFF),
+    **dict.fromkeys(("num_predict", "num_ctx", "raw", "think"), (None,)),
+    # text-generation-inference's, and transformers'
+    **dict.fromkeys(("watermarking", "watermarking_config", "stop_sequences", "guideline", "tool_prompt"), OFF),
+    **dict.fromkeys(("details", "decoder_input_details", "return_full_text"), OFF),
+    **dict.fromkeys(("top_n_tokens", "min_length"), _ZERO),
+    **dict.fromkeys(("truncate", "max_length", "max_time"), (None,)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "suppress_tokens", "forced_eos_token_id"), OFF),
+    "adapter_id": (*OFF, "None"),
+    # Reasoning models', DashScope's, Anthropic's and Mistral's
+    **dict.fromkeys(("enable_thinking", "thinking", "thinking_budget", "reasoning", "safe_prompt"), (None,)),
+    **dict.fromkeys(("enable_search", "vl_high_resolution_images", "max_output_tokens", "random_seed"), (None, False)),
+    # text-generation-webui's
+    **dict.fromkeys(("preset", "grammar_string", "custom_token_bans", "ban_eos_token", "dynamic_temperature"), OFF),
+    **dict.fromkeys(("mirostat_mode", "dry_multiplier", "xtc_probability", "smoothing_factor"), _ZERO),
+    **dict.fromkeys(("penalty_alpha", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "top_a"), _ZERO),
+    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty", "tfs"), (None, 1)),
+    # The OpenAI client replaces these by their content. Only a raw HTTP request sends them.
+    **dict.fromkeys(("extra_body", "extra_query"), OFF),
+}
+"""Fields that no request accepts, with the values that are harmless. A field that a body declares itself is exempt."""
+
+MINDIES: NotServed = {
+    "parameters": OFF,
+    "watermark": OFF,
+    "max_new_tokens": (None,),
+    "do_sample": (None, True),
+    "typical_p": (None, 1),
+}
+"""MindIE's fields that OpenAI's endpoints refuse. MindIE ignores `typical_p` and `watermark`; other servers do not."""
+
+INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("grammar", "ebnf", "regex", "guided_json", "json_schema", "format"), "response_format"),
+    **dict.fromkeys(("n_predict", "num_predict", "max_length", "max_output_tokens"), "max_tokens"),
+    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
+    **dict.fromkeys(("enable_thinking", "thinking", "think"), "chat_template_kwargs"),
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "random_seed": "seed",
+    "system": "a message with the role system",
+    "extra_body": "its fields as fields of the request",
+    "num_return_sequences": "n",
+}
+"""Replacement for a refused field in requests to OpenAI's endpoints."""

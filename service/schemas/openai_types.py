@@ -1,0 +1,287 @@
+"""Request bodies of the OpenAI-compatible endpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import OFF, require_tools, template_variables
+from service.schemas.body import (
+    INT32_MAX,
+    WHOLE,
+    Array,
+    Body,
+    CacheSalt,
+    Fields,
+    Logprobs,
+    MaxTokens,
+    NotServed,
+    Penalty,
+    RepetitionPenalty,
+    Settings,
+    Stop,
+    TokenIds,
+    TopP,
+    must_be,
+)
+from service.schemas.message_types import AnyMessage
+from service.schemas.not_served import INSTEAD, MINDIES, NOT_SERVED
+
+MAX_CHOICES = 64
+
+_ID = re.compile(r"0|[1-9][0-9]{0,39}")
+"""Pattern of a token id in digits. `SamplingParams.check` compares it with the vocabulary."""
+
+
+class StreamOptions(Fields):
+    """How an answer is streamed."""
+
+    include_usage: bool | None = None
+    """One more chunk at the end, with the usage and no choice."""
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: the usage so far in every other chunk, too."""
+
+
+class _Closed(Fields, extra="forbid"):
+    """An object without further fields. Only the first unknown field is reported. A null field counts as absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        told = {field.alias or name for name, field in cls.model_fields.items()}
+        told |= {*islice((name for name, one in given.items() if one is not None and name not in told), 1)}
+        return {name: one for name, one in given.items() if name in told and one is not None}
+
+
+class NamedSchema(_Closed):
+    """`response_format.json_schema`; the answer fits the schema in any case."""
+
+    name: str | None = None
+    """Ignored."""
+    description: str | None = None
+    """Ignored."""
+    strict: bool | None = None
+    """True allows only properties that the schema names, unless the schema states otherwise."""
+    content: dict[str, Any] | None = Field(None, alias="schema")
+    """None, as OpenAI and vLLM allow: any JSON object."""
+
+
+class ResponseFormat(_Closed):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def schema_text(self) -> str | None:
+        """The schema as JSON, None for a text; InputError where it is missing, out of place, or nests too deeply."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            has = "no" if self.json_schema is None else "a"
+            raise InputError(f"response_format is {self.type!r} and has {has} json_schema", param="response_format")
+        if self.type == "text":
+            return None
+        if self.json_schema is None or self.json_schema.content is None:
+            return '{"type": "object"}'
+        try:
+            return json.dumps(
+                _closed(self.json_schema.content) if self.json_schema.strict else self.json_schema.content
+            )
+        except RecursionError as error:
+            raise InputError("response_format.json_schema nests too deeply", param="response_format") from error
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with `additionalProperties` false where it names properties and leaves that open.
+
+    But in the parts of an `allOf`, each of which names some of one object's properties.
+    """
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(part) if key in _HOLD_SCHEMAS else part for key, part in schema.items()}
+    for key in _HOLD_NAMED_SCHEMAS & closed.keys():
+        if isinstance(named := closed[key], dict):
+            closed[key] = {name: _closed(part) for name, part in named.items()}
+    return {"additionalProperties": False} | closed if "properties" in closed else closed
+
+
+_HOLD_SCHEMAS = {"anyOf", "oneOf", "items", "prefixItems", "additionalProperties"}
+_HOLD_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+
+
+class GenerationBody(Body, Settings):
+    """What chat and text completions share."""
+
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
+    best_of: Annotated[int, Field(ge=1), WHOLE] | None = None
+    """1 or `n`, because no more choices are drawn than are returned."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    """Only for a stream."""
+    max_tokens: MaxTokens | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
+    """0 or, as in vLLM, -1: all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Annotated[dict[str, float], Field(fail_fast=True)] | None = None
+    """By token id, written as a string."""
+    # FastAPI describes limits as floats, and 2**63 - 1 is none.
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[TokenIds, AfterValidator(tuple)] | None = None
+    ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    cache_salt: CacheSalt | None = None
+    """Caches are shared with requests of the same one alone; None: with all that have none."""
+    user: str | None = None
+    """Ignored."""
+    metadata: dict[str, Any] | None = None
+    """Ignored."""
+
+    @field_validator("stream_options", mode="before")
+    @classmethod
+    def _of_a_stream(cls, given: Any, info: ValidationInfo) -> Any:
+        """Refuse stream options without a stream, as OpenAI and vLLM do. Empty options count as absent."""
+        if given and not info.data.get("stream"):
+            raise PydanticCustomError("no_stream", "needs stream to be true")
+        return given
+
+    @property
+    def include_usage(self) -> bool:
+        """Return whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Return whether each chunk of a stream has the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def params(self, default: SamplingParams, **made: Any) -> SamplingParams:
+        """As `Settings.params`; InputError for what is not served."""
+        if self.best_of not in (None, 1, self.n):
+            raise InputError(f"best_of is {self.best_of}; it is not served", param="best_of")
+        own = {
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
+            "json_schema": self.response_format.schema_text() if self.response_format else None,
+        }
+        return super().params(default, **(own | made))
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    not_served: ClassVar[NotServed] = {**NOT_SERVED, **MINDIES, "add_special_tokens": OFF, "echo": OFF}
+
+    messages: Array[AnyMessage]
+    media_spans: bool | None = None
+    """Say where the tokens of each media item lie, in the answer's `media_spans`."""
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    """With `logprobs`."""
+    add_generation_prompt: bool | None = None
+    """None: true."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Array[dict[str, Any]] | None = None
+    """Handed to the chat template, where it has them; the answer is text as the model writes it."""
+    tool_choice: Any = None
+    reasoning_effort: str | None = None
+    """Handed to the chat template, where it has one; "none" is taken in any case."""
+
+    def sampling_params(self, default: SamplingParams) -> SamplingParams:
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise InputError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; give one",
+                param="max_tokens",
+            )
+        if self.top_logprobs and not self.logprobs:
+            said = f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true"
+            raise InputError(said, param="top_logprobs")
+        return self.params(
+            default,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the variables of the chat template. Raise InputError as `offered`."""
+        offered(self.tools, self.tool_choice)
+        return template_variables(self.chat_template_kwargs, self.tools, self.tool_choice, self.reasoning_effort)
+
+
+def offered(tools: Sequence[Any] | None, tool_choice: Any) -> None:
+    """Raise InputError if `tools` is empty or invalid, or if `tool_choice` is not served or needs tools."""
+    if tools is None and tool_choice == "auto":
+        raise InputError(
+            "tool_choice is 'auto' and there are no tools; leave it out, or send tools", param="tool_choice"
+        )
+    if tools is not None and not tools:
+        raise InputError("tools is an empty list; leave it out, or send at least one tool", param="tools")
+    template_variables(None, tools, tool_choice)
+    require_tools(tools)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    not_served: ClassVar[NotServed] = {
+        **NOT_SERVED,
+        **MINDIES,
+        **dict.fromkeys(("prompt_embeds", "suffix", "tools"), OFF),
+    }
+
+    prompt: Annotated[
+        str | Array[str] | TokenIds | Array[TokenIds],
+        must_be("a text, a list of texts, token ids or a list of lists of token ids"),
+    ]
+    """Texts or token ids, one prompt or several."""
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
+    """0 returns only the prompt, and requires `echo`."""
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens, such as BOS, to texts. Default: true."""
+    logprobs: Logprobs | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [item for item in self.prompt if isinstance(item, int)]
+        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
+
+    def sampling_params(self, default: SamplingParams) -> SamplingParams:
+        if self.max_tokens == 0 and not self.echo:
+            raise InputError("max_tokens is 0, which needs echo to be true", param="max_tokens")
+        return self.params(
+            default,
+            max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+def _by_id(biases: dict[str, float]) -> dict[int, float]:
+    if (bad := next((token for token in biases if not _ID.fullmatch(token)), None)) is not None:
+        said = f"logit_bias has the key {bad[:40]!r}; keys must be token ids in digits, each below {2**31}"
+        raise InputError(said, param="logit_bias")
+    return {int(token): bias for token, bias in biases.items()}

@@ -1,0 +1,1 @@
+"""Metrics, traces, and the periodic removal of what dead processes left."""

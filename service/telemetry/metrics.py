@@ -1,0 +1,296 @@
+"""Prometheus metrics, named as vLLM names its own where the meaning is the same."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mindie_mm.engine.requests.engine_messages import Stats, Timings
+from mindie_mm.errors import BadReference, CorruptReference, SegmentMissing, StaleReference
+from mindie_mm.processes.standard_streams import dropped_lines
+from mindie_mm.shm import ArenaInfo
+from mindie_mm.shm.format.stats import ArenaStats
+from mindie_mm.shm.memory.space import ShmSpace
+from mindie_mm.shm.operate.reclaim import totals
+from mindie_mm.worker.worker import Worker
+
+PREFIX = "mindie_mm:"
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_TOKENS = tuple(float(2**power) for power in range(16))
+_REASONS = ("stop", "length", "abort", "refused", "error")
+_BAD_REFERENCES: Mapping[type[BadReference], str] = {
+    StaleReference: "stale",
+    CorruptReference: "corrupt",
+    SegmentMissing: "missing",
+}
+
+
+class Metrics:
+    """One service's metrics, in a registry of their own."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # process_..., of the service process, with no prefix as everywhere
+        self.model_name = model_name
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, text, ("model_name", *labels), registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            whole = Histogram(PREFIX + name, text, ("model_name",), registry=self.registry, buckets=buckets)
+            return whole.labels(model_name)
+
+        self._http_requests = Counter(
+            f"{PREFIX}http_requests", "HTTP requests.", ("handler", "method", "status"), registry=self.registry
+        )
+        self._rejections = counter("admission_rejections", "HTTP requests refused for want of room: 429.").labels(
+            model_name
+        )
+        finished = counter("request_success", "Choices ended, by reason.", "finished_reason")
+        # Each series is there from the start, so that a rate sees the first event.
+        self._finished = {reason: finished.labels(model_name, reason) for reason in _REASONS}
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
+        self._generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model_name)
+        self.first_token_s = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to a choice's first token.", _LONG_S
+        )
+        self.inter_token_s = histogram("inter_token_latency_seconds", "Between two steps of a choice.", _SHORT_S)
+        self.e2e_s = histogram("e2e_request_latency_seconds", "From a request's arrival to a choice's end.", _LONG_S)
+        self.tokenize_s = histogram("request_tokenize_time_seconds", "Media and text to token ids.", _LONG_S)
+        self._queue_s = histogram("request_queue_time_seconds", "Waiting to be scheduled.", _LONG_S)
+        self._prefill_s = histogram("request_prefill_time_seconds", "Scheduled to first token.", _LONG_S)
+        self._decode_s = histogram("request_decode_time_seconds", "First to last token.", _LONG_S)
+        self._inference_s = histogram("request_inference_time_seconds", "Scheduled to last token.", _LONG_S)
+        self._per_token_s = histogram(
+            "request_time_per_output_token_seconds", "Mean time from token to token of one choice.", _SHORT_S
+        )
+        self._tower_s = histogram("request_tower_time_seconds", "In the vision tower.", _LONG_S)
+        bad_references = counter("shm_bad_references", "Choices that failed for want of their media, by kind.", "kind")
+        self._bad_references = {
+            error: bad_references.labels(model_name, kind) for error, kind in _BAD_REFERENCES.items()
+        }
+        self._request_prompt_tokens = histogram("request_prompt_tokens", "Tokens of one prompt.", _TOKENS)
+        self._request_generation_tokens = histogram("request_generation_tokens", "Tokens of one choice.", _TOKENS)
+        self._longest_choice = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest choice of one prompt.", _TOKENS
+        )
+        self._params_n = histogram("request_params_n", "Choices asked for, of one prompt.", _CHOICES)
+        self._params_max_tokens = histogram("request_params_max_tokens", "max_tokens, where it is given.", _TOKENS)
+
+    def count_http(self, route: str, method: str, status: int) -> None:
+        """A request to `route`, a template or `none`, was answered."""
+        self._http_requests.labels(route, method, status).inc()
+        if status == 429:
+            self._rejections.inc()
+
+    def count_prompt(self, num_tokens: int, n: int, max_tokens: int | None) -> None:
+        """The engine is asked for `n` choices over a prompt of `num_tokens`, each of `max_tokens` at most."""
+        self._prompt_tokens.inc(num_tokens)
+        self._request_prompt_tokens.observe(num_tokens)
+        self._params_n.observe(n)
+        if max_tokens is not None:
+            self._params_max_tokens.observe(max_tokens)
+
+    def count_tokens(self, number: int) -> None:
+        """Count `number` generated tokens."""
+        self._generation_tokens.inc(number)
+
+    def count_choice(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
+        """A choice ended with `num_tokens` tokens, which `count_tokens` has counted.
+
+        `reason` is `stop` or `length` for one that is finished; `abort` where its client gave it up, `refused` for what
+        cannot be answered, `error` for all else.
+        """
+        self._finished[reason].inc()
+        self._request_generation_tokens.observe(num_tokens)
+        if timings is not None:
+            self._queue_s.observe(timings.queue_s)
+            self._prefill_s.observe(timings.prefill_s)
+            self._decode_s.observe(timings.decode_s)
+            self._tower_s.observe(timings.tower_s)
+            self._inference_s.observe(timings.prefill_s + timings.decode_s)
+            if num_tokens > 1:
+                self._per_token_s.observe(timings.decode_s / (num_tokens - 1))
+
+    def count_longest(self, num_tokens: int) -> None:
+        """All choices of a prompt are finished, the longest with `num_tokens` tokens."""
+        self._longest_choice.observe(num_tokens)
+
+    def count_error(self, error: Exception) -> None:
+        """A choice failed with `error`; counts references that no longer led to their data."""
+        for kind, counter in self._bad_references.items():
+            if isinstance(error, kind):
+                counter.inc()
+
+    def watch_arenas(self, arenas: Callable[[], Sequence[ArenaInfo]]) -> None:
+        """Adds shared memory as `arenas` finds it at each scrape, and what this process has reclaimed."""
+        self.registry.register(_SharedMemory(arenas, self.model_name))
+
+    def watch(self, stats: Callable[[], Stats]) -> None:
+        """Adds the engine's gauges, read by `stats` at each scrape."""
+        self.registry.register(_EngineGauges(stats, self.model_name))
+
+    def watch_processes(self, worker: Worker) -> None:
+        """Adds what runs, how often it was started again, and what it is made of."""
+        self.registry.register(_Processes(worker, self.model_name))
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' text format; looks at the arenas, which may take milliseconds."""
+        return generate_latest(self.registry)
+
+
+class _EngineGauges(Collector):
+    def __init__(self, stats: Callable[[], Stats], model_name: str) -> None:
+        self._stats = stats
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        gauges = (
+            ("num_requests_running", "Requests in the running batch.", stats.num_running),
+            ("num_requests_waiting", "Requests waiting for the batch.", stats.num_waiting),
+            ("kv_cache_usage_perc", "Used share of the KV cache, 1 is full.", stats.kv_cache_usage),
+        )
+        counters = (
+            ("mm_cache_queries", "Media items looked up in the encoder cache.", stats.encoder_cache_queries),
+            ("mm_cache_hits", "Media items found in the encoder cache.", stats.encoder_cache_hits),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("num_preemptions", "Requests put back to make room.", stats.preemptions),
+        )
+        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, value in rows:
+                family = kind(PREFIX + name, text, labels=("model_name",))
+                family.add_metric((self._model_name,), value)
+                yield family
+
+
+class _Processes(Collector):
+    def __init__(self, worker: Worker, model_name: str) -> None:
+        self._worker = worker
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        engine, tokenizers = self._worker.engine, self._worker.tokenizer_stage
+        labels = ("model_name", "process")
+        alive = GaugeMetricFamily(f"{PREFIX}processes", "Processes that take requests.", labels=labels)
+        started = CounterMetricFamily(f"{PREFIX}process_restarts", "Started in place of a dead one.", labels=labels)
+        failed = CounterMetricFamily(f"{PREFIX}process_start_failures", "Tries at that which failed.", labels=labels)
+        for name, number, restarts in (
+            ("engine", engine.num_alive, engine.restarts),
+            ("tokenizer", len(tokenizers.pids), tokenizers.restarts),
+        ):
+            alive.add_metric((self._model_name, name), number)
+            started.add_metric((self._model_name, name), restarts.started)
+            failed.add_metric((self._model_name, name), restarts.failed)
+        yield from (alive, started, failed)
+        remade = CounterMetricFamily(
+            f"{PREFIX}media_remade",
+            "Media items preprocessed again, mostly after a preemption.",
+            labels=("model_name",),
+        )
+        remade.add_metric((self._model_name,), self._worker.media_remade)
+        yield remade
+        dropped = CounterMetricFamily(
+            f"{PREFIX}log_lines_dropped", "Log lines lost because nobody read stderr.", labels=("model_name",)
+        )
+        dropped.add_metric((self._model_name,), dropped_lines())
+        yield dropped
+        config, info = self._worker.config.engine, engine.info
+        cache = {
+            "block_size": str(info.kv_block_size),
+            "num_gpu_blocks": str(info.kv_cache_tokens // info.kv_block_size),
+            "enable_prefix_caching": str(config.prefix_caching),
+        }
+        build = {name: version(name) for name in ("mindie_mm", "torch", "transformers")}
+        build = {**build, "python": platform.python_version(), "device": info.device}
+        for name, text, values in (
+            ("cache_config", "The KV cache; blocks of whichever device.", cache),
+            ("build", "Versions and device.", build),
+        ):
+            family = InfoMetricFamily(PREFIX + name, text, labels=("model_name",))
+            family.add_metric((self._model_name,), values)
+            yield family
+
+
+class _SharedMemory(Collector):
+    def __init__(self, arenas: Callable[[], Sequence[ArenaInfo]], model_name: str) -> None:
+        self._arenas = arenas
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        arenas = self._arenas()
+        # A series an arena: sums of counters would fall back when a tokenizer is started again.
+        for family, rows in ((GaugeMetricFamily, _ARENA_GAUGES), (CounterMetricFamily, _ARENA_COUNTERS)):
+            for name, text, value in rows:
+                metric = family(f"{PREFIX}shm_{name}", text, labels=("model_name", "arena"))
+                for arena in arenas:
+                    if arena.stats is not None:
+                        metric.add_metric((self._model_name, arena.name), value(arena, arena.stats))
+                yield metric
+        yield self._blocks(arenas)
+        yield from self._filesystem()
+        yield from self._reclaimed()
+
+    def _blocks(self, arenas: Sequence[ArenaInfo]) -> Metric:
+        blocks = GaugeMetricFamily(f"{PREFIX}shm_blocks", "Blocks by state.", labels=("model_name", "arena", "state"))
+        for arena in arenas:
+            states = Counts(block.state for block in arena.blocks)
+            for state in ("filling", "published"):
+                blocks.add_metric((self._model_name, arena.name, state), states[state])
+        return blocks
+
+    def _filesystem(self) -> Iterator[Metric]:
+        space = ShmSpace.now()
+        for name, text, num_bytes in (
+            ("filesystem_bytes", "Size of /dev/shm, used by any program. +Inf without a limit.", space.total_bytes),
+            ("filesystem_free_bytes", "Bytes of /dev/shm that are free.", space.free_bytes),
+        ):
+            metric = GaugeMetricFamily(f"{PREFIX}shm_{name}", text, labels=("model_name",))
+            metric.add_metric((self._model_name,), math.inf if num_bytes is None else num_bytes)
+            yield metric
+
+    def _reclaimed(self) -> Iterator[Metric]:
+        labels = ("model_name", "cause")
+        number = CounterMetricFamily(f"{PREFIX}shm_reclaimed", "Things of the dead reclaimed, by cause.", labels=labels)
+        num_bytes = CounterMetricFamily(
+            f"{PREFIX}shm_reclaimed_bytes", "Shared memory that they held, by cause.", labels=labels
+        )
+        for cause, total in totals().items():
+            number.add_metric((self._model_name, cause), total.number)
+            num_bytes.add_metric((self._model_name, cause), total.num_bytes)
+        yield number
+        yield num_bytes
+
+
+def _oldest(arena: ArenaInfo) -> float:
+    return max((block.age_s for block in arena.blocks), default=0.0)
+
+
+_ArenaValues = Sequence[tuple[str, str, Callable[[ArenaInfo, ArenaStats], float]]]
+"""Metrics that have a series for each arena: name, text, value."""
+
+_ARENA_GAUGES: _ArenaValues = (
+    ("capacity_bytes", "Bytes for blocks.", lambda arena, _: arena.capacity_bytes),
+    ("used_bytes", "Bytes in blocks that nobody freed.", lambda arena, _: arena.used_bytes),
+    ("peak_bytes", "The most bytes that were ever in blocks.", lambda _, stats: stats.peak_bytes),
+    ("populated_ratio", "Faulted-in share, 1 is all of it.", lambda arena, _: arena.populated_fraction),
+    ("waiting_bytes", "Bytes that requests wait for.", lambda _, stats: stats.waiting_bytes),
+    ("oldest_block_age_seconds", "Age of the oldest block, 0 without one.", lambda arena, _: _oldest(arena)),
+)
+_ARENA_COUNTERS: _ArenaValues = (
+    ("allocations", "Blocks allocated.", lambda _, stats: stats.allocations),
+    ("waits", "Requests that had to wait for room.", lambda _, stats: stats.waits),
+    ("waited_seconds", "Time that requests have waited for room.", lambda _, stats: stats.waited_ns / 1e9),
+    ("full", "Requests that waited in vain: ArenaFull.", lambda _, stats: stats.full),
+    ("taken_back", "Published blocks freed and taken back.", lambda _, stats: stats.taken_back),
+)

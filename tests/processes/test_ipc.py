@@ -1,0 +1,215 @@
+import asyncio
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import msgspec
+import psutil
+import pytest
+
+from mindie_mm.errors import ArenaFull, LimitExceeded, MindieMMError, ProcessDied
+from mindie_mm.processes import ipc
+from mindie_mm.processes.ipc import Channel, Child, ChildChannel, Failure, open_channel
+from tests.starting_worker import Begun
+from tools.random_checkpoint import write_checkpoint
+
+BY = f"it was started with sys.executable, {sys.executable}"
+
+
+async def connected() -> tuple[Channel, ChildChannel]:
+    ours, theirs = socket.socketpair()
+    return await open_channel(ours), ChildChannel(theirs.detach())
+
+
+class NoRoom(ArenaFull):
+    """Of a module that the other side need not have."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(LimitExceeded("3 of 2"), LimitExceeded), (NoRoom("none"), ArenaFull), (MindieMMError(), None)]
+)
+def test_an_error_crosses_as_the_nearest_class_of_the_tree(error: MindieMMError, kind: type | None) -> None:
+    crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(Failure.of(error)), type=Failure).exception()
+    assert (type(crossed), str(crossed)) == (kind or MindieMMError, str(error))
+
+
+async def test_messages_both_ways():
+    channel, child = await connected()
+    with child:
+        for message in (b"", b"a", bytes(range(256)) * 20_000):
+            channel.send(message)
+            assert await asyncio.to_thread(child.recv) == message
+            sender = threading.Thread(target=child.send, args=(message,))
+            sender.start()
+            assert await channel.recv() == message
+            sender.join()
+        assert not child.poll()
+        await channel.close()
+
+
+async def test_the_frame_on_the_wire():
+    ours, theirs = socket.socketpair()
+    channel = await open_channel(ours)
+    with theirs:
+        channel.send(b"abc")
+        assert theirs.recv(100) == b"\x00\x00\x00\x03abc"
+        theirs.sendall(struct.pack("!i", 2) + b"xy")
+        assert await channel.recv() == b"xy"
+        await channel.close()
+
+
+async def test_a_closed_end_is_the_end_of_the_stream():
+    channel, child = await connected()
+    with child:
+        pass
+    with pytest.raises(EOFError):
+        await channel.recv()
+    await channel.close()
+
+    channel, child = await connected()
+    await channel.close()
+    with child, pytest.raises(EOFError):
+        child.recv()
+
+
+async def test_a_message_cut_short_is_the_end_of_the_stream():
+    ours, theirs = socket.socketpair()
+    channel = await open_channel(ours)
+    with theirs:
+        theirs.sendall(struct.pack("!i", 10) + b"short")
+    with pytest.raises(EOFError):
+        await channel.recv()
+    await channel.close()
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a worker on a busy machine enough time to end, so that it is not killed."""
+    monkeypatch.setattr(ipc, "PATIENCE_S", 60.0)
+
+
+@pytest.mark.usefixtures("unhurried")
+async def test_a_worker_that_is_busy_ends_with_its_channel_and_removes_what_it_holds(tmp_path):
+    made = tmp_path / "made"
+    child = await Child.start("tests.busy_worker", str(made))
+    assert await child.channel.recv() == b"made"
+    assert made.exists()
+    await child.end()
+    assert child.status == 0, "by itself, not by a signal"
+    assert not made.exists()
+    await child.end()
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("fails", ArenaFull("no room")), ("ends", ProcessDied(f"it exited with 3 before it was ready; {BY}"))],
+)
+async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: MindieMMError) -> None:
+    child = await Child.start("tests.starting_worker", "begins")
+    assert await child.ready(Begun, "it") == Begun(42)
+    await child.end()
+    child = await Child.start("tests.starting_worker", how)
+    with pytest.raises(type(error), match=f"^{error}$"):
+        await child.ready(Begun, "it")
+    await child.end()
+
+
+@pytest.mark.parametrize(
+    ("executable", "said"),
+    [
+        (None, "no worker process can be started: sys.executable is None, as in a program that embeds Python"),
+        ("", "no worker process can be started: sys.executable is ''"),
+        ("/no/python", "with sys.executable, /no/python: No such file or directory"),
+        ("/dev/null", "with sys.executable, /dev/null: Permission denied"),
+        ("/bin/false", "it exited with 1 before it was ready; it was started with sys.executable, /bin/false"),
+    ],
+)
+async def test_an_executable_that_is_not_python_is_named_in_the_error(
+    monkeypatch: pytest.MonkeyPatch, executable: str, said: str
+) -> None:
+    """In a program that embeds Python, sys.executable is empty or names that program."""
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(ProcessDied, match=said):
+        await (await Child.start("tests.starting_worker", "ends")).ready(Begun, "it")
+
+
+async def test_a_process_that_the_system_refuses_is_one_of_our_errors():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(
+            ProcessDied,
+            match=r"^tests\.starting_worker cannot be started with sys.executable, .*: Too many open files$",
+        ):
+            await Child.start("tests.starting_worker", "begins")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def forked() -> Iterator[Callable[[], None]]:
+    """Copies this process; the copy does nothing until the test is over."""
+    children: list[int] = []
+
+    def fork() -> None:
+        if (child := os.fork()) == 0:
+            signal.pause()
+            os._exit(0)
+        children.append(child)
+
+    yield fork
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.usefixtures("unhurried")
+async def test_a_forked_process_hides_no_end_from_a_worker(forked, tmp_path):
+    child = await Child.start("tests.busy_worker", str(tmp_path / "made"))
+    assert await child.channel.recv() == b"made"
+    forked()
+    await child.end()
+    assert child.status == 0, "by itself, not by a signal"
+
+
+async def test_a_process_forked_as_a_worker_starts_hides_no_end_of_it(forked, monkeypatch):
+    def starting(*arguments, **options):
+        forked()
+        return subprocess.Popen(*arguments, **options)
+
+    monkeypatch.setattr(ipc, "subprocess", SimpleNamespace(Popen=starting, DEVNULL=subprocess.DEVNULL))
+    child = await Child.start("tests.starting_worker", "ends")
+    with pytest.raises(ProcessDied):
+        async with asyncio.timeout(300):
+            await child.ready(Begun, "it")
+
+
+async def test_a_killed_parent_ends_its_child(tmp_path):
+    """The kernel closes the channel of a parent that dies by SIGKILL."""
+    checkpoint_path = write_checkpoint(tmp_path)
+    script = f"""
+import asyncio
+from pathlib import Path
+from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.tokenize import AsyncTokenizer
+
+async def main():
+    tokenizer = await AsyncTokenizer.start(Path({str(checkpoint_path)!r}), WorkerConfig(arena_bytes=2**20))
+    print(*tokenizer.pids, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+    (child,) = [psutil.Process(int(pid)) for pid in (await parent.stdout.readline()).split()]
+    parent.send_signal(signal.SIGKILL)
+    await parent.wait()
+    gone, _ = await asyncio.to_thread(psutil.wait_procs, [child], 30)
+    assert gone == [child]

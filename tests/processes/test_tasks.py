@@ -1,0 +1,101 @@
+"""Work beside other work, cancelled and failing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from mindie_mm.errors import SharedMemoryError
+from mindie_mm.processes.tasks import gather, gather_in_order, in_thread
+
+
+async def test_threads_are_waited_for_however_often_the_work_is_cancelled() -> None:
+    """Also those of lists in lists: what they write to is removed afterwards."""
+    started, may_end = threading.Semaphore(0), threading.Event()
+    ended: list[int] = []
+
+    def write(number: int) -> None:
+        started.release()
+        may_end.wait(120)
+        ended.append(number)
+
+    async def item(numbers: range) -> list[None]:
+        return await gather([in_thread(lambda number=number: write(number)) for number in numbers])
+
+    work = asyncio.ensure_future(gather([item(range(2)), item(range(2, 4))]))
+    for _ in range(4):
+        await asyncio.to_thread(started.acquire)
+    for _ in range(3):
+        work.cancel()
+        await asyncio.sleep(0.01)
+        assert not work.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert sorted(ended) == [0, 1, 2, 3]
+
+
+async def test_what_waits_for_a_thread_is_not_done_after_all() -> None:
+    """What other requests wait for stands behind it."""
+    began, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    done: list[int] = []
+
+    def first() -> None:
+        loop.call_soon_threadsafe(began.set)
+        may_end.wait(120)
+        done.append(0)
+
+    works = [in_thread(first), *(in_thread(lambda: done.append(1)) for _ in range(9))]
+    work = asyncio.ensure_future(gather(works))
+    await began.wait()
+    work.cancel()
+    await asyncio.sleep(0.01)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert done == [0]
+
+
+async def test_the_first_failure_ends_the_others_and_keeps_its_cause() -> None:
+    forever = asyncio.Event()
+
+    async def fail() -> None:
+        raise SharedMemoryError("no room") from OSError("full")
+
+    async def wait() -> None:
+        try:
+            await forever.wait()
+        finally:
+            forever.set()
+
+    with pytest.raises(SharedMemoryError, match="no room") as caught:
+        await gather([wait(), fail()])
+    assert isinstance(caught.value.__cause__, OSError)
+    assert forever.is_set()
+
+
+async def test_the_first_failure_in_order_is_raised_however_late_it_comes():
+    later_has_failed, ended = asyncio.Event(), []
+
+    async def late() -> None:
+        await later_has_failed.wait()
+        raise ValueError("first in order")
+
+    async def early() -> None:
+        later_has_failed.set()
+        raise KeyError("earlier in time")
+
+    async def endless() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("last")
+
+    with pytest.raises(ValueError, match="first in order"):
+        await gather_in_order([late(), early(), endless()])
+    assert ended == ["last"]

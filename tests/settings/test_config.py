@@ -1,0 +1,120 @@
+"""Settings name themselves when they are wrong."""
+
+import math
+
+import pytest
+from click.testing import CliRunner
+
+from mindie_mm.cli import main
+from mindie_mm.errors import InputError
+from mindie_mm.settings.config import EngineConfig, ServiceConfig, WorkerConfig
+from mindie_mm.settings.sources import configuration, from_environment, read_file
+
+
+@pytest.mark.parametrize("empty", ["", ",", " , "])
+@pytest.mark.parametrize("name", ["API_KEY", "ALLOWED_MEDIA_DOMAINS"])
+def test_an_empty_list_in_the_environment_is_a_mistake(monkeypatch, name, empty):
+    """Taken as none, a key that was meant to be there would leave the service open."""
+    monkeypatch.setenv(f"MINDIE_MM_{name}", empty)
+    with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{empty}', which holds no value"):
+        from_environment(ServiceConfig)
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+@pytest.mark.parametrize("name", ["allowed_media_dir", "spool", "host"])
+def test_an_empty_text_is_a_mistake_wherever_it_stands(monkeypatch, tmp_path, name, empty):
+    """Of `${DIR:-}`: the empty path is the working directory, all of whose files clients could name."""
+    said = f"is '{empty}', which holds no value"
+    monkeypatch.setenv(f"MINDIE_MM_{name.upper()}", empty)
+    with pytest.raises(InputError, match=f"MINDIE_MM_{name.upper()} {said}"):
+        from_environment(ServiceConfig)
+    file = tmp_path / "mm.toml"
+    file.write_text(f'{name} = "{empty}"')
+    with pytest.raises(InputError, match=f"mm.toml: {name} {said}"):
+        read_file(file)
+    with pytest.raises(InputError, match=f"^{name} {said}"):
+        ServiceConfig(**{name: empty})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["serve", "--allowed-media-dir", ""], "--allowed-media-dir"),
+        (["serve", ""], "[PATH]"),
+        (["ask", "--model", "", "a"], "--model"),
+    ],
+)
+def test_an_empty_path_on_the_command_line_is_a_mistake(arguments, name):
+    found = CliRunner().invoke(main, arguments)
+    assert found.exit_code == 2
+    assert f"{name}': it is empty" in found.output
+
+
+def test_an_empty_path_of_the_file_of_settings_is_a_mistake(monkeypatch):
+    monkeypatch.setenv("MINDIE_MM_CONFIG", "")
+    with pytest.raises(InputError, match="MINDIE_MM_CONFIG is '', which holds no value"):
+        configuration({})
+
+
+def test_the_environment_sets_fields_by_their_types(monkeypatch):
+    monkeypatch.setenv("MINDIE_MM_PORT", "0")
+    monkeypatch.setenv("MINDIE_MM_ALLOWED_MEDIA_DOMAINS", "a.example, b.example")
+    monkeypatch.setenv("MINDIE_MM_ALLOW_PRIVATE_MEDIA", "true")
+    found = ServiceConfig(**from_environment(ServiceConfig))
+    assert (found.port, found.allow_private_media) == (0, True)
+    assert found.allowed_media_domains == ("a.example", "b.example")
+
+
+@pytest.mark.parametrize(("name", "value"), [("PORT", "eighty"), ("ALLOW_PRIVATE_MEDIA", "perhaps")])
+def test_a_value_of_another_type_is_named(monkeypatch, name, value):
+    monkeypatch.setenv(f"MINDIE_MM_{name}", value)
+    with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{value}'"):
+        from_environment(ServiceConfig)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value"),
+    [
+        (EngineConfig, "max_num_batched_tokens", 0),
+        (EngineConfig, "kv_block_size", 0),
+        (EngineConfig, "max_model_len", 1),
+        (WorkerConfig, "decoders", -1),
+    ],
+)
+def test_what_nothing_could_run_with_is_refused(cls, name, value):
+    with pytest.raises(InputError, match=f"{name} is {value}, it must be an integer of at least"):
+        cls(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"port": 65536}, "port is 65536, it must be an integer from 0 to 65535"),
+        ({"port": "80"}, "port is '80', it must be an integer from 0 to 65535"),
+        ({"port": True}, "port is True, it must be an integer from 0 to 65535"),
+        ({"grace_s": -1}, "grace_s is -1, it must be a number of at least 0"),
+        ({"grace_s": math.nan}, "grace_s is nan, it must be a number of at least 0"),
+        ({"request_timeout_s": 0}, "request_timeout_s is 0, it must be a number above 0"),
+        ({"send_timeout_s": math.inf}, "send_timeout_s is inf, it must be a number from 0.001 to 86400"),
+        ({"served_model_name": ""}, "served_model_name is '', which holds no value: leave it out, or give one"),
+        ({"log_level": "loud"}, "log_level is 'loud', it must be one of debug, info, warning, error"),
+        ({"web_page": "no"}, "web_page is 'no', it must be true or false"),
+        ({"spool": 5}, "spool is 5, it must be a string"),
+        ({"api_key": "a-key"}, "api_key is of type str, it must be a list, each a string"),
+        ({"api_key": ("a-key", 5)}, "api_key is of type tuple, it must be a list, each a string"),
+        ({"max_images": 1.5}, "max_images is 1.5, it must be an integer of at least 0"),
+    ],
+)
+def test_a_setting_beyond_its_limits_is_told_them(settings, said):
+    with pytest.raises(InputError) as raised:
+        ServiceConfig(**settings)
+    assert str(raised.value) == said
+
+
+def test_a_share_and_a_time_are_numbers_in_their_limits():
+    for share in (0, 1.01, math.nan):
+        with pytest.raises(InputError, match="it must be a number above 0 and at most 1"):
+            EngineConfig(memory_share=share)
+    with pytest.raises(InputError, match="measure_s is nan"):
+        EngineConfig(measure_s=math.nan)
+    assert EngineConfig(memory_share=1, measure_s=0, kv_cache_bytes=None).memory_share == 1

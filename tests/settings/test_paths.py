@@ -1,0 +1,118 @@
+"""Relative paths, which are resolved when they are given."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindie_mm import Dataset, Tokenizer, WorkerConfig
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint.directory import EMBEDDED, Checkpoint
+from mindie_mm.settings.config import ServiceConfig
+from mindie_mm.settings.environment import keep_python_path
+from mindie_mm.settings.paths import absolute
+from mindie_mm.settings.sources import configuration
+from mindie_mm.shm import ArraySpec, DiskArena, release, request_directory
+from tests.media_samples import encoded, photograph
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a checkpoint and a picture."""
+    (tmp_path / "tiny").symlink_to(EMBEDDED)
+    (tmp_path / "a.jpg").write_bytes(encoded(photograph("chelsea.png", (60, 48))))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def removed(tmp_path, monkeypatch):
+    """A working directory that was removed."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+
+def test_settings_of_every_source_have_absolute_paths(folder, monkeypatch):
+    monkeypatch.setenv("MINDIE_MM_SPOOL", "spool")
+    (folder / "settings.toml").write_text('allowed_media_dir = "media"\n')
+    found = configuration({"model": Path("tiny")}, Path("settings.toml"))
+    assert (found.worker.model, found.service.spool) == (folder / "tiny", folder / "spool")
+    assert found.service.allowed_media_dir == folder / "media"
+    assert (WorkerConfig(model="tiny").model, WorkerConfig().model) == (folder / "tiny", None)
+    assert ServiceConfig(spool=Path("/spool/../other")).spool == Path("/spool/../other"), "links count"
+
+
+def test_a_relative_path_stays_valid_after_a_change_of_directory(folder, monkeypatch):
+    checkpoint = Checkpoint.open("tiny")
+    with request_directory(Path("spool")) as request, Tokenizer.from_pretrained("tiny") as tokenizer:
+        file = DiskArena.create(Path("blocks"), 0, 4096)
+        monkeypatch.chdir("/")
+        assert checkpoint.json("tokenizer.json")
+        assert len(tokenizer.tokenize([{"image": str(folder / "a.jpg")}], request.path_file)) > 4
+        with file.allocate({"a": ArraySpec((1,), "uint8")}) as block:
+            block.publish()
+        file.close()
+    assert not request.path.exists()
+    assert (folder / "blocks").is_file()
+
+
+def test_a_path_file_may_be_relative(folder, monkeypatch):
+    with Tokenizer.from_pretrained("tiny") as tokenizer:
+        tokenizer.tokenize([{"image": "a.jpg"}], "path.txt")
+        monkeypatch.chdir("/")
+        assert release(folder / "path.txt") == 1
+
+
+def test_a_name_of_the_hub_is_recognized(folder):
+    with pytest.raises(UnsupportedCheckpoint, match="the Hugging Face Hub are not accepted; if Qwen/Qwen2-VL is one"):
+        Checkpoint.open(WorkerConfig(model=Path("Qwen/Qwen2-VL")).model)
+    with pytest.raises(
+        UnsupportedCheckpoint, match=f"^{folder}/tin is no checkpoint directory: it has no config.json$"
+    ):
+        Checkpoint.open("tin")
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        absolute,
+        Checkpoint.open,
+        Tokenizer.from_pretrained,
+        Dataset,
+        lambda path: WorkerConfig(model=Path(path)),
+        lambda path: configuration({"spool": Path(path)}),
+        lambda path: request_directory(Path(path)).__enter__(),
+    ],
+)
+@pytest.mark.usefixtures("removed")
+def test_a_relative_path_in_a_removed_directory_is_refused(take):
+    with pytest.raises(InputError, match="tiny is a relative path, and the working directory was removed"):
+        take("tiny")
+
+
+@pytest.mark.usefixtures("removed")
+def test_absolute_paths_work_in_a_removed_directory():
+    with Tokenizer.from_pretrained(EMBEDDED) as tokenizer:
+        assert len(tokenizer.tokenize([{"text": "a"}])) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("plugins:/a:.", "{0}/plugins:/a:{0}"), ("/a:/b/../c", "/a:/b/../c"), ("", ""), ("/a:", "/a:{0}")],
+)
+def test_children_import_from_the_same_places(folder, monkeypatch, given, kept):
+    """Entries are made absolute as by `site`. An empty entry is the working directory."""
+    monkeypatch.setenv("PYTHONPATH", given)
+    keep_python_path()
+    assert os.environ["PYTHONPATH"] == kept.format(folder)
+    script = "import sys; print(sys.path)"
+    monkeypatch.setenv("PYTHONPATH", given)
+    (before, after) = (
+        subprocess.run([sys.executable, "-P", "-c", script], env=env, capture_output=True, check=True).stdout
+        for env in (os.environ | {"PYTHONPATH": given}, os.environ | {"PYTHONPATH": kept.format(folder)})
+    )
+    assert before == after

@@ -1,0 +1,150 @@
+"""Where settings come from, what of them is said, and what is said of mistakes."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.cli.serve import command
+from mindie_mm.errors import InputError
+from mindie_mm.settings.sources import CLASSES, PARTS, Configuration, configuration
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "settings.toml"
+
+
+def origins(found: Configuration) -> dict[str, str]:
+    return {one.name: one.origin for one in found.settings()}
+
+
+def test_a_flag_goes_before_the_environment_that_before_the_file_and_that_before_the_default(file, monkeypatch):
+    file.write_text("port = 1\ngrace_s = 2\nmax_images = 3\n")
+    monkeypatch.setenv("MINDIE_MM_GRACE_S", "20")
+    monkeypatch.setenv("MINDIE_MM_MAX_IMAGES", "30")
+    found = configuration({"max_images": 300, "host": None, "api_key": ()}, file)
+    service = found.service
+    assert (service.max_images, service.grace_s, service.port, service.host) == (300, 20.0, 1, "127.0.0.1")
+    named = origins(found)
+    assert (named["max_images"], named["grace_s"]) == ("--max-images", "MINDIE_MM_GRACE_S")
+    assert (named["port"], named["host"]) == (str(file), "default")
+
+
+def test_the_environment_names_the_file_where_no_flag_does(file, monkeypatch, tmp_path):
+    file.write_text("port = 1\n")
+    other = tmp_path / "other.toml"
+    other.write_text("port = 2\n")
+    monkeypatch.setenv("MINDIE_MM_CONFIG", str(file))
+    assert configuration({}).service.port == 1
+    assert configuration({}, other).service.port == 2
+
+
+def test_every_type_of_setting_in_a_file(file):
+    file.write_text(
+        """
+model = "/models/a"
+family = "f"
+max_num_seqs = 3
+memory_share = 1
+max_video_seconds = 1.5
+truncate = true
+api_key = ["one", "two"]
+allowed_media_domains = []
+rgba_background_color = [0, 128, 255]
+"""
+    )
+    found = configuration({}, file)
+    worker, service = found.worker, found.service
+    assert (worker.model, worker.family, worker.truncate) == (Path("/models/a"), "f", True)
+    assert (worker.engine.max_num_seqs, worker.engine.memory_share, worker.media.max_video_seconds) == (3, 1.0, 1.5)
+    assert worker.media.rgba_background_color == (0, 128, 255)
+    assert (service.api_key, service.allowed_media_domains) == (("one", "two"), ())
+
+
+def test_a_color_in_the_environment_and_in_a_flag(monkeypatch):
+    monkeypatch.setenv("MINDIE_MM_RGBA_BACKGROUND_COLOR", "0, 128,255")
+    assert configuration({}).worker.media.rgba_background_color == (0, 128, 255)
+    found = configuration({"rgba_background_color": (1, 2, 3)})
+    assert found.worker.media.rgba_background_color == (1, 2, 3)
+    assert origins(found)["rgba_background_color"] == "--rgba-background-color"
+    parsed = command.make_context("serve", ["--rgba-background-color", "1", "2", "3"]).params
+    assert parsed["rgba_background_color"] == (1, 2, 3)
+    for text in ("white", "0,0", "0,0,256", "#ffffff"):
+        monkeypatch.setenv("MINDIE_MM_RGBA_BACKGROUND_COLOR", text)
+        said = "MINDIE_MM_RGBA_BACKGROUND_COLOR is .*, it must be a list of 3, each an integer from 0 to 255"
+        with pytest.raises(InputError, match=said):
+            configuration({})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rgba_background_color = [0, 0]", r"is \[0, 0\], it must be a list of 3, each an integer from 0 to 255"),
+        ("rgba_background_color = 'white'", "is 'white', it must be a list of 3"),
+        ("prot = 1", "there is no setting 'prot'; 'port' is one"),
+        ("max-images = 1", "there is no setting 'max-images'; 'max_images' is one"),
+        ("xyzzy = 1", "there is no setting 'xyzzy'$"),
+        ("engine = 1", "there is no setting 'engine'"),
+        ("[engine]\nmax_num_seqs = 1", r"\[engine\] is a table; every setting stands at the top"),
+        ("port = '1'", "port is '1', it must be an integer from 0 to 65535"),
+        ("port = 1.0", "port is 1.0, it must be an integer from 0 to 65535"),
+        ("port = true", "port is True, it must be an integer from 0 to 65535"),
+        ("grace_s = true", "grace_s is True, it must be a number of at least 0"),
+        ("truncate = 1", "truncate is 1, it must be true or false"),
+        ("spool = 1", "spool is 1, it must be a string"),
+        ("family = 1979-05-27", "family is of type date, it must be a string"),
+        ("api_key = 'a-secret'", "api_key is of type str, it must be a list, each a string$"),
+        ("api_key = ['a', 1]", "api_key is of type list, it must be a list, each a string$"),
+        ("port = ", "is no TOML"),
+        ("port = 1\nport = 2", "is no TOML"),
+    ],
+)
+def test_a_mistake_is_told_with_file_and_key(file, text, message):
+    file.write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        configuration({}, file)
+    assert str(caught.value).startswith(str(file))
+    assert "a-secret" not in str(caught.value)
+
+
+def test_a_value_that_is_refused_is_so_from_a_file_too(file):
+    file.write_text("log_format = 'xml'")
+    with pytest.raises(InputError, match="log_format is 'xml', it must be one of text, json"):
+        configuration({}, file)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_file_that_cannot_be_read(file, content):
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match=r"cannot be read: (No such file|it is not UTF-8)"):
+        configuration({}, file)
+
+
+def test_what_is_said_of_settings_is_everything_but_secrets(file):
+    file.write_text("api_key = ['first-key', 'second-key']\nserved_model_name = 'm'\nport = 0\n")
+    told = {one.name: one.value for one in configuration({}, file).settings()}
+    assert told.keys() == {field.name for cls in CLASSES for field in dataclasses.fields(cls)} - PARTS
+    assert (told["api_key"], told["served_model_name"], told["port"]) == ("*** (2 of them)", '"m"', "0")
+    assert (told["truncate"], told["spool"], told["cors_origin"]) == ("false", "none", "[]")
+    assert not any("-key" in value for value in told.values())
+
+
+def test_names_of_settings_are_one_of_a_kind():
+    names = [field.name for cls in CLASSES for field in dataclasses.fields(cls) if field.name not in PARTS]
+    assert len(names) == len(set(names)), "a file has no sections, and a flag no prefix"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("localhost:4318", "it must be a URL of http or https"),
+        ("grpc://collector:4317", "it must be a URL of http or https"),
+        ("http://", "it must be a URL of http or https"),
+        ("http://user:word@collector/v1/traces", "holds a user name or a query, which may be secret"),
+    ],
+)
+def test_an_endpoint_for_spans_that_is_none(url, message):
+    with pytest.raises(InputError, match=message):
+        configuration({"otlp_endpoint": url})

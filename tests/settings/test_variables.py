@@ -1,0 +1,56 @@
+"""Variables that look like settings and are none: told, by their names alone."""
+
+import dataclasses
+import os
+
+import pytest
+
+from mindie_mm.settings.environment import variable
+from mindie_mm.settings.sources import CLASSES, PARTS, configuration, misspelt_variables
+
+
+@pytest.fixture(autouse=True)
+def only_these(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("MINDIE_MM_")]:
+        monkeypatch.delenv(name)
+
+
+def test_a_misspelt_variable_is_told_without_its_value(monkeypatch):
+    monkeypatch.setenv("MINDIE_MM_MAX_IMAGE", "4")
+    monkeypatch.setenv("MINDIE_MM_API_KEYS", "a-secret")
+    monkeypatch.setenv("MINDIE_MM_XYZZYPLUGHPLOVER", "1")
+    assert misspelt_variables() == [
+        "MINDIE_MM_API_KEYS is not a setting; did you mean MINDIE_MM_API_KEY?",
+        "MINDIE_MM_MAX_IMAGE is not a setting; did you mean MINDIE_MM_MAX_IMAGES?",
+        "MINDIE_MM_XYZZYPLUGHPLOVER is not a setting",
+    ]
+    configuration({})
+
+
+def test_every_setting_s_own_variable_is_known(monkeypatch):
+    for cls in CLASSES:
+        for field in dataclasses.fields(cls):
+            if field.name not in PARTS:
+                monkeypatch.setenv(variable(field.name), "1")
+    monkeypatch.setenv("MINDIE_MM_CONFIG", "/settings.toml")
+    assert misspelt_variables() == []
+
+
+def test_what_kubernetes_sets_is_nobody_s_mistake(monkeypatch):
+    """Of Services that are called mindie-mm and mindie-mm-canary."""
+    for name, value in {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "80",
+        "SERVICE_PORT_HTTP": "80",
+        "PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "PORT_8000_TCP_PROTO": "tcp",
+        "PORT_8000_TCP_PORT": "8000",
+        "PORT_8000_TCP_ADDR": "10.0.0.1",
+        "CANARY_SERVICE_HOST": "10.0.0.2",
+        "CANARY_PORT": "tcp://10.0.0.2:80",
+        "CANARY_PORT_80_TCP_ADDR": "10.0.0.2",
+    }.items():
+        monkeypatch.setenv(f"MINDIE_MM_{name}", value)
+    assert misspelt_variables() == []
+    monkeypatch.setenv("MINDIE_MM_CANARY_PORT", "80")
+    assert misspelt_variables() == ["MINDIE_MM_CANARY_PORT is not a setting"]

@@ -1,0 +1,138 @@
+"""What each visual token ought to know: dense targets for the vision tower, used in training only.
+
+A question tells one word about a whole picture; the tower learns many times faster when each of
+its tokens is also asked what lies under it. The head that answers is thrown away afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+
+from training.scenes import COLOURS, DIRECTIONS, SHAPES, Scene
+from training.sounds import MAX_BEEPS, PITCHES, Sound
+from training.speech import DIGITS
+
+IGNORED = -100
+_COLOURS, _SHAPES = list(COLOURS), list(SHAPES)
+# Columns of the head's output: colour, shape and motion with "none" first, centre, row, column.
+WIDTHS = (len(_COLOURS) + 1, len(_SHAPES) + 1, len(DIRECTIONS) + 1, 1, 2)
+OUTPUTS = sum(WIDTHS)
+# Columns of the ear's head: digit and tone with "none" first, the beeps that have begun so far.
+HEARD_WIDTHS = (len(DIGITS) + 1, len(PITCHES) + 1, MAX_BEEPS + 1)
+HEARD_OUTPUTS = sum(HEARD_WIDTHS)
+HEARD = ("digit", "tone", "beeps")
+# Seconds of an audio token.
+TOKEN_S = 0.04
+
+
+def _direction(scenes: Sequence[Scene]) -> int:
+    """The class of the motion between the first and the last scene, 0 for none."""
+    if len(scenes) < 2:
+        return 0
+    first, last = scenes[0].things[0], scenes[-1].things[0]
+    dx, dy = last.x - first.x, last.y - first.y
+    name = ("left" if dx < 0 else "right") if abs(dx) > abs(dy) else ("up" if dy < 0 else "down")
+    return 1 + DIRECTIONS.index(name)
+
+
+def _cells(scene: Scene, rows: int, columns: int, direction: int) -> list[list[float]]:
+    short = min(scene.width, scene.height)
+    found = []
+    for row in range(rows):
+        for column in range(columns):
+            x, y = (column + 0.5) / columns, (row + 0.5) / rows
+            unknown = float(IGNORED) if not scene.things else 0.0
+            cell = [unknown, unknown, 0.0, 0.0, y - 0.5, x - 0.5]
+            nearest = math.inf
+            for thing in scene.things:
+                dx = (thing.x - x) * scene.width / short
+                dy = (thing.y - y) * scene.height / short
+                inside = int(thing.x * columns) == column and int(thing.y * rows) == row
+                distance = 0.0 if inside else math.hypot(dx, dy)
+                if distance < min(nearest, 0.5 * thing.size):
+                    nearest = distance
+                    kinds = _COLOURS.index(thing.colour), _SHAPES.index(thing.shape)
+                    cell[:3] = [1.0 + kinds[0], 1.0 + kinds[1], float(direction)]
+                    if len(scene.things) > 1:  # small, and no question asks for their shapes
+                        cell[1] = float(IGNORED)
+                cell[3] = max(cell[3], float(inside))
+            found.append(cell)
+    return found
+
+
+def truth(scenes: Sequence[Scene], grid: tuple[int, int, int], merge: int) -> torch.Tensor:
+    """Targets of a picture (one scene) or a video (a scene per frame): float32 [tokens, 6].
+
+    Columns: colour, shape, motion (classes), centre (0 or 1), row and column about the middle.
+    """
+    t, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
+    direction = _direction(scenes)
+    cells: list[list[float]] = []
+    for i in range(t):
+        cells += _cells(scenes[i * len(scenes) // t], rows, columns, direction)
+    return torch.tensor(cells)
+
+
+def dense_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The mean loss of a head's outputs [tokens, OUTPUTS] against targets [tokens, 6]."""
+    *kinds, centre, place = said.float().split(WIDTHS, dim=1)
+    loss = mse_loss(place, wanted[:, 4:6]) * 4
+    loss = loss + binary_cross_entropy_with_logits(centre[:, 0], wanted[:, 3])
+    for column, logits in enumerate(kinds):
+        # Most tokens are empty: what lies under the others counts more.
+        weight = torch.ones(logits.shape[1])
+        weight[0] = 0.3
+        loss = loss + cross_entropy(logits, wanted[:, column].long(), weight, ignore_index=IGNORED)
+    return loss
+
+
+def tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
+    """Right and asked, by kind, over the tokens that lie on a thing; centres over all that are."""
+    *kinds, centre, _ = said.split(WIDTHS, dim=1)
+    found = {}
+    for column, (name, logits) in enumerate(zip(("colour", "shape", "motion"), kinds, strict=True)):
+        on = wanted[:, column] > 0
+        right = logits[on].argmax(1) == wanted[on, column]
+        found[name] = int(right.sum()), int(on.sum())
+    at = wanted[:, 3] > 0
+    found["centre"] = int((centre[at, 0] > 0).sum()), int(at.sum())
+    found["no centre"] = int((centre[~at, 0] < 0).sum()), int((~at).sum())
+    return found
+
+
+def heard(sound: Sound, spans: Sequence[tuple[float, float]], tokens: int) -> torch.Tensor:
+    """Targets of a sound's tokens, classes: int64 [tokens, 3]. `spans` are as `training.sounds.make` tells them."""
+    middles = (torch.arange(tokens) + 0.5) * TOKEN_S
+    wanted = torch.zeros(tokens, 3, dtype=torch.long)
+    for start, length in spans:
+        within = (middles >= start) & (middles < start + length)
+        if sound.kind == "beeps":
+            wanted[:, 2] += middles >= start
+        else:
+            names = DIGITS if sound.kind == "digit" else tuple(PITCHES)
+            wanted[within, 0 if sound.kind == "digit" else 1] = 1 + names.index(sound.answer)
+    if sound.kind == "beeps":  # beeps have some height, but none is asked for
+        wanted[:, 1] = IGNORED
+    return wanted
+
+
+def heard_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The mean loss of a head's outputs [tokens, HEARD_OUTPUTS] against targets [tokens, 3]."""
+    loss = torch.zeros(())
+    for column, logits in enumerate(said.float().split(HEARD_WIDTHS, dim=1)):
+        if (wanted[:, column] != IGNORED).any():
+            loss = loss + cross_entropy(logits, wanted[:, column], ignore_index=IGNORED)
+    return loss
+
+
+def heard_tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
+    """Right and asked, by kind, over the tokens that are not silent."""
+    found = {}
+    for i, (name, logits) in enumerate(zip(HEARD, said.split(HEARD_WIDTHS, dim=1), strict=True)):
+        on = wanted[:, i] > 0
+        found[f"heard {name}"] = int((logits[on].argmax(1) == wanted[on, i]).sum()), int(on.sum())
+    return found
