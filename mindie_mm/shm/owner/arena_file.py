@@ -17,7 +17,7 @@ from mindie_mm.shm.format.extent import Pieces
 from mindie_mm.shm.format.layout import SHM_DIRECTORY, ArenaHeader, Owner, file_name
 from mindie_mm.shm.format.stats import POPULATED, STATS_BYTES, STATS_OFFSET
 from mindie_mm.shm.format.words import MAX_ARENA
-from mindie_mm.shm.memory.anonymous_file import give_name, make_nameless, reopened, reserve
+from mindie_mm.shm.memory.anonymous_file import give_name, make_anonymous, reopened, reserve
 from mindie_mm.shm.memory.liveness_lock import LivenessLock, unlink_same
 from mindie_mm.shm.memory.populate import MADV_POPULATE_WRITE, Populator
 from mindie_mm.shm.memory.scatter import map_pieces
@@ -56,7 +56,7 @@ class ArenaFile:
         header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
         # Lock first. Reserving takes long, and a child that another thread forks meanwhile must close the descriptor.
         with os_errors_as(SharedMemoryError, f"cannot lock a file in {SHM_DIRECTORY}"):
-            lock = LivenessLock(make_nameless())
+            lock = LivenessLock(make_anonymous())
         try:
             reserve(lock.descriptor, header.file_bytes, "the arena")
             mapping = _map(lock.descriptor, header.file_bytes)
