@@ -298,14 +298,14 @@ class BaseEngine(ABC):
             sequence = scheduled.sequence
             if sequence.media_consumed or not sequence.items or scheduled.stop < sequence.media_stop:
                 continue
-            self._drop_nameless(sequence)
+            self._drop_without_digest(sequence)
             sequence.consume_media()
             consumed.add(sequence)
         if consumed:
             faults.point("consumed")
         return consumed
 
-    def _drop_nameless(self, sequence: Sequence) -> None:
+    def _drop_without_digest(self, sequence: Sequence) -> None:
         """Drop the features of items without a digest, whose key is a block that may come to hold something else."""
         for item in sequence.items:
             if item.digest is None:
@@ -339,7 +339,7 @@ class BaseEngine(ABC):
         faults.point("forgetting")
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
-        self._drop_nameless(sequence)
+        self._drop_without_digest(sequence)
 
 
 def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:
