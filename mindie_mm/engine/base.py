@@ -44,6 +44,7 @@ from mindie_mm.errors import (
     WorldError,
 )
 from mindie_mm.nn.model import MediaModel
+from mindie_mm.nn.placement import devices_of
 from mindie_mm.nn.splice import MediaItem, plain_ids
 from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import Failure
@@ -67,7 +68,7 @@ class BaseEngine(ABC):
         """`ranks` are the processes that all do what this one does, each with its share of the weights."""
         self._media_model = model
         self._spec = model.spec
-        self._devices = model.devices
+        self._devices = devices_of(model)
         self._ranks = ranks
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._tower_limits = TowerLimits(config.max_tower_tokens, config.max_tower_bytes, model.spec.feature_bytes)

@@ -69,17 +69,18 @@ class Prompts:
             checkpoint = family.translated(checkpoint)
             self._processor = family.processor(checkpoint)
             tokenizer = family.tokenizer(checkpoint)
-        placeholders = [self._processor.placeholder(kind) for kind in family.kinds]
+        placeholders = [self._processor.placeholders[kind] for kind in family.kinds]
         self._tokens = {placeholder.token for placeholder in placeholders}
         media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
         plain = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
         stated = checkpoint.json("tokenizer.json").get("added_tokens", ())
         self.shown_tokens = [token["content"] for token in stated if token["special"] and token["content"] in plain]
         """Tokens that tokenizer.json calls special and the family does not: text, in prompts and in answers."""
-        if self._processor.inserted:  # nothing spells them, so the tokenizer need not know them by name
+        self._inserted_at = self._processor.traits.inserted_at
+        if self._inserted_at is not None:  # nothing spells them, so the tokenizer need not know them by name
             media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
         self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor, content_format)
-        spelled = [] if self._processor.inserted else placeholders
+        spelled = placeholders if self._inserted_at is None else []
         self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
         self._markers = frozenset(self._marker_of.values())
         self.stage = make_stage(self._processor)
@@ -202,9 +203,9 @@ class Prompts:
         processor, tokens = self._processor, self._tokens
         ids = processor.frame([*encoded.ids], len(planned))
         opening = _in_common(ids, processor.frame([*self._text.opening], len(planned)))
-        if processor.inserted:
+        if self._inserted_at is not None:
             items = [item.expansion for item in planned]
-            return insert(ids, processor.insert_at(ids), items, tokens, opening)
+            return insert(ids, self._inserted_at, items, tokens, opening)
         reaches = zip(planned, encoded.items, strict=True)
         items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
         return expand(ids, items, tokens, opening)
@@ -213,12 +214,12 @@ class Prompts:
         """Yield the spelling of each item in a prompt."""
         numbers: Counter[Kind] = Counter()
         for item in planned:
-            if self._processor.inserted:
+            if self._inserted_at is not None:
                 yield ""
                 continue
             numbers[item.shape.kind] += 1
-            head, tail = self._processor.caption(item.shape.kind, numbers[item.shape.kind])
             placeholder = item.expansion.placeholder
+            head, tail = (part.format(numbers[item.shape.kind]) for part in placeholder.caption)
             before, after = self._text.spell(placeholder.before), self._text.spell(placeholder.after)
             marker = self._marker_of[placeholder]
             framed = marker if before and marker.startswith(before) else before + marker + after
@@ -229,7 +230,7 @@ class Prompts:
 
     def _spellings(self, planned: Sequence[PlannedItem]) -> tuple[list[str], list[str]]:
         """The marker of each item that the prompt spells, and the text that takes its place."""
-        items = [] if self._processor.inserted else [item.expansion for item in planned]
+        items = [item.expansion for item in planned] if self._inserted_at is None else []
         markers = [self._marker_of[item.placeholder] for item in items]
         texts = [item.spelling.text for item in items]
         return markers, [marker if text is None else text for marker, text in zip(markers, texts, strict=True)]

@@ -213,7 +213,7 @@ def _in_process(
     checkpoint: Checkpoint, family: type[Family], processor: Processor, *, wire: WireName | Wire, caps: MediaCaps
 ) -> MediaStage:
     if wire == "mindie":
-        layouts = processor.mindie_layouts
+        layouts = processor.traits.mindie_layouts
         if missing := ", ".join(kind for kind in family.kinds if kind not in layouts):
             raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout of {missing}")
         wire = MindIEWire(layouts)
