@@ -241,10 +241,13 @@ class BaseEngine(ABC):
 
     def _constrain(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
         """Takes out of the logits float32 [sequences, vocabulary], in place, which tokens may not be drawn."""
-        for row, sequence in enumerate(sequences):
-            if sequence.constraint is not None:
-                refused = sequence.constraint.refused(logits.shape[1])
-                logits[row].masked_fill_(upload(refused, logits.device), -torch.inf)
+        constraints = {row: one.constraint for row, one in enumerate(sequences) if one.constraint is not None}
+        if not constraints:
+            return
+        assert self.grammars is not None, "they have made the constraints"
+        refused = upload(self.grammars.refused([*constraints.values()], logits.shape[1]), logits.device)
+        rows = upload(np.array([*constraints], np.int64), logits.device)
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(refused, -torch.inf))
 
     def _advance(self, sequence: Sequence, draw: Draw | None, *, media_consumed: bool) -> Progress:
         """Appends a token to a sequence and tells; a finished one is forgotten, and one without a token fails.
@@ -298,14 +301,14 @@ class BaseEngine(ABC):
             sequence = scheduled.sequence
             if sequence.media_consumed or not sequence.items or scheduled.stop < sequence.media_stop:
                 continue
-            self._drop_nameless(sequence)
+            self._drop_without_digest(sequence)
             sequence.consume_media()
             consumed.add(sequence)
         if consumed:
             faults.point("consumed")
         return consumed
 
-    def _drop_nameless(self, sequence: Sequence) -> None:
+    def _drop_without_digest(self, sequence: Sequence) -> None:
         """Drop the features of items without a digest, whose key is a block that may come to hold something else."""
         for item in sequence.items:
             if item.digest is None:
@@ -339,7 +342,7 @@ class BaseEngine(ABC):
         faults.point("forgetting")
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
-        self._drop_nameless(sequence)
+        self._drop_without_digest(sequence)
 
 
 def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:

@@ -18,7 +18,7 @@ from mindie_mm.shm import ArraySpec
 from mindie_mm.tokenize.placeholders import Expansion
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlannedItem:
     """A media item that has been read and planned, and not preprocessed yet."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import wraps
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Processor
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import ContentFormat
-from mindie_mm.tokenize.media_stage import MediaStage, PromptMedia
+from mindie_mm.tokenize.media_stage import MediaStage
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
 from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions, put_words
@@ -30,33 +30,21 @@ from mindie_mm.tokenize.text.text_encoder import Encoded, TextEncoder
 from mindie_mm.tokenize.truncate import truncate
 
 _PLAIN = PromptOptions()
-_Args = ParamSpec("_Args")
 
 
-def _counting_anew(
-    make: Callable[_Args, Coroutine[Any, Any, Prompt]],
-) -> Callable[_Args, Coroutine[Any, Any, Prompt]]:
-    """Decorate a method to make its prompt a second time after FramesMiscounted.
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt before its media are planned."""
 
-    The second time, videos are decoded to count their frames, so that the sampled frames depend on the true count.
-    """
-
-    @wraps(make)
-    async def made(*args: _Args.args, **kwargs: _Args.kwargs) -> Prompt:
-        try:
-            return await make(*args, **kwargs)
-        except FramesMiscounted:
-            with decoding_to_count():
-                return await make(*args, **kwargs)
-
-    return made
+    media: Sequence[Media]
+    """Media items of the prompt, in order."""
+    expand: Callable[[Sequence[PlannedItem]], Prompt]
+    """Returns the whole prompt without words, for the planned media."""
+    options: PromptOptions
 
 
 class Prompts:
-    """Makes the prompts of one checkpoint. Media go through its stage; everything else happens here.
-
-    The methods suspend only while they wait for the stage.
-    """
+    """Makes the prompts of one checkpoint. Media go through its stage; everything else happens here."""
 
     def __init__(
         self,
@@ -101,75 +89,108 @@ class Prompts:
         """Whether the checkpoint has a chat template."""
         return self._text.has_template
 
-    @_counting_anew
-    async def from_items(
-        self, items: Sequence[Item], path_file: Path | None, options: PromptOptions = _PLAIN
-    ) -> Prompt:
-        """Return the prompt of `items`, joined without a template."""
+    def draft_items(self, items: Sequence[Item], options: PromptOptions = _PLAIN) -> Draft:
+        """Return the draft of `items`, joined without a template. Raise InputError."""
         if options.max_prompt_tokens:
             self._text.check_items(items, options.max_prompt_tokens)
-        async with self.stage.prompt() as media:
-            planned = await media.plan(media_of(items))
+
+        def expand(planned: Sequence[PlannedItem]) -> Prompt:
             spelled = self._spell(planned)
             pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
             rendered = self._text.render_items(pieces)
             if not (options.add_special_tokens or planned):
-                return self._bounded(Prompt(np.array(self._text.bare_ids(rendered), np.int64)), options)
-            return await self._prompt(self._encode(rendered, planned), planned, media, path_file, options)
+                return Prompt(np.array(self._text.bare_ids(rendered), np.int64))
+            return self._expanded(self._encode(rendered, planned), planned)
 
-    @_counting_anew
-    async def from_messages(
+        return Draft(media_of(items), expand, options)
+
+    def draft_messages(
         self,
         messages: Sequence[Message],
-        path_file: Path | None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         options: PromptOptions = _PLAIN,
-    ) -> Prompt:
-        """Return the prompt of chat messages, formatted with the chat template."""
-        template_kwargs = template_kwargs or {}
+    ) -> Draft:
+        """Return the draft of chat messages, formatted with the chat template. Raise InputError."""
+        variables = template_kwargs or {}
         if options.max_prompt_tokens:
-            self._text.check_messages(messages, template_kwargs, options.max_prompt_tokens)
-        async with self.stage.prompt() as media:
-            planned = await media.plan(media_of_messages(messages))
-            items = list(self._spell(planned))
-            rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs, items)
+            self._text.check_messages(messages, variables, options.max_prompt_tokens)
+
+        def expand(planned: Sequence[PlannedItem]) -> Prompt:
+            rendered = self._text.render_messages(
+                messages, add_generation_prompt, variables, list(self._spell(planned))
+            )
             if options.max_prompt_tokens:
                 self._text.check_rendered(rendered, options.max_prompt_tokens)
-            return await self._prompt(self._encode(rendered, planned), planned, media, path_file, options)
+            return self._expanded(self._encode(rendered, planned), planned)
 
-    async def from_turn(
+        return Draft(media_of_messages(messages), expand, options)
+
+    def draft_turn(
         self,
         items: Sequence[Item],
-        path_file: Path | None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         options: PromptOptions = _PLAIN,
         *,
         chat: bool = True,
-    ) -> Prompt:
-        """Return the prompt of `items` as one user turn. Without `chat` or a chat template, join the items.
+    ) -> Draft:
+        """Return the draft of `items` as one user turn. Without `chat` or a chat template, join the items.
 
         Raises InputError if there are variables for a template but no template is used.
         """
         if chat and self.has_template:
-            messages = [Message("user", tuple(items))]
-            return await self.from_messages(messages, path_file, add_generation_prompt, template_kwargs, options)
+            return self.draft_messages([Message("user", tuple(items))], add_generation_prompt, template_kwargs, options)
         if template_kwargs or not add_generation_prompt:
             raise InputError("there are variables of a chat template, and the prompt goes through none")
-        return await self.from_items(items, path_file, options)
+        return self.draft_items(items, options)
 
-    @_counting_anew
-    async def from_ids(self, ids: Sequence[int], items: Sequence[Media], path_file: Path | None) -> Prompt:
-        """Return the prompt of ids with one placeholder per media item, or with none if the family inserts them.
+    def draft_ids(self, ids: Sequence[int], items: Sequence[Media]) -> Draft:
+        """Return the draft of ids with one placeholder per media item, or with none if the family inserts them.
 
         Raises TokenOutOfRange for an id that is not a token id. The engine checks that ids are in the vocabulary.
         """
         ids = [_token_id(index) for index in ids]
-        async with self.stage.prompt() as media:
-            planned = await media.plan(items)
+
+        def expand(planned: Sequence[PlannedItem]) -> Prompt:
             encoded = self._text.replace_marker_ids(ids, self._markers, *self._spellings(planned))
-            return await self._prompt(encoded, planned, media, path_file)
+            return self._expanded(encoded, planned)
+
+        return Draft(items, expand, _PLAIN)
+
+    async def make(self, drafts: Sequence[Draft], path_file: Path | None) -> list[Prompt]:
+        """Return the prompts of one request. Their media get room together, and are recorded in `path_file`.
+
+        After FramesMiscounted the prompts are made a second time. Then videos are decoded to count their frames, so
+        that the sampled frames depend on the true count.
+
+        Raises:
+            InputError: A prompt or an item is wrong.
+            ArenaFull: There was no room in time.
+            SharedMemoryError: Shared memory cannot be used.
+
+        """
+        try:
+            return await self._make(drafts, path_file)
+        except FramesMiscounted:
+            with decoding_to_count():
+                return await self._make(drafts, path_file)
+
+    async def _make(self, drafts: Sequence[Draft], path_file: Path | None) -> list[Prompt]:
+        prompts: list[Prompt] = []
+        kept: list[tuple[PlannedItem, str]] = []
+        async with self.stage.request() as media:
+            all_planned = await media.plan([draft.media for draft in drafts])
+            for draft, planned in zip(drafts, all_planned, strict=True):
+                if prompts:
+                    await asyncio.sleep(0)  # encoding many long texts in one go would hold up other requests
+                prompt = _bounded(draft.expand(planned), draft.options)
+                prompts.append(prompt)
+                salt = draft.options.cache_salt
+                kept += [(item, salt) for item in planned[len(planned) - len(prompt.spans) :]]
+            faults.point("planned")
+            words = iter(await media.store(kept, path_file) if kept else ())
+        return [put_words(prompt, islice(words, len(prompt.spans))) for prompt in prompts]
 
     def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem]) -> Encoded:
         rendered = Rendered(self._processor.prompt_text(rendered.text), rendered.restore)
@@ -177,38 +198,16 @@ class Prompts:
             rendered = self._text.replace_markers(rendered, self._markers, *self._spellings(planned))
         return self._text.encode(rendered)
 
-    async def _prompt(
-        self,
-        encoded: Encoded,
-        planned: Sequence[PlannedItem],
-        media: PromptMedia,
-        path_file: Path | None,
-        options: PromptOptions = _PLAIN,
-    ) -> Prompt:
-        faults.point("planned")
+    def _expanded(self, encoded: Encoded, planned: Sequence[PlannedItem]) -> Prompt:
         processor, tokens = self._processor, self._tokens
         ids = processor.frame([*encoded.ids], len(planned))
         opening = _in_common(ids, processor.frame([*self._text.opening], len(planned)))
         if processor.inserted:
             items = [item.expansion for item in planned]
-            prompt = insert(ids, processor.insert_at(ids), items, tokens, opening)
-        else:
-            reaches = zip(planned, encoded.items, strict=True)
-            items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
-            prompt = expand(ids, items, tokens, opening)
-        prompt = self._bounded(prompt, options)
-        kept = planned[len(planned) - len(prompt.spans) :]
-        return put_words(prompt, await media.store(kept, path_file, options.cache_salt) if kept else [])
-
-    def _bounded(self, prompt: Prompt, options: PromptOptions) -> Prompt:
-        """Return the prompt, truncated to its limit if allowed. Raise ContextLengthExceeded otherwise."""
-        if not 0 < options.max_prompt_tokens < len(prompt):
-            return prompt
-        if not options.truncate:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}"
-            )
-        return truncate(prompt, options.max_prompt_tokens)
+            return insert(ids, processor.insert_at(ids), items, tokens, opening)
+        reaches = zip(planned, encoded.items, strict=True)
+        items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
+        return expand(ids, items, tokens, opening)
 
     def _spell(self, planned: Sequence[PlannedItem]) -> Iterator[str]:
         """Yield the spelling of each item in a prompt."""
@@ -234,6 +233,15 @@ class Prompts:
         markers = [self._marker_of[item.placeholder] for item in items]
         texts = [item.spelling.text for item in items]
         return markers, [marker if text is None else text for marker, text in zip(markers, texts, strict=True)]
+
+
+def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
+    """Return the prompt, truncated to its limit if allowed. Raise ContextLengthExceeded otherwise."""
+    if not 0 < options.max_prompt_tokens < len(prompt):
+        return prompt
+    if not options.truncate:
+        raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}")
+    return truncate(prompt, options.max_prompt_tokens)
 
 
 def _reaching(item: Expansion, ids: Sequence[int], start: int, stop: int) -> Expansion:

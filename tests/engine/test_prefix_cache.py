@@ -87,7 +87,9 @@ def test_requests_of_another_salt_share_nothing(model, tokenizer, path_file, ite
     engine = Engine(model, EngineConfig(**SMALL))
     digests = set()
     for salt, shares in (("", False), ("a", False), ("b", False), ("a", True), ("", True)):
-        prompt = tokenizer.prompt_from_items(parse_inputs(items), path_file, PromptOptions(cache_salt=salt))
+        prompt = tokenizer.make(
+            tokenizer.prompts.draft_items(parse_inputs(items), PromptOptions(cache_salt=salt)), path_file
+        )
         params = msgspec.structs.replace(GREEDY, cache_salt=salt)
         assert (ask(engine, torch.from_numpy(prompt.ids), params)[0].cached_tokens > 0) == shares
         digests |= {item.digest for item in model.read(prompt.ids)}

@@ -588,7 +588,9 @@ class FamilyContract:
     def test_a_text_may_omit_special_tokens(self, path, tokenizer):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         for text in ("hello  world", " a", ""):
-            prompt = tokenizer.prompt_from_items([Text(text)], None, PromptOptions(add_special_tokens=False))
+            prompt = tokenizer.make(
+                tokenizer.prompts.draft_items([Text(text)], PromptOptions(add_special_tokens=False)), None
+            )
             assert prompt.ids.tolist() == encode(text, add_special_tokens=False)["input_ids"]
 
     def test_ids_whose_placeholders_are_not_the_medias_are_refused(self, path, reference, tokenizer, path_file):
@@ -605,11 +607,11 @@ class FamilyContract:
 
     def test_truncation_removes_whole_items(self, model, tokenizer, path_file):
         for items in self.prompts.values():
-            whole = tokenizer.prompt_from_items(parse_inputs(items), path_file)
+            whole = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items)), path_file)
             for limit in {1, len(whole) // 2, len(whole) - 1} - {0}:
                 try:
                     options = PromptOptions(limit, truncate=True)
-                    prompt = tokenizer.prompt_from_items(parse_inputs(items), path_file, options)
+                    prompt = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items), options), path_file)
                 except ContextLengthExceeded:  # the last item alone is longer
                     continue
                 assert len(prompt) <= limit
@@ -623,7 +625,7 @@ class FamilyContract:
         control |= {index for one in placeholders for index in (*one.before, one.token, *one.after)}
         control |= set(processor.control_pieces)
         for name, items in self.prompts.items():
-            whole = tokenizer.prompt_from_items(parse_inputs(items), path_file)
+            whole = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items)), path_file)
             # What stands around every prompt, whatever its items.
             around = {*encode("")["input_ids"], *processor.frame([], len(whole.spans))}
             first, last = whole.opening
@@ -649,7 +651,7 @@ class FamilyContract:
         for name, items in self.prompts.items():
             others = [{"text": f"{item['text']} {spelled} {spelled}"} if "text" in item else item for item in items]
             for given in () if self.unspelled else (items, others):
-                prompt = tokenizer.prompt_from_items(parse_inputs(given), path_file)
+                prompt = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(given)), path_file)
                 for item, span in zip(model.read(prompt.ids), prompt.spans, strict=True):
                     shape = item.shape
                     text = processor.spelling(shape.kind, shape.num_features, shape.grid).text

@@ -17,7 +17,7 @@ from mindie_mm.shm import Arena, ArraySpec, DiskArena, Ref, attach, free, mount
 from mindie_mm.shm.disk import disk_arena as disk
 from mindie_mm.shm.disk import disk_writer
 from mindie_mm.shm.disk.disk_digest import digest_of
-from mindie_mm.shm.memory.liveness_lock import LifeLock
+from mindie_mm.shm.memory.liveness_lock import LivenessLock
 
 SPECS = {"pixel_values": ArraySpec((37, 588), "uint8"), "grid": ArraySpec((3,), "int64")}
 CAPACITY = 1 << 20
@@ -338,13 +338,13 @@ class TestDiskArena(StoreContract):
         """Opened under its unfinished name, locked when it has its own."""
         with store.allocate(SPECS) as block:
             block.publish()
-        lock = disk.LifeLock
+        lock = disk.LivenessLock
 
-        def close_first(descriptor: int, **options: bool) -> LifeLock:
+        def close_first(descriptor: int, **options: bool) -> LivenessLock:
             store.close()
             return lock(descriptor, **options)
 
-        monkeypatch.setattr(disk, "LifeLock", close_first)
+        monkeypatch.setattr(disk, "LivenessLock", close_first)
         with pytest.raises(SharedMemoryError, match="just finished"):
             DiskArena.create(store.path, 7, CAPACITY)
         monkeypatch.undo()

@@ -38,7 +38,7 @@ from mindie_mm.shm.format.layout import (
 from mindie_mm.shm.format.spec import ArraySpec
 from mindie_mm.shm.format.words import MAX_ARENA, MAX_BLOCK
 from mindie_mm.shm.memory.block import Block
-from mindie_mm.shm.memory.liveness_lock import LifeLock, is_same
+from mindie_mm.shm.memory.liveness_lock import LivenessLock, is_same
 
 GENERATION = 1
 """Every block's: no entry of the table is used twice."""
@@ -53,7 +53,7 @@ class DiskArena:
     complete and synced; leaving it by an error leaves none. The same blocks in the same order make the same bytes.
     """
 
-    def __init__(self, path: Path, header: ArenaHeader, lock: LifeLock, memory: LotMemory) -> None:
+    def __init__(self, path: Path, header: ArenaHeader, lock: LivenessLock, memory: LotMemory) -> None:
         """For `create`."""
         self.path = path
         self.number = header.arena
@@ -322,12 +322,12 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + _UNFINISHED)
 
 
-def _locked(unfinished: Path) -> LifeLock:
+def _locked(unfinished: Path) -> LivenessLock:
     """The lock of that file, which is made if there is none. SharedMemoryError if another process writes it."""
     with os_errors_as(SharedMemoryError, f"{unfinished} cannot be made"):
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        lock = LifeLock(descriptor, needed=False)  # the run has its own lock, and warns if locks are missing
+        lock = LivenessLock(descriptor, needed=False)  # the run has its own lock, and warns if locks are missing
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):

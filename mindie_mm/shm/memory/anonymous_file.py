@@ -16,7 +16,7 @@ _HOW_TO_GET_ROOM = (
 )
 
 
-def make_nameless() -> int:
+def make_anonymous() -> int:
     """Create an empty file of mode 0600 without a name, and return its descriptor."""
     try:
         return os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
