@@ -119,7 +119,7 @@ class Stage:
             failed = printable(f"{error_name(error)}: {error}")
         except Exception as error:  # noqa: BLE001 - one row fails, not the run
             _log.exception("row %s", name)
-            failed = f"WorldError: the tokenizer failed: {type(error).__name__}"
+            failed = f"OperationalError: the tokenizer failed: {type(error).__name__}"
         else:
             shard.add(name, prompt, self._wire.stored)
             return None

@@ -154,7 +154,7 @@ class Decoders:
 
         Raises:
             InputError: The item is wrong. MediaError also if it has ended two decoders.
-            WorldError: The decoder has failed. ProcessDied if two were killed.
+            OperationalError: The decoder has failed. ProcessDied if two were killed.
 
         """
         reply, _ = await self._do(_Job(group, item, descriptor, asyncio.get_running_loop().create_future()))

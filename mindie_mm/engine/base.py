@@ -38,10 +38,10 @@ from mindie_mm.errors import (
     DeviceError,
     InputError,
     MindieMMError,
+    OperationalError,
     SegmentMissing,
     StaleReference,
     TokenOutOfRange,
-    WorldError,
 )
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.splice import MediaItem, plain_ids
@@ -147,7 +147,7 @@ class BaseEngine(ABC):
             failure = error
         except Exception as error:  # noqa: BLE001 - a request that cannot be read must not end the others
             _log.exception("request %s", request_id)
-            failure = WorldError(f"the request failed: {type(error).__name__}")
+            failure = OperationalError(f"the request failed: {type(error).__name__}")
         # A block may be freed between one rank's reading of it and another's.
         failure = self._ranks.agreed(failure)
         return result if failure is None else failure
@@ -159,12 +159,12 @@ class BaseEngine(ABC):
         return sequence
 
     def _items_again(self, sequence: Sequence, message: Refill) -> list[MediaItem]:
-        """Read a sequence's media from other blocks. Raise WorldError if the prompt or a digest is another."""
+        """Read a sequence's media from other blocks. Raise OperationalError if the prompt or a digest is another."""
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         items = self._read(ids)
         same_ids = plain_ids(ids, items).tolist() == sequence.token_ids[: sequence.num_prompt]
         if not same_ids or [item.digest for item in items] != [item.digest for item in sequence.items]:
-            raise WorldError("the request's media were read again after a preemption, and have changed since")
+            raise OperationalError("the request's media were read again after a preemption, and have changed since")
         return items
 
     def _constraint(self, schema: str) -> Constraint:
@@ -254,7 +254,7 @@ class BaseEngine(ABC):
         if draw is None:
             for item in sequence.items:  # their features may be why: they are nobody else's
                 self._encoder_cache.drop(item)
-            return self._fail(sequence, WorldError("the model gives no numbers for this request"))
+            return self._fail(sequence, OperationalError("the model gives no numbers for this request"))
         token, logprobs = draw
         if (constraint := sequence.constraint) is not None:
             # Of several ranks the first one alone asks it what may follow, which may be more than it can say.

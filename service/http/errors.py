@@ -26,7 +26,7 @@ _MAX_VALUE = 40
 TABLE: Mapping[type[BaseException], int] = {
     errors.InputError: 400,
     errors.ModelNotFound: 404,
-    errors.WorldError: 500,
+    errors.OperationalError: 500,
     errors.ArenaFull: 503,
     errors.SharedMemoryError: 503,
     errors.SpoolFull: 503,
