@@ -280,7 +280,7 @@ class Decoders:
         while True:
             with logged(f"decoder {process.pid} cannot be served"):
                 await self._receive(process, starter)
-            await self._bury(process)
+            await self._reap(process)
             if process.killed or process.job is not None:
                 starter.proved()  # the item was the cause, so the next decoder starts without a pause
             process = await starter.again(self._fork)
@@ -298,7 +298,7 @@ class Decoders:
                     self._nursery.kill(process.pid)
             before = after
 
-    async def _bury(self, process: _Process) -> None:
+    async def _reap(self, process: _Process) -> None:
         """End a process that is not served any more, learn how it ended, and try its item again or fail it."""
         self._processes.remove(process)
         self._nursery.kill(process.pid)  # it lives on if it has closed the channel itself, or has sent a wrong message
