@@ -214,8 +214,8 @@ class BaseEngine(ABC):
 
         None where the logits are no numbers: the model's dtype overflowed, or embeddings were none.
         """
-        senseless = ~(logits < torch.inf).all(dim=1)  # with a NaN, or plus infinity, which draws nothing either
-        logits.masked_fill_(senseless.unsqueeze(1), 0)  # nothing can be drawn from them, and the others go on
+        non_finite = ~(logits < torch.inf).all(dim=1)  # with a NaN, or plus infinity, which draws nothing either
+        logits.masked_fill_(non_finite.unsqueeze(1), 0)  # nothing can be drawn from them, and the others go on
         # Sampling biases the logits in place; log-probabilities are of the model's own.
         asking = _asking(sequences)
         rows = [upload(np.array(group, np.int64), logits.device) for group in asking.values()]
@@ -228,7 +228,7 @@ class BaseEngine(ABC):
         ]
         # All of it at once: the host waits for the device here, and in a step without media and prompts'
         # log-probabilities nowhere else.
-        on_host = download(senseless, tokens, *(part for s in scores for part in (s.chosen, s.top, s.top_ids)))
+        on_host = download(non_finite, tokens, *(part for s in scores for part in (s.chosen, s.top, s.top_ids)))
         drawn: list[int] = on_host[1].tolist()
         logprobs: dict[int, list[TokenLogprob]] = {}
         for n, group in enumerate(asking.values()):

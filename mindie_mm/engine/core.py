@@ -101,9 +101,9 @@ class Engine(BaseEngine):
         # The first rank's: a seed that nobody gave is known to it alone.
         draws = self._ranks.same(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
         # Not before the tokens are here: a device tells late that it failed. What is no number is nobody else's prefix.
-        senseless = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
-        self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in senseless])
-        for sequence in senseless:  # an earlier step may have let others find its first blocks
+        non_finite = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
+        self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in non_finite])
+        for sequence in non_finite:  # an earlier step may have let others find its first blocks
             self._blocks.forget(sequence.blocks)
         consumed = self._consume_media(step)
         for sequence in consumed.difference(sampling):
