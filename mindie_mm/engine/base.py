@@ -110,7 +110,7 @@ class BaseEngine(ABC):
 
     def add(self, message: Add) -> Progress | None:
         """Queues a request; what is wrong with it comes back at once."""
-        sequence = self._agreed(message.request_id, lambda: self._new(message))
+        sequence = self._try_on_all(message.request_id, lambda: self._new(message))
         if isinstance(sequence, MindieMMError):
             return _failure(message.request_id, sequence)
         self._encoder_cache.count(list(sequence.items))
@@ -128,7 +128,7 @@ class BaseEngine(ABC):
         sequence = self._sequences.get(message.request_id)
         if sequence is None or sequence not in self._scheduler.parked:
             return None  # aborted meanwhile
-        items = self._agreed(message.request_id, lambda: self._items_again(sequence, message))
+        items = self._try_on_all(message.request_id, lambda: self._items_again(sequence, message))
         faults.point("refilled")
         if isinstance(items, SegmentMissing | StaleReference):
             return Progress(request_id=message.request_id, needs_media=True)
@@ -138,7 +138,7 @@ class BaseEngine(ABC):
         self._scheduler.resume(sequence)
         return None
 
-    def _agreed(self, request_id: str, work: Callable[[], T]) -> T | MindieMMError:
+    def _try_on_all(self, request_id: str, work: Callable[[], T]) -> T | MindieMMError:
         """Return the result of `work`, or on all ranks the error that one of them has."""
         failure: MindieMMError | None = None
         try:
@@ -149,7 +149,7 @@ class BaseEngine(ABC):
             _log.exception("request %s", request_id)
             failure = OperationalError(f"the request failed: {type(error).__name__}")
         # A block may be freed between one rank's reading of it and another's.
-        failure = self._ranks.agreed(failure)
+        failure = self._ranks.all_reduce_error(failure)
         return result if failure is None else failure
 
     def _new(self, message: Add) -> Sequence:
@@ -258,7 +258,7 @@ class BaseEngine(ABC):
         token, logprobs = draw
         if (constraint := sequence.constraint) is not None:
             # Of several ranks the first one alone asks it what may follow, which may be more than it can say.
-            error = self._ranks.same(str, lambda: constraint.accept(token))
+            error = self._ranks.broadcast(str, lambda: constraint.accept(token))
             if error:
                 return self._fail(sequence, InputError(f"the output can no longer be kept to its JSON schema: {error}"))
         first = sequence.num_output == 0

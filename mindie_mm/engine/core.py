@@ -99,7 +99,7 @@ class Engine(BaseEngine):
             self._collect_prompt_logprobs(rows)
         sampling = [scheduled.sequence for scheduled in step if scheduled.samples]
         # The first rank's: a seed that nobody gave is known to it alone.
-        draws = self._ranks.same(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
+        draws = self._ranks.broadcast(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
         # Not before the tokens are here: a device tells late that it failed. What is no number is nobody else's prefix.
         non_finite = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
         self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in non_finite])

@@ -64,7 +64,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> Non
 
 def serve(channel: ChildChannel, ranks: Ranks) -> None:
     """Loads what the first message names, then steps as long as there is work, and waits when there is none."""
-    start = msgspec.msgpack.decode(ranks.same(bytes, channel.recv), type=Start)
+    start = msgspec.msgpack.decode(ranks.broadcast(bytes, channel.recv), type=Start)
 
     def send(message: Ready | Failure | Stepped) -> None:
         if ranks.number == 0:
@@ -81,7 +81,7 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
     mounts: dict[int, ExitStack] = {}
     while True:
         told: list[Progress] = []
-        messages = ranks.same(list[bytes], lambda: received(channel, engine, decoder))
+        messages = ranks.broadcast(list[bytes], lambda: received(channel, engine, decoder))
         for message in messages:
             told += _take(decoder.decode(message), engine, mounts)
         if told or (messages and not engine.has_work()):
@@ -139,9 +139,9 @@ def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
 def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
     config = start.config
     # If one rank fails, the others must learn it before they wait for that rank in a collective operation.
-    device = ranks.together(lambda: ranks.open_device(config.device))
+    device = ranks.run_on_all(lambda: ranks.open_device(config.device))
     torch.set_num_threads(config.num_threads or ranks.num_threads())
-    model = ranks.together(
+    model = ranks.run_on_all(
         lambda: load_model(
             Path(start.model) if start.model else None,
             config.device,
@@ -159,9 +159,9 @@ def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):
         processor = family.processor(checkpoint)
-    kv_bytes = ranks.together(lambda: kv_cache_bytes(model, processor, family.kinds, device, config, ranks))
+    kv_bytes = ranks.run_on_all(lambda: kv_cache_bytes(model, processor, family.kinds, device, config, ranks))
     if isinstance(model, Seq2SeqModel):
         return Seq2SeqEngine(model, config, kv_bytes)
-    engine = Engine(model, config, ranks.least(kv_bytes), ranks)
+    engine = Engine(model, config, ranks.all_reduce_min(kv_bytes), ranks)
     engine.grammars = Grammars(load_tokenizer(checkpoint, start.family), model.spec.eos_token_ids)
     return engine

@@ -51,7 +51,7 @@ class Trials:
                     # Two are tried in any case: one alone would not tell what grows from what does not.
                     len(tried) > 1 and took * trial.size / tried[-1][0] > deadline - time.monotonic()
                 )
-                if not self.ranks.least(int(not enough)):  # all do the next one, or none
+                if not self.ranks.all_reduce_min(int(not enough)):  # all do the next one, or none
                     break
             start = time.monotonic()
             tried.append((trial.size, self._tried(trial, what, unit)))
@@ -63,7 +63,7 @@ class Trials:
 
     def _tried(self, trial: Trial, what: str, unit: str) -> int:
         """What fails on one rank alone is heard by all, before any of them waits for the others' next step."""
-        return self.ranks.together(lambda: self._peak_bytes(trial, what, unit))
+        return self.ranks.run_on_all(lambda: self._peak_bytes(trial, what, unit))
 
     def _peak_bytes(self, trial: Trial, what: str, unit: str) -> int:
         try:
