@@ -19,6 +19,8 @@ from mindie_mm.errors import MindieMMError
 from mindie_mm.lockdown import support
 from mindie_mm.models import family_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.weights.build import check_weight_files
 from mindie_mm.nn.weights.quantized import refuse_mindie
 from mindie_mm.settings.config import EngineConfig, GiB, MiB, ServiceConfig, WorkerConfig, require_media_dir
 from mindie_mm.settings.environment import default_spool
@@ -120,7 +122,8 @@ def checkpoint_finding(config: WorkerConfig) -> Finding:
         Tokenizer.from_pretrained(checkpoint.path, family=config.family).close()
         refuse_mindie(checkpoint)
         with reading(checkpoint, family):
-            family.check_weight_files(checkpoint)
+            own_layers = not issubclass(family, PretrainedFamily)
+            check_weight_files(family.translated(checkpoint), own_layers=own_layers)
             said = unknown_keys(checkpoint, family)
     except MindieMMError as error:
         return Finding("checkpoint", "error", str(config.model or "embedded"), str(error))

@@ -131,8 +131,8 @@ class Stage:
         options = PromptOptions(settings.max_tokens, settings.truncate)
         template = (row.add_generation_prompt, row.template_kwargs, options)
         if row.messages is not None:
-            return tokenizer.prompt_from_messages(row.messages, None, *template)
-        return tokenizer.prompt_from_turn(row.items or (), None, *template, chat=settings.chat)
+            return tokenizer.make(tokenizer.prompts.draft_messages(row.messages, *template), None)
+        return tokenizer.make(tokenizer.prompts.draft_turn(row.items or (), *template, chat=settings.chat), None)
 
 
 class _Place(NamedTuple):

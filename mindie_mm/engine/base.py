@@ -44,6 +44,7 @@ from mindie_mm.errors import (
     TokenOutOfRange,
 )
 from mindie_mm.nn.model import MediaModel
+from mindie_mm.nn.placement import devices_of
 from mindie_mm.nn.splice import MediaItem, plain_ids
 from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import Failure
@@ -67,7 +68,7 @@ class BaseEngine(ABC):
         """`ranks` are the processes that all do what this one does, each with its share of the weights."""
         self._media_model = model
         self._spec = model.spec
-        self._devices = model.devices
+        self._devices = devices_of(model)
         self._ranks = ranks
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._tower_limits = TowerLimits(config.max_tower_tokens, config.max_tower_bytes, model.spec.feature_bytes)
@@ -241,10 +242,13 @@ class BaseEngine(ABC):
 
     def _constrain(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
         """Takes out of the logits float32 [sequences, vocabulary], in place, which tokens may not be drawn."""
-        for row, sequence in enumerate(sequences):
-            if sequence.constraint is not None:
-                refused = sequence.constraint.refused(logits.shape[1])
-                logits[row].masked_fill_(upload(refused, logits.device), -torch.inf)
+        constraints = {row: one.constraint for row, one in enumerate(sequences) if one.constraint is not None}
+        if not constraints:
+            return
+        assert self.grammars is not None, "they have made the constraints"
+        refused = upload(self.grammars.refused([*constraints.values()], logits.shape[1]), logits.device)
+        rows = upload(np.array([*constraints], np.int64), logits.device)
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(refused, -torch.inf))
 
     def _advance(self, sequence: Sequence, draw: Draw | None, *, media_consumed: bool) -> Progress:
         """Appends a token to a sequence and tells; a finished one is forgotten, and one without a token fails.

@@ -45,7 +45,7 @@ class Engine(BaseEngine):
         self._head_rows = max(config.max_num_seqs, PROMPT_ROWS)
         self._prefix_caching = config.prefix_caching
         self._scheduler = Scheduler(config, blocks, self._encoder_cache, self._tower_limits)
-        cache = model.allocate_cache(blocks.num_blocks, blocks.block_size)
+        cache = model.spec.allocate_cache(blocks.num_blocks, blocks.block_size)
         recorded = are_recorded(kind_of(model.spec.device), config, ranks)
         self._runner = Runner(model, cache, DecodeGraphs(model, cache, config.max_num_seqs) if recorded else None)
 

@@ -96,7 +96,8 @@ class DecodeGraphs:
 
         def decode() -> None:
             batch = RecordedBatch(self._cache, slots, table.view(rows, blocks), lengths)
-            self._logits[:rows] = self._model.forward(ids, positions.view(-1, rows), (), batch, None)
+            states = self._model.states(ids, positions.view(-1, rows), (), batch, None)
+            self._logits[:rows] = self._model.head(states)
 
         try:
             return _Graph(inputs, kind_of(inputs.device).record(decode))

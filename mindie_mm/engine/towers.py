@@ -17,6 +17,7 @@ from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.nn.model import MediaModel
+from mindie_mm.nn.placement import devices_of
 from mindie_mm.nn.splice import ItemRef, ItemView, MediaItem
 from mindie_mm.nn.staging import fetch
 from mindie_mm.processes import faults
@@ -141,7 +142,7 @@ class Towers:
 
     def _require_alive(self) -> None:
         """Before anything is tried again: what does not compute gives features without an error."""
-        for device in self._model.devices:
+        for device in devices_of(self._model):
             require_alive(device)
 
     def _within_limits(self, missing: list[tuple[Sequence, MediaItem]]) -> list[list[tuple[Sequence, MediaItem]]]:

@@ -26,6 +26,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
@@ -203,8 +204,7 @@ class DeepseekVLProcessor(Processor):
 class DeepseekVLModel(PretrainedModel):
     """Tower and decoder of DeepSeek-VL; `module` is transformers' DeepseekVLForConditionalGeneration or its sibling."""
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_model",)
-    projector_parts = ("model.aligner",)
+    traits = Traits(vision_parts=("model.vision_model",), projector_parts=("model.aligner",))
 
     def __init__(self, module: Any, spec: ModelSpec, processor: DeepseekVLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)

@@ -89,12 +89,10 @@ class Gemma3Processor(Processor):
         width = max(self._most_crops, math.ceil(self._ratio)) * self._least
         return np.zeros((self._least, width, 3), np.uint8)
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         crops = grid[0] if grid else 0
-        return len(grid) <= 1 and crops >= 0 and (1 + crops) * self._features == num_features
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        crops = grid[0] if grid else 0
+        if len(grid) > 1 or crops < 0 or (1 + crops) * self._features != num_features:
+            return None
         text = whole = f"\n\n{self._start}{self._image}{self._end}\n\n"
         if crops:
             text = (

@@ -29,6 +29,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
@@ -219,10 +220,9 @@ class InternVLProcessor(Processor):
             return np.zeros((self._sampling.limit, self._side, self._side, 3), np.uint8)
         return np.zeros((self._side, self._most * self._side, 3), np.uint8)
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        return len(grid) == 1 and grid[0] * self._tile_features == num_features
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        if len(grid) != 1 or grid[0] * self._tile_features != num_features:
+            return None
         tiles = grid[0]
         if kind == "image":
             return Spelling(runs=[self._run(tiles)])
@@ -305,8 +305,7 @@ def _tile(config: Any, where: str) -> tuple[int, int]:
 class InternVLModel(PictureModel, PretrainedModel):
     """Tower and decoder of InternVL; `module` is transformers' InternVLForConditionalGeneration."""
 
-    vision_parts = ("model.vision_tower",)
-    projector_parts = ("model.multi_modal_projector",)
+    traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
 
     def __init__(self, module: Any, spec: ModelSpec, processor: InternVLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)

@@ -27,6 +27,7 @@ from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 
 _CLIP: Mapping[str, Any] = {
@@ -105,8 +106,7 @@ class _Normalizing(Protocol):
 class LlavaModel(PictureModel, PretrainedModel):
     """Tower and decoder of LLaVA and its kin; `module` is transformers' LlavaForConditionalGeneration or the like."""
 
-    vision_parts = ("model.vision_tower",)
-    projector_parts = ("model.multi_modal_projector",)
+    traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
 
     def __init__(self, module: Any, spec: ModelSpec, processor: _Normalizing) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from mindie_mm.errors import ArenaFull, NoProcess, ProcessDied, SegmentMissing, SharedMemoryError
@@ -180,19 +181,25 @@ async def _made(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
 
 
 async def tokenized(
-    stage: TokenizerStage, request: TokenizeRequest, on_remade: Callable[[Prompt], None] | None = None
-) -> PromptSource:
-    """Tokenize a request. Raise ProcessDied if two tokenizers die during it, and the errors of the stage."""
+    stage: TokenizerStage, requests: Sequence[TokenizeRequest], on_remade: Callable[[Prompt], None] | None = None
+) -> list[PromptSource]:
+    """Tokenize the prompts of a request, whose media get room together.
 
-    def make() -> Awaitable[Prompt]:
-        return stage.tokenize(request)
+    A prompt that is made again gets room by itself. That is no deadlock: the engine can consume it without the others.
 
+    Raises ProcessDied if two tokenizers die during it, and the errors of the stage.
+    """
+    retried = False
     try:
-        return PromptSource(await make(), make, on_remade=on_remade)
+        prompts = await stage.tokenize_together(requests)
     except NoProcess:
         raise
     except ProcessDied:
-        return PromptSource(await make(), make, retried=True, on_remade=on_remade)
+        prompts, retried = await stage.tokenize_together(requests), True
+    return [
+        PromptSource(prompt, partial(stage.tokenize, request), retried=retried, on_remade=on_remade)
+        for prompt, request in zip(prompts, requests, strict=True)
+    ]
 
 
 async def generated(

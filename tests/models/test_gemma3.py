@@ -212,7 +212,7 @@ class TestGemma3(ExtremeShapes, FamilyContract):
 
     @pytest.mark.parametrize("grid", [(0, 0), (1,), (-1,)])
     def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, grid, processor):
-        assert not processor.makes("image", FEATURES, grid)
+        assert processor.spelling("image", FEATURES, grid) is None
 
     @pytest.mark.parametrize(
         ("file", "change", "named"),

@@ -306,7 +306,7 @@ class TestMolmo2(FamilyContract):
         [("image", 18, ()), ("image", 18, (1, 2)), ("image", 18, (0, 1)), ("video", 8, (3,)), ("video", 4, (-1,))],
     )
     def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, kind, num_features, grid, processor):
-        assert not processor.makes(kind, num_features, grid)
+        assert processor.spelling(kind, num_features, grid) is None
 
     def test_embeddings_of_images_and_a_video_are_refused_too(self, tokenizer, processor, path_file):
         features = np.zeros((4, processor.feature_width), np.float32)

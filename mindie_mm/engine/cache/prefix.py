@@ -26,9 +26,9 @@ def share(sequence: Sequence, model: Model) -> None:
     if not sequence.num_shareable:
         return
     root = salted(sequence.params.cache_salt)
-    if model.prefix_sees_length:
+    if model.traits.prefix_sees_length:
         root.update(sequence.num_prompt.to_bytes(8))
-    if model.prefix_sees_later_media:
+    if model.traits.prefix_sees_later_media:
         for item in sequence.items:
             root.update(_identity(item))
     sequence.root_key = root.digest(KEY_BYTES)
@@ -39,7 +39,7 @@ def _num_shareable(model: Model, sequence: Sequence) -> int:
     for item in sequence.items:
         if item.digest is None:
             first = next((start for start, stop in sequence.spans if start <= item.start < stop), item.start)
-            return 0 if model.prefix_sees_later_media else first
+            return 0 if model.traits.prefix_sees_later_media else first
     return sys.maxsize
 
 

@@ -163,5 +163,6 @@ def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
     if isinstance(model, Seq2SeqModel):
         return Seq2SeqEngine(model, config, kv_bytes)
     engine = Engine(model, config, ranks.all_reduce_min(kv_bytes), ranks)
-    engine.grammars = Grammars(load_tokenizer(checkpoint, start.family), model.spec.eos_token_ids)
+    tokenizer = load_tokenizer(checkpoint, start.family)
+    engine.grammars = Grammars(tokenizer, model.spec.eos_token_ids, torch.get_num_threads())
     return engine
