@@ -66,9 +66,9 @@ class ContextLengthExceeded(LimitExceeded):
     """The prompt, with the tokens asked for, does not fit the model's context."""
 
     @classmethod
-    def of(cls, max_model_len: int, said: str) -> Self:
+    def of(cls, max_model_len: int, detail: str) -> Self:
         """The error in the words of vLLM and OpenAI, by which clients know it."""
-        return cls(f"This model's maximum context length is {max_model_len} tokens; {said}")
+        return cls(f"This model's maximum context length is {max_model_len} tokens; {detail}")
 
 
 class TokenOutOfRange(InputError):

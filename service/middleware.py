@@ -159,8 +159,8 @@ class _Body:
         if self._whole:
             return await self._receive()
         for name, coding in self._codings.items():
-            said = f"the request's body has {name.title()}: {coding[:40]}, which is not served; send it uncompressed"
-            raise HTTPException(415, said, headers={"Accept-Encoding": "identity", "Connection": "close"})
+            text = f"the request's body has {name.title()}: {coding[:40]}, which is not served; send it uncompressed"
+            raise HTTPException(415, text, headers={"Accept-Encoding": "identity", "Connection": "close"})
         self._check(self._announced)
         try:
             self._border.admission.require_room()

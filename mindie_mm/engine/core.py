@@ -66,8 +66,8 @@ class Engine(BaseEngine):
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         left_tokens = self._max_model_len - len(ids)
         if left_tokens < params.least_room or len(ids) == 0:
-            said = f"{len(ids)} prompt tokens and {params.least_room} to generate do not fit; a prompt has at least 1"
-            raise ContextLengthExceeded.of(left_tokens + len(ids), said)
+            detail = f"{len(ids)} prompt tokens and {params.least_room} to generate do not fit; a prompt has at least 1"
+            raise ContextLengthExceeded.of(left_tokens + len(ids), detail)
         items = self._read(ids)
         sequence = Sequence(
             request_id=message.request_id,
@@ -109,8 +109,8 @@ class Engine(BaseEngine):
         for sequence in consumed.difference(sampling):
             progress.append(Progress(request_id=sequence.request_id, media_consumed=True))
         for sequence, draw in zip(sampling, draws, strict=True):
-            told = self._advance(sequence, draw, media_consumed=sequence in consumed)
-            progress.append(told)  # one by one: should a later one fail, none is lost
+            update = self._advance(sequence, draw, media_consumed=sequence in consumed)
+            progress.append(update)  # one by one: should a later one fail, none is lost
 
     @torch.inference_mode()
     def _collect_prompt_logprobs(self, rows: PromptRows) -> None:

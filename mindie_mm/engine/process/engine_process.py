@@ -80,12 +80,12 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
     mounts: dict[int, ExitStack] = {}
     while True:
-        told: list[Progress] = []
+        updates: list[Progress] = []
         messages = ranks.broadcast(list[bytes], lambda: received(channel, engine, decoder))
         for message in messages:
-            told += _take(decoder.decode(message), engine, mounts)
-        if told or (messages and not engine.has_work()):
-            send(Stepped(told, engine.stats))
+            updates += _take(decoder.decode(message), engine, mounts)
+        if updates or (messages and not engine.has_work()):
+            send(Stepped(updates, engine.stats))
         if engine.has_work():
             stepped = engine.step()
             faults.point("before-reply")
@@ -118,8 +118,8 @@ def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -
             faults.point("aborting")
             engine.abort(message)
         case Refill():
-            told = engine.refill(message)
-            return [told] if told else []
+            update = engine.refill(message)
+            return [update] if update else []
         case Mount():
             _mount(message, mounts)
         case Unmount():
@@ -153,8 +153,8 @@ def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
         ),
         LOADING_PATIENCE,
     )
-    if ranks.number == 0 and (said := slow_dtype(model.module)):
-        _log.warning("%s; --dtype float32, or 32 bits for that part, is faster", said)
+    if ranks.number == 0 and (detail := slow_dtype(model.module)):
+        _log.warning("%s; --dtype float32, or 32 bits for that part, is faster", detail)
     checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):
