@@ -100,7 +100,7 @@ class Decoders:
 
         Raises:
             InputError: The item is wrong. MediaError also if it has ended two decoders.
-            WorldError: The decoder has failed. ProcessDied if two were killed.
+            OperationalError: The decoder has failed. ProcessDied if two were killed.
 
         """
         reply, _ = await self._do(Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
@@ -211,7 +211,7 @@ class Decoders:
         while True:
             with logged(f"decoder {process.pid} cannot be served"):
                 await self._receive(process, starter)
-            await self._bury(process)
+            await self._reap(process)
             if process.killed or process.job is not None:
                 starter.proved()  # the item was the cause, so the next decoder starts without a pause
             process = await starter.again(self._fork)
@@ -229,7 +229,7 @@ class Decoders:
                     self._nursery.kill(process.pid)
             before = after
 
-    async def _bury(self, process: DecoderProcess) -> None:
+    async def _reap(self, process: DecoderProcess) -> None:
         """End a process that is not served any more, learn how it ended, and try its item again or fail it."""
         self._processes.remove(process)
         self._nursery.kill(process.pid)  # it lives on if it has closed the channel itself, or has sent a wrong message

@@ -66,8 +66,8 @@ class Engine(BaseEngine):
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         left_tokens = self._max_model_len - len(ids)
         if left_tokens < params.least_room or len(ids) == 0:
-            said = f"{len(ids)} prompt tokens and {params.least_room} to generate do not fit; a prompt has at least 1"
-            raise ContextLengthExceeded.of(left_tokens + len(ids), said)
+            detail = f"{len(ids)} prompt tokens and {params.least_room} to generate do not fit; a prompt has at least 1"
+            raise ContextLengthExceeded.of(left_tokens + len(ids), detail)
         items = self._read(ids)
         sequence = Sequence(
             request_id=message.request_id,
@@ -99,18 +99,18 @@ class Engine(BaseEngine):
             self._collect_prompt_logprobs(rows)
         sampling = [scheduled.sequence for scheduled in step if scheduled.samples]
         # The first rank's: a seed that nobody gave is known to it alone.
-        draws = self._ranks.same(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
+        draws = self._ranks.broadcast(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
         # Not before the tokens are here: a device tells late that it failed. What is no number is nobody else's prefix.
-        senseless = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
-        self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in senseless])
-        for sequence in senseless:  # an earlier step may have let others find its first blocks
+        non_finite = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
+        self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in non_finite])
+        for sequence in non_finite:  # an earlier step may have let others find its first blocks
             self._blocks.forget(sequence.blocks)
         consumed = self._consume_media(step)
         for sequence in consumed.difference(sampling):
             progress.append(Progress(request_id=sequence.request_id, media_consumed=True))
         for sequence, draw in zip(sampling, draws, strict=True):
-            told = self._advance(sequence, draw, media_consumed=sequence in consumed)
-            progress.append(told)  # one by one: should a later one fail, none is lost
+            update = self._advance(sequence, draw, media_consumed=sequence in consumed)
+            progress.append(update)  # one by one: should a later one fail, none is lost
 
     @torch.inference_mode()
     def _collect_prompt_logprobs(self, rows: PromptRows) -> None:

@@ -37,7 +37,7 @@ _INLINE = 504
 
 
 class Ranks:
-    """An engine of one process: nobody to ask."""
+    """The ranks of an engine of one process."""
 
     number = 0
     """Number of this process, from 0. Rank 0 communicates with the parent."""
@@ -51,29 +51,29 @@ class Ranks:
         """Open a device as `device.open_device`, one per rank. Raise DeviceError if there are fewer."""
         return open_device(name)
 
-    def same(self, kind: Any, make: Callable[[], T]) -> T:
-        """On every rank what `make` gives on the first one, which alone calls it; `kind` is its type, for msgpack."""
+    def broadcast(self, kind: Any, make: Callable[[], T]) -> T:
+        """Return on every rank what `make` returns on rank 0, which alone calls it. `kind` is its type, for msgpack."""
         return make()
 
-    def agreed(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
-        """On every rank the error of the first rank that has one; None where none has."""
+    def all_reduce_error(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
+        """Return on every rank the error of the lowest rank that has one, or None if no rank has an error."""
         return error
 
-    def least(self, number: int) -> int:
-        """The least `number` of any rank."""
+    def all_reduce_min(self, number: int) -> int:
+        """Return the smallest `number` of all ranks."""
         return number
 
-    def together(self, work: Callable[[], T], patience: timedelta = PATIENCE) -> T:
-        """What `work` gives here; what it fails with on any rank is raised on all of them.
+    def run_on_all(self, work: Callable[[], T], patience: timedelta = PATIENCE) -> T:
+        """Run `work` on every rank and return its result here. Raise an error of any rank on all ranks.
 
-        `patience` is how long the slowest of them may take longer than one that fails.
+        `patience` is how much longer the slowest rank may take than one that fails.
         """
         failure: MindieMMError | None = None
         try:
             result = work()
         except MindieMMError as error:
             failure = error
-        if (failure := self.agreed(failure, patience)) is not None:
+        if (failure := self.all_reduce_error(failure, patience)) is not None:
             raise failure
         return result
 
@@ -86,10 +86,10 @@ class Ranks:
             sums[owners[index]] += costs[index]
         return owners
 
-    def exchanged(
+    def all_gather(
         self, own: Sequence[Tensor], owners: Sequence[int], rows: Sequence[int], like: Tensor
     ) -> list[Tensor]:
-        """On every rank the tensors of all: `own` are those that `owners` gives to this one, `rows` the lengths of all.
+        """Return the tensors of all ranks: `own` are those that `owners` gives to this one, `rows` the lengths of all.
 
         Each is [rows, width], of the width, dtype and device of `like`, [0, width].
         """
@@ -114,19 +114,19 @@ class _Group(Ranks):
 
     def open_device(self, name: str) -> Device:
         device = open_device(name)
-        if device.name != "cpu" and (found := torch.accelerator.device_count()) < self.count:
-            raise DeviceError(f"tensor_parallel is {self.count}, the visible {device.name} devices are {found}")
+        if device.name != "cpu" and (num_devices := torch.accelerator.device_count()) < self.count:
+            raise DeviceError(f"tensor_parallel is {self.count}, the visible {device.name} devices are {num_devices}")
         return device
 
-    def same(self, kind: Any, make: Callable[[], T]) -> T:
+    def broadcast(self, kind: Any, make: Callable[[], T]) -> T:
         if self.number == 0:
-            made = make()
-            self._broadcast(msgspec.msgpack.encode(made), 0)
-            return made
+            value = make()
+            self._broadcast(msgspec.msgpack.encode(value), 0)
+            return value
         received: T = msgspec.msgpack.decode(self._broadcast(None, 0), type=kind)
         return received
 
-    def agreed(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
+    def all_reduce_error(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
         first = torch.tensor(self.count if error is None else self.number)
         work = dist.all_reduce(first, dist.ReduceOp.MIN, group=self._control, async_op=True)
         try:
@@ -138,15 +138,15 @@ class _Group(Ranks):
         if (rank := int(first)) == self.count:
             return None
         own = None if error is None else msgspec.msgpack.encode(Failure.of(error))
-        told = msgspec.msgpack.decode(self._broadcast(own if rank == self.number else None, rank), type=Failure)
-        return error if rank == self.number else told.exception()
+        failure = msgspec.msgpack.decode(self._broadcast(own if rank == self.number else None, rank), type=Failure)
+        return error if rank == self.number else failure.exception()
 
-    def least(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         least = torch.tensor(number)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._control)
         return int(least)
 
-    def exchanged(
+    def all_gather(
         self, own: Sequence[Tensor], owners: Sequence[int], rows: Sequence[int], like: Tensor
     ) -> list[Tensor]:
         pieces = []

@@ -133,12 +133,12 @@ class Towers:
                 _log.exception("the tower failed on %s", items[0].ref)
             self._require_alive()
             failure = DeviceError(f"the tower failed: {type(error).__name__}")
-        if (failure := ranks.agreed(failure)) is not None:
+        if (failure := ranks.all_reduce_error(failure)) is not None:
             return failure
         if not self._by_item:
             return features
         like = torch.empty(0, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
-        return ranks.exchanged(features, owners, lengths, like)
+        return ranks.all_gather(features, owners, lengths, like)
 
     def _require_alive(self) -> None:
         """Before anything is tried again: what does not compute gives features without an error."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.media.image.preprocess import Preprocess, Size, check_made, check_settings, resample_of
+from mindie_mm.media.image.preprocess import Preprocess, Size, check_output_size, check_settings, resample_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.generation import GenerationRules
@@ -62,7 +62,7 @@ class Blip2Processor(OneSizeProcessor):
         size = Size.read(settings["size"], where, square=True)
         side: int = config.vision_config.image_size
         self.steps = Preprocess(size, resample_of(settings, where))
-        check_made(self.steps.made, side, where)
+        check_output_size(self.steps.output_size, side, where)
         self.size = side, side
         self.normalizations = {"image": Normalization.read(settings)}
         self.num_features = config.num_query_tokens

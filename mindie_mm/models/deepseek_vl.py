@@ -384,9 +384,9 @@ def translate(
 
     """
     where, config = str(checkpoint.path), checkpoint.config
-    said = checkpoint.json("processor_config.json")
+    processor_config = checkpoint.json("processor_config.json")
     check_settings(
-        said,
+        processor_config,
         {"add_special_token": False, "sft_format": "deepseek", "image_tag": _IMAGE_TAG},
         f"{where} (processor_config.json)",
     )
@@ -410,7 +410,7 @@ def translate(
             checkpoint.token_id(checkpoint.require_special_token("eos_token")) if eos is None else eos
         )
     files = {
-        "processor_config.json": {"num_image_tokens": said.get("num_image_tokens", 576)},
+        "processor_config.json": {"num_image_tokens": processor_config.get("num_image_tokens", 576)},
         "preprocessor_config.json": dict(pixels),
         "generation_config.json": generation,
         "tokenizer.json": described,

@@ -187,9 +187,9 @@ class Florence2Processor(OneSizeProcessor):
         size = Size.read(settings["size"], where)
         crop = Size.read(settings["crop_size"], where, square=True).fixed if settings["do_center_crop"] else None
         self.steps = Preprocess(size, resample_of(settings, where), crop)
-        if self.steps.made is None:
+        if self.steps.output_size is None:
             raise UnsupportedCheckpoint(f"{where}: its preprocessing makes images of several sizes, one is served")
-        self.size = self.steps.made
+        self.size = self.steps.output_size
         self.normalizations = {"image": Normalization.read(settings)}
         self.num_features = _num_features(config.vision_config, self.size, where)
         check_settings(settings, {"image_seq_length": self.num_features}, where)
@@ -286,14 +286,14 @@ class Florence2(PretrainedFamily):
         return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
 
 
-def _num_features(vision: Any, made: tuple[int, int], where: str) -> int:
+def _num_features(vision: Any, output_size: tuple[int, int], where: str) -> int:
     """Features of an image of this height and width: one for each cell that the tower leaves, and one for all."""
-    height, width = made
+    height, width = output_size
     for size, stride, padding in zip(vision.patch_size, vision.patch_stride, vision.patch_padding, strict=True):
         height, width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
     if max(height, width) > vision.max_position_embeddings:
         raise UnsupportedCheckpoint(
-            f"{where}: images of {made} pixels come to {height} x {width} cells, the tower has positions for "
+            f"{where}: images of {output_size} pixels come to {height} x {width} cells, the tower has positions for "
             f"{vision.max_position_embeddings} a side"
         )
     return height * width + 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image, resize
-from mindie_mm.media.image.preprocess import Size, check_made, check_settings, resample_of
+from mindie_mm.media.image.preprocess import Size, check_output_size, check_settings, resample_of
 from mindie_mm.models.llava import LlavaModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
@@ -57,7 +57,7 @@ class Gemma3Processor(Processor):
         stated = {"image_seq_length": 256, **checkpoint.json("processor_config.json")}
         check_settings(stated, {"image_seq_length": self._features}, where)
         check_settings(settings, {"do_resize": True}, where)
-        check_made(Size.read(settings["size"], where, square=True).fixed, self._side, where)
+        check_output_size(Size.read(settings["size"], where, square=True).fixed, self._side, where)
         self._resample = resample_of(settings, where)
         self.normalizations: Mapping[Kind, Normalization] = {"image": Normalization.read(settings)}
         self._scanning: bool = settings["do_pan_and_scan"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image, resize
-from mindie_mm.media.image.preprocess import Size, check_made, check_settings, resample_of
+from mindie_mm.media.image.preprocess import Size, check_output_size, check_settings, resample_of
 from mindie_mm.media.image.tiles import closest_grid, cut
 from mindie_mm.media.video.encoded_video import open_video
 from mindie_mm.media.video.frames import Sampling, comes_sampled, stepped
@@ -194,7 +194,7 @@ class InternVLProcessor(Processor):
         video = checkpoint.preprocessor("video", {"InternVLVideoProcessor": _DEFAULTS})
         check_settings(video, {"do_resize": True, "do_center_crop": False}, where)
         for settings in (image, video):
-            check_made(Size.read(settings["size"], where).fixed, self._side, where)
+            check_output_size(Size.read(settings["size"], where).fixed, self._side, where)
         self._least: int = image["min_patches"]
         self._most: int = image["max_patches"]
         self._resamples = {"image": resample_of(image, where), "video": resample_of(video, where)}

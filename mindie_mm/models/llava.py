@@ -16,7 +16,7 @@ from mindie_mm.media.image.preprocess import (
     Preprocess,
     Size,
     background_of,
-    check_made,
+    check_output_size,
     check_settings,
     resample_of,
 )
@@ -95,7 +95,7 @@ class LlavaProcessor(OneSizeProcessor):
         self.steps = Preprocess(size, resample_of(settings, where), crop, background)
         self.normalizations = {"image": Normalization.read(settings)}
         side: int = config.vision_config.image_size
-        check_made(self.steps.made, side, where)
+        check_output_size(self.steps.output_size, side, where)
         self.size = side, side
 
 

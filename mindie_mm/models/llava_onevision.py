@@ -23,7 +23,7 @@ from mindie_mm.media.image.preprocess import (
     Preprocess,
     Size,
     background_of,
-    check_made,
+    check_output_size,
     check_settings,
     resample_of,
 )
@@ -87,7 +87,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         settings = checkpoint.preprocessor("video", {"LlavaOnevisionVideoProcessor": _VIDEO})
         check_settings(settings, {"do_resize": True, "do_center_crop": False}, where)
         self._frame = Preprocess(Size.read(settings["size"], where), resample_of(settings, where))
-        check_made(self._frame.made, self.side, f"{where} (videos)")
+        check_output_size(self._frame.output_size, self.side, f"{where} (videos)")
         self.normalizations["video"] = Normalization.read(settings)
         self._frame_features = math.ceil(self.rows / 2) ** 2
         positions = config.get_text_config().max_position_embeddings

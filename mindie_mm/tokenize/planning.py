@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mindie_mm.errors import InputError, LimitExceeded, WorldError
+from mindie_mm.errors import InputError, LimitExceeded, OperationalError
 from mindie_mm.inputs import Embeddings, Kind, Media, MediaOptions
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import EMBEDDINGS
@@ -80,9 +80,9 @@ class Planner:
                 raise InputError(f"{name} is given; {self._family} resizes to sizes of its own, and does not take it")
 
     def require_makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> None:
-        """Raise WorldError if the model makes no item of `kind` with so many features and this grid."""
+        """Raise OperationalError if the model makes no item of `kind` with so many features and this grid."""
         if self._processor.spelling(kind, num_features, grid) is None:
-            raise WorldError(
+            raise OperationalError(
                 f"a decoder planned {num_features} features and the grid {grid}, which the model never makes"
             )
 

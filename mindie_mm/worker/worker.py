@@ -222,8 +222,8 @@ class Worker:
                 raise
             limit = self.engine.info.max_model_len
             wanted = limit - options.max_prompt_tokens
-            said = f"{wanted} to generate and the prompt do not fit: {error}"
-            raise ContextLengthExceeded.of(limit, said) from error
+            message = f"{wanted} to generate and the prompt do not fit: {error}"
+            raise ContextLengthExceeded.of(limit, message) from error
 
     def generate(
         self, source: PromptSource, params: SamplingParams, request_id: str, *, whole: bool = False

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from mindie_mm import LLM, SamplingParams, Tokenizer
-from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, ProcessDied, WorldError
+from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, OperationalError, ProcessDied
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import arenas_of
 from mindie_mm.worker import worker as worker_module
@@ -82,7 +82,7 @@ def test_what_nobody_foresaw_leaves_the_others(llm, monkeypatch):
 
     monkeypatch.setattr(llm, "_answer", answer)
     bad, good = llm.generate(["a", "b"], GREEDY, on_error="return")
-    assert isinstance(bad.error, WorldError)
+    assert isinstance(bad.error, OperationalError)
     assert isinstance(bad.error.__cause__, ZeroDivisionError)
     assert (good.error, bool(good.text)) == (None, True)
 

@@ -22,7 +22,7 @@ from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, Shared
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.processes import faults
 from mindie_mm.shm import ArraySpec, DiskArena
-from mindie_mm.shm.disk.disk_writer import LotMemory
+from mindie_mm.shm.disk.disk_writer import WriteBatchMemory
 from mindie_mm.shm.format.layout import DISK_PAGE, ArenaHeader
 from mindie_mm.shm.format.words import MAX_ARENA
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
@@ -171,7 +171,13 @@ class ShardWriter:
     """One shard being written. A context manager: left by an error, or not finished, it leaves nothing."""
 
     def __init__(
-        self, folder: Path, run: str, number: int, first_row: int, shard_bytes: int, memory: LotMemory | None = None
+        self,
+        folder: Path,
+        run: str,
+        number: int,
+        first_row: int,
+        shard_bytes: int,
+        memory: WriteBatchMemory | None = None,
     ) -> None:
         """For the run of that digest.
 

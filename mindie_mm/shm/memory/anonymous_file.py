@@ -23,8 +23,8 @@ def make_anonymous() -> int:
     except OSError as error:
         full = error.errno == errno.ENOSPC
         why = (ShmSpace.now().why_no_file() or _HOW_TO_GET_ROOM) if full else None
-        said = f"{error.strerror}: {why}" if why else error.strerror
-        raise SharedMemoryError(f"cannot create a file in {SHM_DIRECTORY}: {said}") from error
+        message = f"{error.strerror}: {why}" if why else error.strerror
+        raise SharedMemoryError(f"cannot create a file in {SHM_DIRECTORY}: {message}") from error
 
 
 def reserve(descriptor: int, nbytes: int, what: str) -> None:

@@ -81,10 +81,10 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def require_size(name: str, found: int, size: int) -> None:
+def require_size(name: str, actual: int, size: int) -> None:
     """SegmentMissing for a segment with fewer bytes than its words and dtype make."""
-    if found < size:
-        raise SegmentMissing(f"segment {SHM_DIRECTORY / name} has {found} bytes, its words and dtype make {size}")
+    if actual < size:
+        raise SegmentMissing(f"segment {SHM_DIRECTORY / name} has {actual} bytes, its words and dtype make {size}")
 
 
 def map_segment(name: str, size: int) -> mmap.mmap:

@@ -116,7 +116,7 @@ class AsyncTokenizer(TokenizerStage):
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        await self._bury(_CLOSED)
+        await self._reap(_CLOSED)
         self._settled.set()
 
     async def _wait_until_up(self) -> None:
@@ -138,7 +138,7 @@ class AsyncTokenizer(TokenizerStage):
             self._child = await Child.start(_MODULE, self._setup)
             ready = await self._child.ready(Ready, "the tokenizer process")
         except BaseException as error:
-            await self._bury(f"the last one did not start: {error}")
+            await self._reap(f"the last one did not start: {error}")
             if isinstance(error, InputError):
                 self._settled.set()
             raise
@@ -155,7 +155,7 @@ class AsyncTokenizer(TokenizerStage):
             with logged(f"tokenizer process {pid} cannot be served"):
                 hung = await self._serve()
             with logged(f"tokenizer process {pid} cannot be ended"):
-                await self._bury("it died, and another is being started", hung)
+                await self._reap("it died, and another is being started", hung)
             _log.warning("tokenizer process %d %s", pid, hung or f"died with status {self._child.status}")
             await self._starter.again(self._launch)
 
@@ -188,7 +188,7 @@ class AsyncTokenizer(TokenizerStage):
             if not isinstance(reply, Pong):
                 _hand_over(reply, self._replies.pop(reply.number))
 
-    async def _bury(self, why: str, hung: str = "") -> None:
+    async def _reap(self, why: str, hung: str = "") -> None:
         """End and reap the process, and fail its requests. May be called again if it was cancelled."""
         self._up = False
         self._settled.clear()

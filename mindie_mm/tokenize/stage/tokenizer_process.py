@@ -18,7 +18,7 @@ import torch
 
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.decoder_messages import DecoderSetup
-from mindie_mm.errors import MindieMMError, RequestAborted, WorldError
+from mindie_mm.errors import MindieMMError, OperationalError, RequestAborted
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import Channel, ChildChannel, Failure, Lifeline, open_channel
@@ -102,7 +102,7 @@ class Server:
             reply = Failed(number, Failure.of(error))
         except Exception as error:  # noqa: BLE001 - one request fails, not the process
             _log.exception("a request")
-            reply = Failed(number, Failure.of(WorldError(f"the tokenizer failed: {type(error).__name__}")))
+            reply = Failed(number, Failure.of(OperationalError(f"the tokenizer failed: {type(error).__name__}")))
         del self._requests[number]
         faults.point("before-reply")
         self._send(reply)
