@@ -20,7 +20,7 @@ from torch import Tensor
 from mindie_mm.device import Device, default_num_threads, open_device
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.processes.ipc import Failure
-from mindie_mm.settings.environment import keep_collectives_local
+from mindie_mm.settings.environment import keep_collectives_local, set_local_rank
 
 T = TypeVar("T")
 
@@ -102,15 +102,14 @@ ALONE = Ranks()
 class _Group(Ranks):
     """The processes of torch.distributed's default group."""
 
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
+    def __init__(self) -> None:
         self.number = dist.get_rank()
         self.count = dist.get_world_size()
         # A separate group without a time limit, so that the model's collectives do not delay reports of a failure.
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def num_threads(self) -> int:
-        return self._num_threads
+        return max(1, default_num_threads() // self.count)
 
     def open_device(self, name: str) -> Device:
         device = open_device(name)
@@ -173,23 +172,25 @@ class _Group(Ranks):
         return whole.numpy().tobytes()
 
 
-def join(number: int, device: str, num_threads: int) -> Ranks:
-    """Join the ranks of which torchrun has started this process as one. torch reads torchrun's variables.
+def join(number: int, count: int, store: str, device: str) -> Ranks:
+    """Join the ranks of an engine, each of which calls this.
 
     Args:
         number: Rank of this process.
+        count: Number of ranks.
+        store: Path of the file through which the ranks find each other, empty at first.
         device: Device that the engine runs on.
-        num_threads: Share of the host's threads for this process.
 
     """
     keep_collectives_local()
+    set_local_rank(number)
     backend = "gloo"
     with suppress(MindieMMError):  # `open_device` reports a missing device later, when all ranks can hear it
         if (kind := open_device(device).name) != "cpu" and number < torch.accelerator.device_count():
             torch.accelerator.set_device_index(number)  # first, because any other call would initialize device 0
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-    dist.init_process_group(backend)
-    return _Group(num_threads)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=number, world_size=count)
+    return _Group()
 
 
 def _bytes(data: bytes) -> Tensor:
