@@ -12,7 +12,7 @@ from mindie_mm.engine.base import BaseEngine, Draw, generator_of
 from mindie_mm.engine.cache.block_pool import BlockPool
 from mindie_mm.engine.cache.kv_cache_size import block_size, fitting_context, useful_blocks
 from mindie_mm.engine.cache.prefix import share
-from mindie_mm.engine.decode_graphs import DecodeGraphs, are_recorded
+from mindie_mm.engine.decode_graphs import DecodeGraphs, captures_graphs
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.requests.engine_messages import Add, Progress, Ready
 from mindie_mm.engine.requests.sequence import Sequence
@@ -46,8 +46,8 @@ class Engine(BaseEngine):
         self._prefix_caching = config.prefix_caching
         self._scheduler = Scheduler(config, blocks, self._encoder_cache, self._tower_limits)
         cache = model.spec.allocate_cache(blocks.num_blocks, blocks.block_size)
-        recorded = are_recorded(kind_of(model.spec.device), config, ranks)
-        self._runner = Runner(model, cache, DecodeGraphs(model, cache, config.max_num_seqs) if recorded else None)
+        captured = captures_graphs(kind_of(model.spec.device), config, ranks)
+        self._runner = Runner(model, cache, DecodeGraphs(model, cache, config.max_num_seqs) if captured else None)
 
     @property
     def ready(self) -> Ready:
@@ -76,7 +76,7 @@ class Engine(BaseEngine):
             num_prompt=len(ids),
             items=items,
             prompt_positions=self._model.positions(len(ids), items),
-            groups=self._model.attention_groups(len(ids), items),
+            span_ids=self._model.bidirectional_spans(len(ids), items),
             max_tokens=params.most_tokens(left_tokens),
             generator=generator_of(params),
             asked_s=message.asked_s,

@@ -139,7 +139,7 @@ class Seq2SeqEngine(BaseEngine):
             num_prompt=len(ids),
             items=items,
             prompt_positions=Positions(torch.arange(len(ids)).unsqueeze(0)),
-            groups=None,
+            span_ids=None,
             max_tokens=max(params.most_tokens(most), 1),
             generator=generator_of(params),
             asked_s=message.asked_s,

@@ -168,14 +168,14 @@ class Gemma3Model(LlavaModel):
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         return split_features(self.module.model.get_image_features(self.pixels(items)).pooler_output, items)
 
-    def attention_groups(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """A group for each run of image tokens: the whole image, and each of its crops."""
+    def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
+        """A span for each run of image tokens: the whole image, and each of its crops."""
         if not items:
             return None
         slots = np.concatenate([item.slots for item in items])
-        groups = torch.full((length,), -1)
-        groups[slots] = torch.from_numpy(np.cumsum(np.diff(slots, prepend=-2) != 1) - 1)
-        return groups
+        span_ids = torch.full((length,), -1)
+        span_ids[slots] = torch.from_numpy(np.cumsum(np.diff(slots, prepend=-2) != 1) - 1)
+        return span_ids
 
     def head(self, hidden: Tensor) -> Tensor:
         """With the soft cap that transformers' Gemma3ForCausalLM puts on the same logits, where the config has one."""

@@ -272,16 +272,16 @@ class Molmo2Model(PretrainedModel):
         self._normalizations = processor.normalizations
         self._tails = processor.tails
 
-    def attention_groups(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """One group: the runs of all items, their starts, row ends and ends among them, but no frame's time."""
+    def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
+        """One span: the runs of all items, their starts, row ends and ends among them, but no frame's time."""
         if not items:
             return None
-        groups = torch.full((length,), -1)
+        span_ids = torch.full((length,), -1)
         for item in items:
             runs = 1 if item.shape.kind == "image" else len(item.shape.grid)
             for run in item.slots.reshape(runs, -1):
-                groups[run[0] - 1 : run[-1] + 1 + self._tails[item.shape.kind]] = 0
-        return groups
+                span_ids[run[0] - 1 : run[-1] + 1 + self._tails[item.shape.kind]] = 0
+        return span_ids
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         features: dict[MediaItem, Tensor] = {}

@@ -169,10 +169,10 @@ class Model(MediaModel):
         """Positions of a prompt of `length` tokens: the index, unless the family says otherwise."""
         return Positions(torch.arange(length).unsqueeze(0))
 
-    def attention_groups(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """int64 [length]: tokens of one group, numbered from 0, attend to each other both ways; -1: causal alone.
+    def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
+        """int64 [length]: number, from 0, of the span whose tokens attend to each other both ways; -1: causal alone.
 
-        None: all causal. Positions from a group's first token to its last are computed in one step.
+        None: all causal. Positions from a span's first token to its last are computed in one step.
         """
         return None
 
@@ -229,7 +229,7 @@ def packed_logits(model: Model, sequences: Sequence[Tensor]) -> list[Tensor]:
         found = model.read(ids)
         plain.append(torch.from_numpy(plain_ids(ids, found)))
         positions.append(model.positions(len(ids), found).prompt)
-        chunks.append(Chunk(0, len(ids), (), model.attention_groups(len(ids), found)))
+        chunks.append(Chunk(0, len(ids), (), model.bidirectional_spans(len(ids), found)))
         items += [(offset, item) for item in found]
         offset += len(ids)
     features = model.encode([item for _, item in items]) if items else []

@@ -315,18 +315,18 @@ def variant(model, **attributes):
     return made
 
 
-def one_group(self, length, items):
-    groups = torch.full((length,), -1)
+def one_span(self, length, items):
+    spans = torch.full((length,), -1)
     for item in items:
-        groups[item.slots] = 0
-    return groups
+        spans[item.slots] = 0
+    return spans
 
 
-def a_group_each(self, length, items):
-    groups = torch.full((length,), -1)
+def a_span_each(self, length, items):
+    spans = torch.full((length,), -1)
     for number, item in enumerate(items):
-        groups[item.slots] = number
-    return groups
+        spans[item.slots] = number
+    return spans
 
 
 def greedy(model, ids, count):
@@ -336,7 +336,7 @@ def greedy(model, ids, count):
     return out
 
 
-@pytest.mark.parametrize("groups", [a_group_each, one_group])
+@pytest.mark.parametrize("spans", [a_span_each, one_span])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -345,13 +345,13 @@ def greedy(model, ids, count):
         {"max_num_batched_tokens": 1},
         {"kv_cache_bytes": 40 * 4 * 2 * 2 * 2 * 16 * 4},
     ],
-    ids=["one step", "chunks smaller than a group", "token by token", "few blocks"],
+    ids=["one step", "chunks smaller than a span", "token by token", "few blocks"],
 )
-def test_groups_are_never_cut(groups, settings, model, prompts):
-    grouped = variant(model, attention_groups=groups)
-    expected = [greedy(grouped, ids, 8) for ids in prompts]
-    assert expected != [greedy(model, ids, 8) for ids in prompts], "the groups matter"
-    engine = Engine(grouped, EngineConfig(**SMALL, **settings))
+def test_spans_are_never_cut(spans, settings, model, prompts):
+    spanned = variant(model, bidirectional_spans=spans)
+    expected = [greedy(spanned, ids, 8) for ids in prompts]
+    assert expected != [greedy(model, ids, 8) for ids in prompts], "the spans matter"
+    engine = Engine(spanned, EngineConfig(**SMALL, **settings))
     for _ in range(2):
         outputs, errors = run(engine, prompts, max_tokens=8, ignore_eos=True)
         assert not errors
@@ -362,7 +362,7 @@ def test_groups_are_never_cut(groups, settings, model, prompts):
 
 def test_of_a_group_all_must_be_equal(model, tokenizer, path_file):
     """Its first tokens see the last ones, which stand in other blocks."""
-    engine = Engine(variant(model, attention_groups=one_group), EngineConfig(**SMALL))
+    engine = Engine(variant(model, bidirectional_spans=one_span), EngineConfig(**SMALL))
     for second in (RED, BLUE):
         ids = tokenizer.tokenize([{"text": "0123"}, {"image": RED}, {"text": "and"}, {"image": second}], path_file)
         start = model.read(ids.numpy())[0].start
