@@ -84,11 +84,11 @@ class Kept:
 
     def __init__(self, in_pieces: bool) -> None:
         self.arena = Arena.create(1 << 20)
+        if in_pieces:
+            fragmented(self.arena)
         with self.arena.allocate(SMALL, path_file=None) as kept:
             kept["x"][...] = 7
             self.ref = kept.publish()
-        if in_pieces:
-            fragmented(self.arena)
         self.before = self.state()
 
     def state(self) -> tuple[int, ...]:
@@ -216,32 +216,37 @@ def test_a_block_that_is_dropped_is_free_again(arena: Arena) -> None:
     assert (arena.num_blocks, arena.used_bytes) == (0, 0)
 
 
-def test_an_interrupt_while_it_waits_leaves_the_arena_to_others(arena: Arena) -> None:
-    with arena.allocate({"x": ArraySpec((1000 << 10,), "uint8")}, path_file=None) as block:
-        block.publish()
+def test_an_interrupt_while_it_waits_leaves_neither_place_in_line_nor_lock() -> None:
+    """The arena is there for others, or it is lost: one that waits looks for room each millisecond, as a change."""
 
     def handler(*_: object) -> None:
         raise Interrupt
 
+    def interrupted(arena: Arena) -> None:
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-3, 6e-3))
+        arena.allocate(SPECS, path_file=None, timeout_s=120)
+
+    chance, lost = random.Random(0), 0
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        chance = random.Random(0)
-
-        def interrupted() -> None:
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-3, 6e-3))
-            arena.allocate(SPECS, path_file=None, timeout_s=120)
-
         for _ in range(50):
-            with pytest.raises(Interrupt):
-                interrupted()
-            assert not arena._line.tickets
-            assert not arena._mutex.locked()
+            with Arena.create(1 << 20) as arena:
+                with arena.allocate({"x": ArraySpec((1000 << 10,), "uint8")}, path_file=None) as block:
+                    block.publish()
+                with pytest.raises(Interrupt):
+                    interrupted(arena)
+                assert not arena._line.tickets
+                assert not arena._mutex.locked()
+                if arena.lost:
+                    lost += 1
+                    continue
+                arena.free(block)
+                with arena.allocate(SPECS, path_file=None, timeout_s=0):
+                    pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    arena.free(block)
-    with arena.allocate(SPECS, path_file=None, timeout_s=0):
-        pass
+    assert lost < 25
 
 
 @pytest.mark.parametrize("patched", ["mindie_mm.shm.owner.arena_file.reserve", "fcntl.flock"])
@@ -268,7 +273,7 @@ time.sleep(600)
 
 FORKED = """
 import signal
-from mindie_mm.shm import mapped
+from mindie_mm.shm.reader import mapped
 arena = Arena.create(1 << 20)
 specs = {"x": ArraySpec((10,), "uint8")}
 with arena.allocate(specs, path_file=None) as block:
