@@ -23,7 +23,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mindie_mm.errors import ArenaFull, NoProcess, ProcessDied, SegmentMissing, SharedMemoryError
+from mindie_mm.errors import ArenaFull, ProcessDied, SegmentMissing, SharedMemoryError
 from mindie_mm.processes import faults
 from mindie_mm.shm import free
 from mindie_mm.tokenize.prompt import Prompt
@@ -116,7 +116,7 @@ class PromptSource:
         self._retried = self._retried or not freed
         while True:
             try:
-                prompt = await _made(self._again)
+                prompt, _ = await _made(self._again)  # a tokenizer that lost its arena dies at the next request
                 break
             except ArenaFull:  # an answer that was begun waits for room as it waits for the engine: up to its deadline
                 if not freed:
@@ -169,14 +169,12 @@ class Use:
         return self._held.prompt
 
 
-async def _made(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
-    """Make a prompt. Try twice, because a tokenizer that lost its arena dies at its next request, whatever that is."""
+async def _made(make: Callable[[], Awaitable[Prompt]]) -> tuple[Prompt, bool]:
+    """Make a prompt, and a second time if its tokenizer dies. Return whether it died."""
     try:
-        return await make()
-    except NoProcess:
-        raise
+        return await make(), False
     except ProcessDied:
-        return await make()
+        return await make(), True
 
 
 async def tokenized(
@@ -187,12 +185,8 @@ async def tokenized(
     def make() -> Awaitable[Prompt]:
         return stage.tokenize(request)
 
-    try:
-        return PromptSource(await make(), make, on_remade=on_remade)
-    except NoProcess:
-        raise
-    except ProcessDied:
-        return PromptSource(await make(), make, retried=True, on_remade=on_remade)
+    prompt, retried = await _made(make)
+    return PromptSource(prompt, make, retried=retried, on_remade=on_remade)
 
 
 async def generated(
@@ -224,8 +218,6 @@ async def generated(
                         begun = True
                         yield output
                 return
-            except NoProcess:
-                raise
             except ProcessDied:
                 if engine_died or (begun and void is None):
                     raise

@@ -111,7 +111,8 @@ class AsyncTokenizer:
         Raises:
             InputError: The request is wrong.
             ArenaFull: There was no room for the request's media in time.
-            ProcessDied: The process died, no process came up in time, or the tokenizer is closed.
+            ProcessDied: The process died, or the tokenizer is closed.
+            NoProcess: No process came up in time.
 
         """
         await self._wait_until_up()
