@@ -18,8 +18,7 @@ import numpy as np
 
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.checkpoint_digest import model_digest, weights_digest
-from mindie_mm.batch.output.mounting import renumbered, reserved
-from mindie_mm.batch.output.shard import ShardRow, arena_path
+from mindie_mm.batch.output.shard import ShardRow, arena_path, renumbered, reserved
 from mindie_mm.batch.versions import versions
 from mindie_mm.device import LIBRARIES
 from mindie_mm.engine.requests.sampling_params import SamplingParams

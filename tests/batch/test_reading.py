@@ -26,8 +26,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.output.mounting import renumbered, reserved
-from mindie_mm.batch.output.shard import arena_path, read_table
+from mindie_mm.batch.output.shard import arena_path, read_table, renumbered, reserved
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.models import load_model

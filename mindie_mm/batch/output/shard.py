@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -21,11 +22,11 @@ from mindie_mm.batch.input.source import NOT_JSON, Chunk
 from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, SharedMemoryError, StorageError
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.processes import faults
-from mindie_mm.shm import ArraySpec, DiskArena
+from mindie_mm.shm import Arena, ArraySpec, DiskArena
 from mindie_mm.shm.disk.disk_writer import LotMemory
 from mindie_mm.shm.format.layout import DISK_PAGE, ArenaHeader
 from mindie_mm.shm.format.words import MAX_ARENA
-from mindie_mm.tokenize.prompt import MediaSpan, Prompt
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words
 
 MAX_ROW_BYTES = 1 << 34
 """Most bytes that the row which fills a shard may add to it."""
@@ -269,3 +270,21 @@ def _lists(rows: Sequence[NDArray[np.int64] | None]) -> pa.ListArray:
     starts = list(accumulate((0 if row is None else len(row) for row in rows), initial=0))
     values = np.concatenate([np.empty(0, np.int64), *(row for row in rows if row is not None)])
     return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), values, mask=pa.array([row is None for row in rows]))
+
+
+@contextmanager
+def reserved() -> Iterator[int]:
+    """Yield an arena number that no other process of this machine takes, so that a shard can be mounted under it.
+
+    Raise SharedMemoryError if /dev/shm has no room for the page that keeps it.
+    """
+    with Arena.create(1) as arena:
+        yield arena.number
+
+
+def renumbered(row: ShardRow, number: int) -> Prompt:
+    """Return the row's prompt with words that lead to the arena of that number. Raise CorruptReference."""
+    assert row.prompt is not None
+    refs = [replace(ref, arena=number) for ref in row.prompt.refs()]
+    words = [(ref.name_word,) if ref.shape is None else ref.to_words() for ref in refs]
+    return put_words(row.plain_prompt(), words)
