@@ -25,8 +25,8 @@
         |-- RequestTimeout          the request outlived its deadline
         |-- RequestAborted          the request was aborted before it finished
         |-- ServiceStopping         the service was asked to stop
-        `-- ProcessDied             a tokenizer or engine process is gone
-            `-- NoProcess           none takes requests, and none came back in time
+        |-- ProcessDied             a process died, or is closed; a request may be tried again once
+        `-- NoProcess               no process takes requests, and none came back in time
 
 Messages name the value and the limit. The service maps each class to one HTTP status, by the nearest class in
 one table (service/http/errors.py).
@@ -155,8 +155,8 @@ class ProcessDied(OperationalError):
     """A tokenizer or engine process is gone."""
 
 
-class NoProcess(ProcessDied):
-    """None takes requests, and none came back in time."""
+class NoProcess(WorldError):
+    """No process takes requests, and none came back in time. The request has already waited for one."""
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import re
 import tempfile
@@ -17,9 +19,10 @@ from starlette.middleware.cors import CORSMiddleware
 from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
 from mindie_mm.media.fetch.http_url import encoded_domain
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
+from mindie_mm.processes.restarts import logged
 from mindie_mm.settings.config import ServiceConfig, require_media_dir
 from mindie_mm.settings.environment import default_spool
-from mindie_mm.shm import arenas_of, make_spool, require_spool
+from mindie_mm.shm import arenas_of, collect, make_spool, require_spool
 from mindie_mm.shm.requests.spool import require_locks
 from mindie_mm.worker.worker import Worker
 from service.http import errors, page
@@ -36,8 +39,9 @@ from service.routes.infer import InferEvent
 from service.schemas.description import describe
 from service.schemas.openai_answers import ChatCompletionChunk, Completion
 from service.telemetry.metrics import Metrics
-from service.telemetry.reclaim import reclaiming
 from service.telemetry.tracing import Tracer
+
+_log = logging.getLogger(__name__)
 
 _ANY_PORT = ":*"
 _CACHED = "models--"
@@ -106,6 +110,31 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         app.include_router(page.router)
     describe(app, _EVENTS, keys=bool(config.api_key))
     return app
+
+
+@asynccontextmanager
+async def reclaiming(spool: Path, interval_s: float) -> AsyncIterator[None]:
+    """Collect now and every `interval_s` seconds: dead owners' arenas, and dead services' requests in `spool`."""
+    await _collect(spool)
+    task = asyncio.create_task(_repeat(spool, interval_s))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _repeat(spool: Path, interval_s: float) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        await _collect(spool)
+
+
+async def _collect(spool: Path) -> None:
+    with logged("shared memory cannot be reclaimed"):  # now; it may be later, and serving goes on
+        found = await asyncio.to_thread(collect, [spool])
+        if found.reclaimed:
+            _log.warning("reclaimed %d bytes of shared memory from dead processes: %s", found.num_bytes, found.counts)
 
 
 def _any_port(origins: Sequence[str]) -> str | None:

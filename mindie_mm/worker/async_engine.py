@@ -107,7 +107,7 @@ class AsyncEngine:
         """Progress of a new request with prompt `ids`, int64 [T] with words; leaving early aborts it.
 
         Waits for an engine that is started again. Raises what the engine found wrong with the request, StaleReference
-        and such, and ProcessDied.
+        and such, ProcessDied and NoProcess.
         """
         assert request_id not in self._requests, request_id
         asked_s = time.monotonic()

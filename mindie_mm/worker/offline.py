@@ -27,6 +27,7 @@ from mindie_mm.errors import (
     DeviceError,
     InputError,
     MindieMMError,
+    NoProcess,
     ProcessDied,
     error_name,
 )
@@ -41,7 +42,7 @@ _log = logging.getLogger(__name__)
 Line = dict[str, Any]
 """An answer as it is written."""
 
-_ENGINE_FAILED = (ProcessDied, DeviceError)
+_ENGINE_FAILED = (ProcessDied, NoProcess, DeviceError)
 _DECIDING = ("dtype", "max_model_len", "vision_device", "vision_bits", "projector_device", "projector_bits")
 """Fields of `EngineConfig` that change answers. The device is recorded once the engine has chosen it."""
 _BACK_S = 900.0
@@ -62,7 +63,7 @@ async def generate(
     InputError if `output` is not this run's, or, without `other_model`, its rows are not of `config`'s checkpoint, or
     for a setting in `params` that is none, before the model is loaded;
     StorageError if it cannot be written, CorruptReference, SegmentMissing if a shard is not what the run wrote;
-    ProcessDied, DeviceError if the engine does not come back, or answers nothing; errors as Worker.start.
+    NoProcess, ProcessDied, DeviceError if the engine does not come back, or answers nothing; errors as Worker.start.
     """
     params = params.check(math.inf)
     stop, run = min(len(dataset), limit or len(dataset)), dataset.manifest.run
@@ -175,7 +176,7 @@ class _Asking:
         self._asked.append(asked)
 
     async def next(self) -> Line:
-        """The oldest row's. ProcessDied, DeviceError where the engine answers nothing any more."""
+        """Return the oldest row's answer. Raise one of `_ENGINE_FAILED` if the engine answers nothing any more."""
         oldest = self._asked[0]
         await oldest.task
         if oldest.answer is None:
@@ -236,7 +237,7 @@ class _Asking:
                 await self._ask_again(part)
 
     async def _require_answering(self) -> None:
-        """ProcessDied, DeviceError unless the engine answers anything at all: then a row's failure is its own."""
+        """Raise one of `_ENGINE_FAILED` if the engine answers nothing at all: the failure is not the row's."""
         engine = self._worker.engine
         await engine.wait_until_up(_BACK_S)
         one = SamplingParams(max_tokens=1)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from mindie_mm.errors import ArenaFull, NoProcess, ProcessDied, SegmentMissing, SharedMemoryError
+from mindie_mm.errors import ArenaFull, ProcessDied, SegmentMissing, SharedMemoryError
 from mindie_mm.processes import faults
 from mindie_mm.shm import free
 from mindie_mm.tokenize.prompt import Prompt
@@ -117,7 +117,7 @@ class PromptSource:
         self._retried = self._retried or not freed
         while True:
             try:
-                prompt = await _make_twice(self._again)
+                prompt, _ = await _retry_once(self._again)
                 break
             except ArenaFull:  # an answer that was begun waits for room as it waits for the engine: up to its deadline
                 if not freed:
@@ -170,14 +170,15 @@ class Use:
         return self._held.prompt
 
 
-async def _make_twice(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
-    """Make a prompt. Try twice, because a tokenizer that lost its arena dies at its next request, whatever that is."""
+async def _retry_once(make: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
+    """Make prompts, and a second time if their tokenizer dies. Return whether it died.
+
+    A tokenizer that lost its arena dies at its next request, whatever that is.
+    """
     try:
-        return await make()
-    except NoProcess:
-        raise
+        return await make(), False
     except ProcessDied:
-        return await make()
+        return await make(), True
 
 
 async def tokenized(
@@ -189,13 +190,7 @@ async def tokenized(
 
     Raises ProcessDied if two tokenizers die during it, and the errors of the stage.
     """
-    retried = False
-    try:
-        prompts = await stage.tokenize_together(requests)
-    except NoProcess:
-        raise
-    except ProcessDied:
-        prompts, retried = await stage.tokenize_together(requests), True
+    prompts, retried = await _retry_once(partial(stage.tokenize_together, requests))
     return [
         PromptSource(prompt, partial(stage.tokenize, request), retried=retried, on_remade=on_remade)
         for prompt, request in zip(prompts, requests, strict=True)
@@ -231,8 +226,6 @@ async def generated(
                         begun = True
                         yield output
                 return
-            except NoProcess:
-                raise
             except ProcessDied:
                 if engine_died or (begun and void is None):
                     raise

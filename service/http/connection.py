@@ -28,8 +28,6 @@ MAX_PIPELINED = 64
 MAX_SMALL_CHUNKS = 4096
 """Most chunks of a body beyond one for each SMALL_CHUNK_BYTES of it: each costs as much as some thousand bytes."""
 SMALL_CHUNK_BYTES = 16
-MAX_AHEAD_BYTES = 2**16
-"""Most that is kept of what comes behind those; the connection of a longer one ends with the answer that is due."""
 LINGER_S = 2.0
 """How long a connection goes on reading behind a refusal, or the rest of a body that was answered before it came.
 
@@ -72,8 +70,8 @@ class Connection(HttpToolsProtocol):
     - If a request is answered before its body is complete, only a little more of the body is read. Then the connection
       ends.
     - Near the limit of open files, a new connection gets 503, and the log says which limit to raise.
-    - Bytes that arrive while a request waits for an earlier answer are read but not parsed. Only reading reveals that
-      the client has disconnected.
+    - While a request waits for an earlier answer, uvicorn does not read. Only reading would reveal that the client has
+      disconnected, so the earlier request is answered to its end.
     """
 
     _waiting: asyncio.TimerHandle | None = None
@@ -88,10 +86,6 @@ class Connection(HttpToolsProtocol):
     _refused: bool = False
     """Whether parsing has stopped."""
     _num_dropped_bytes: int = 0
-    _running: RequestResponseCycle | None = None
-    """The request that is being answered, or was last. uvicorn's `cycle` is the request whose head came last."""
-    _ahead: bytes = b""
-    """Bytes that arrived while requests waited for an earlier answer."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -112,13 +106,8 @@ class Connection(HttpToolsProtocol):
                 return
         if self._refused:
             return
-        if self.pipeline:
-            self._keep(data)
-            return
         lines = self._lines
         self._parse(data)
-        if self.pipeline:
-            self.flow.resume_reading()  # uvicorn paused it
         if lines is not None and lines is self._lines and not self._refused:
             lines.num_read_bytes += len(data)
             if lines.num_read_bytes > MAX_HEAD_BYTES:
@@ -195,9 +184,6 @@ class Connection(HttpToolsProtocol):
             self._linger()
         elif self.cycle.response_complete and self._lines is not None:
             self._await_head()
-        elif not self.pipeline and self._ahead:
-            data, self._ahead = self._ahead, b""
-            self.data_received(data)
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls where the parser fails, be it that one of the above raised."""
@@ -209,9 +195,6 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_here()
         self._unset_keepalive_if_required()  # where the client reset it, uvicorn leaves this, which holds what it has
-        if self._running is not None and not self._running.response_complete:  # uvicorn tells the last one alone
-            self._running.disconnected = True
-            self._running.message_event.set()
         super().connection_lost(exc)
 
     def drain(self) -> None:
@@ -227,22 +210,6 @@ class Connection(HttpToolsProtocol):
     def _in_answered_body(self) -> bool:
         """Whether the rest of a body comes that nobody reads any more."""
         return self._in_body and self.cycle.response_complete
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def _keep(self, data: bytes) -> None:
-        """Until the requests that wait are being answered."""
-        if len(self._ahead) + len(data) <= MAX_AHEAD_BYTES:
-            self._ahead += data
-            return
-        assert self._running is not None, "a request waits for none"
-        self._refused = True
-        self._num_dropped_bytes = 0
-        self._ahead = b""
-        self.pipeline.clear()
-        self._running.keep_alive = False
 
     def _parse(self, data: bytes) -> None:
         """As uvicorn's, but that a request which asks for an upgrade is parsed again without it.

@@ -31,6 +31,7 @@ TABLE: Mapping[type[BaseException], int] = {
     errors.SharedMemoryError: 503,
     errors.SpoolFull: 503,
     errors.ProcessDied: 503,
+    errors.NoProcess: 503,
     errors.ServiceStopping: 503,
     errors.QueueFull: 429,
     errors.RequestTimeout: 504,

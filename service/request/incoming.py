@@ -13,6 +13,7 @@ from starlette.responses import Response
 from mindie_mm.errors import InputError
 from service.request.admitted import WholeAnswer
 from service.request.call import Call
+from service.request.meter import Meter
 from service.request.sse import DONE, EventStream
 from service.request.state import Service, ServiceDep
 from service.schemas.body import Settings
@@ -51,7 +52,8 @@ class Incoming:
         except InputError as error:
             error.param = settings.field or error.param
             raise
-        return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings))
+        meter = Meter(self.service.metrics, self.clock.arrived)
+        return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), meter)
 
     def answered(
         self, form: Form, *, stream: bool | None = False, last: str | None = DONE, timeout_s: float | None = None

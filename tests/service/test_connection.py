@@ -357,19 +357,7 @@ async def test_many_requests_at_once(address: tuple[str, int]) -> None:
     writer.close()
 
 
-AHEAD = {
-    "nothing": b"",
-    "a request": WHOLE + b"hi",
-    "requests and a part": (WHOLE + b"hi") * 3 + WHOLE[:20],
-    "a long body": WHOLE.replace(b"2", b"%d" % 2**20) + b"h" * 100_000,
-    "more than is kept": WHOLE + b"hi" + b"h" * 2 * connection.MAX_AHEAD_BYTES,
-}
-
-
-@pytest.mark.parametrize("ahead", AHEAD.values(), ids=AHEAD)
-async def test_who_leaves_ends_its_request_whatever_stands_behind_it(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, ahead: bytes
-) -> None:
+async def test_who_leaves_ends_its_request(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     left = asyncio.get_running_loop().create_future()
     connection_lost = connection.Connection.connection_lost
 
@@ -381,10 +369,6 @@ async def test_who_leaves_ends_its_request_whatever_stands_behind_it(
     _, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE.replace(b"/", b"/left", 1) + b"hi")
-        await asyncio.sleep(0.1)
-        writer.write(ahead[:200])
-        await asyncio.sleep(0.1)
-        writer.write(ahead[200:])
         await asyncio.sleep(0.1)
         writer.close()
         await asyncio.gather(*(await left).tasks)
@@ -416,20 +400,6 @@ async def test_a_missing_head_after_a_request_ends_the_connection(hasty: tuple[s
         answer = await answers_to(hasty, WHOLE.replace(b"/", b"/late", 1) + b"hi" + WHOLE + b"ho" + WHOLE[:20])
     assert answer.count(b"HTTP/1.1 200") == 2
     assert answer.endswith(b"\r\n\r\nho")
-
-
-async def test_bytes_without_end_in_front_of_an_answer(address: tuple[str, int]) -> None:
-    """The answer comes, and says that it is the last."""
-    reader, writer = await asyncio.open_connection(*address)
-    async with asyncio.timeout(WAIT_S):
-        writer.write(WHOLE.replace(b"/", b"/late", 1) + b"hi" + WHOLE)
-        await asyncio.sleep(0.1)
-        writer.write(b"h" * 2 * connection.MAX_AHEAD_BYTES)
-        answer = await lost(reader)
-    writer.close()
-    assert answer.count(b"HTTP/1.1 200") == 1
-    assert b"connection: close" in answer
-    assert answer.endswith(b"\r\n\r\nhi")
 
 
 async def test_who_closes_its_sending_half_has_left(address: tuple[str, int]) -> None:

@@ -571,6 +571,7 @@ def test_every_error_class_has_a_status() -> None:
         assert (told == "said") is not issubclass(kind, errors.SharedMemoryError), (
             "the message names files of this machine"
         )
+    assert status_of(errors.ProcessDied("x")) == status_of(errors.NoProcess("x")) == 503, "a later try may succeed"
     assert error_object(ValueError("secret"))["error"]["message"] == "internal error"
     assert set(TABLE) <= {*classes, Exception}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.telemetry.reclaim import reclaiming
+from service.app import reclaiming
 
 
 class Unforeseen(type(Path())):  # type: ignore[misc]

@@ -39,7 +39,8 @@ class TokenizerStage(ABC):
         Raises:
             InputError: A request is wrong.
             ArenaFull: There was no room for the media in time.
-            ProcessDied: The process died, no process came up in time, or the tokenizer is closed.
+            ProcessDied: The process died, or the tokenizer is closed.
+            NoProcess: No process came up in time.
 
         """
 

@@ -1,0 +1,108 @@
+"""Metrics and trace of a request's choices, from the first that begins to the last that ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+
+from mindie_mm.engine.requests.engine_messages import Timings
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import InputError, RequestAborted
+from mindie_mm.worker.worker import Delta
+from service.request.admission import cause_of_end
+from service.telemetry import tracing
+from service.telemetry.metrics import Metrics
+
+
+class Meter:
+    """Counts, times and traces the choices of one request."""
+
+    def __init__(self, metrics: Metrics, arrived: float) -> None:
+        """`arrived` is when the request's head came, on the clock of time.perf_counter."""
+        self._metrics = metrics
+        self._arrived = arrived
+        self._num_tokens: dict[int, int] = {}
+        """Length of each choice that has begun."""
+        self._failed: str | None = None
+        """Reason of the first choice that failed."""
+
+    @contextmanager
+    def counted(self, num_choices: int) -> Iterator[None]:
+        """Count those of `num_choices` that an error from inside ends before they have begun."""
+        try:
+            yield
+        except BaseException as error:
+            for _ in range(num_choices - len(self._num_tokens)):
+                self._count(_reason(error if isinstance(error, Exception) else None), 0, None)
+            raise
+
+    def asked(self, prompt_lengths: Sequence[int], params: SamplingParams, n: int) -> None:
+        """Count the prompts, as the engine is asked for `n` choices over each."""
+        for length in prompt_lengths:
+            self._metrics.count_prompt(length, n, params.max_tokens)
+        if (trace := tracing.current.get()) is not None:
+            trace.asked(params, n, sum(prompt_lengths))
+
+    async def measured(self, outputs: AsyncGenerator[Delta, None], index: int) -> AsyncGenerator[Delta, None]:
+        """Yield the `outputs` of choice `index`, and count, time and trace them.
+
+        A choice that is ended because another failed counts as that one. Latencies count from the arrival.
+        """
+        metrics, trace = self._metrics, tracing.current.get()
+        asked = time.perf_counter()
+        first = last = self._arrived
+        num_drawn = 0
+        reason, ended, stages = "", False, None
+        self._num_tokens[index] = 0
+        try:
+            async with aclosing(outputs) as deltas:
+                async for delta in deltas:
+                    if delta.restarted:
+                        self._num_tokens[index] = 0
+                        yield delta
+                        continue
+                    now = time.perf_counter()
+                    (metrics.inter_token_s if num_drawn else metrics.first_token_s).observe(now - last)
+                    first, last = first if num_drawn else now, now
+                    num_drawn += len(delta.token_ids)
+                    self._num_tokens[index] += len(delta.token_ids)
+                    metrics.count_tokens(len(delta.token_ids))
+                    reason = delta.finish_reason or reason
+                    ended = delta.finish_reason is not None
+                    stages = delta.timings
+                    yield delta
+        except Exception as error:
+            reason = _reason(error)
+            self._failed = self._failed or reason
+            metrics.count_error(error)
+            if trace is not None:
+                trace.error = type(error).__name__
+            raise
+        finally:
+            num_tokens = self._num_tokens[index]
+            self._count(reason or self._failed or _reason(None), num_tokens, stages if ended else None)
+            if trace is not None and stages is not None:
+                trace.answered(index, asked, first, last, num_tokens, stages)
+
+    def finished(self, n: int) -> None:
+        """Count the longest of each prompt's `n` choices, all of which are finished."""
+        lengths = [self._num_tokens[index] for index in range(len(self._num_tokens))]
+        for start in range(0, len(lengths), n):
+            self._metrics.count_longest(max(lengths[start : start + n]))
+
+    def _count(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
+        self._metrics.count_choice(reason, num_tokens, timings)
+        self._metrics.e2e_s.observe(time.perf_counter() - self._arrived)
+
+
+def _reason(error: Exception | None) -> str:
+    """Return the metrics' reason for a choice that `error` or a cancellation has ended.
+
+    It is `abort` if the client disconnected, `refused` if the request cannot be answered, else `error`, which includes
+    deadlines and stops.
+    """
+    cause = error or cause_of_end()
+    if isinstance(cause, RequestAborted | None):
+        return "abort"
+    return "refused" if isinstance(cause, InputError) else "error"
