@@ -20,6 +20,7 @@ from mindie_mm.media.image.preprocess import (
     check_settings,
     resample_of,
 )
+from mindie_mm.models._anyres import check_stated, tokens_of_tower
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
@@ -49,28 +50,6 @@ _PROCESSORS: Mapping[str, Mapping[str, Any]] = {
         "image_std": HALF,
     },
 }
-_TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""Tokens that a tower puts before those of its patches."""
-
-
-def tokens_of_tower(config: Any, where: str) -> int:
-    """Features that the tower of a LLaVA's configuration makes of one square picture. UnsupportedCheckpoint."""
-    vision = config.vision_config
-    if vision.model_type not in _TOWERS:
-        raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}, only {', '.join(_TOWERS)} is served")
-    # Of every tower `default` leaves the first token out; only CLIP's has one that is no patch's.
-    dropped = config.vision_feature_select_strategy == "default"
-    return int((vision.image_size // vision.patch_size) ** 2 + _TOWERS[vision.model_type] - dropped)
-
-
-def check_stated(stated: Mapping[str, Any], config: Any, where: str) -> None:
-    """What processor_config.json says of the tower is what config.json says. UnsupportedCheckpoint."""
-    made = {
-        "patch_size": config.vision_config.patch_size,
-        "vision_feature_select_strategy": config.vision_feature_select_strategy,
-        "num_additional_image_tokens": _TOWERS[config.vision_config.model_type],
-    }
-    check_settings(stated, made, f"{where} (processor_config.json)")
 
 
 class LlavaProcessor(OneSizeProcessor):

@@ -29,8 +29,8 @@ from mindie_mm.media.image.preprocess import (
 )
 from mindie_mm.media.video.encoded_video import open_video
 from mindie_mm.media.video.frames import Sampling, evenly
+from mindie_mm.models._anyres import AnyresProcessor
 from mindie_mm.models.llava import LlavaModel
-from mindie_mm.models.llava_next import AnyresProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization

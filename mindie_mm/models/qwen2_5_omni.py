@@ -18,8 +18,8 @@ from mindie_mm.device import Device, upload
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
+from mindie_mm.models._clips import SPECTROGRAM, num_features_of, plan_audio, read_mel, spell_clip
 from mindie_mm.models.qwen2_5_vl import PICOSECONDS, window_places
-from mindie_mm.models.qwen2_audio import SPECTROGRAM, num_features_of, plan_audio, read_mel, spell_clip
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling

@@ -1,0 +1,120 @@
+"""Images as tiles of a canvas, and the towers that see the tiles: what several families share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image.encoded_image import Data, open_image
+from mindie_mm.media.image.preprocess import Size, check_settings, resample_of
+from mindie_mm.media.image.tiles import best_canvas, without_padding, write_canvas
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.pixels import Normalization
+from mindie_mm.nn.weights.pretrained import read_config
+from mindie_mm.shm import ArraySpec
+
+_TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""Tokens that a tower puts before those of its patches."""
+
+
+def tokens_of_tower(config: Any, where: str) -> int:
+    """Features that the tower of a configuration makes of one square picture. UnsupportedCheckpoint."""
+    vision = config.vision_config
+    if vision.model_type not in _TOWERS:
+        raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}, only {', '.join(_TOWERS)} is served")
+    # Of every tower `default` leaves the first token out; only CLIP's has one that is no patch's.
+    dropped = config.vision_feature_select_strategy == "default"
+    return int((vision.image_size // vision.patch_size) ** 2 + _TOWERS[vision.model_type] - dropped)
+
+
+def check_stated(stated: Mapping[str, Any], config: Any, where: str) -> None:
+    """What processor_config.json says of the tower is what config.json says. UnsupportedCheckpoint."""
+    made = {
+        "patch_size": config.vision_config.patch_size,
+        "vision_feature_select_strategy": config.vision_feature_select_strategy,
+        "num_additional_image_tokens": _TOWERS[config.vision_config.model_type],
+    }
+    check_settings(stated, made, f"{where} (processor_config.json)")
+
+
+class AnyresProcessor(Processor):
+    """The tokenizer's half of those that see images on canvases.
+
+    A block holds `pixel_values`, uint8 [tiles, side, side, 3], the whole image first. The grid: the image's own
+    (height, width).
+    """
+
+    config_name: ClassVar[str]
+    image_type: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]]
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        where = self.where = str(checkpoint.path)
+        config = self.config = read_config(self.config_name, checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
+        self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
+        vision = config.vision_config
+        self.side: int = vision.image_size
+        self.rows: int = vision.image_size // vision.patch_size
+        if (tokens := tokens_of_tower(config, where)) != self.rows**2:
+            raise UnsupportedCheckpoint(
+                f"{where}: vision_feature_select_strategy {config.vision_feature_select_strategy!r} leaves {tokens} "
+                f"tokens of a tile, which has {self.rows}x{self.rows} patches"
+            )
+        check_stated(checkpoint.json("processor_config.json"), config, where)
+        settings = checkpoint.preprocessor("image", {self.image_type: self.defaults})
+        # Every tile is of the tower's size already, so that do_resize, do_center_crop and do_pad change nothing.
+        for name in ("size", "crop_size"):
+            size = Size.read(settings[name], where) if name in settings else None
+            if size is not None and size.of(self.side, self.side) != (self.side, self.side):
+                raise UnsupportedCheckpoint(f"{where}: {name} is {settings[name]}, the tower takes {self.side} pixels")
+        pinpoints = [tuple(pinpoint) for pinpoint in config.image_grid_pinpoints]
+        if (found := [tuple(pinpoint) for pinpoint in settings["image_grid_pinpoints"]]) != pinpoints:
+            raise UnsupportedCheckpoint(f"{where}: image_grid_pinpoints are {found}, of config.json {pinpoints}")
+        if uneven := [pinpoint for pinpoint in pinpoints if any(length % self.side for length in pinpoint)]:
+            raise UnsupportedCheckpoint(f"{where}: {uneven[0]} is no whole number of tiles of {self.side} pixels")
+        self.canvases = pinpoints
+        self.resample = resample_of(settings, where)
+        self.normalizations: dict[Kind, Normalization] = {"image": Normalization.read(settings)}
+        self.background_mean: Sequence[float] = settings["image_mean"]
+
+    def max_tokens(self, kind: Kind) -> int:
+        return max(self.num_features(*canvas) for canvas in self.canvases)
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        made = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
+        return Spelling() if made else None
+
+    def worst_case(self, kind: Kind) -> Data:
+        return np.zeros((*max(self.canvases, key=lambda canvas: self.num_features(*canvas)), 3), np.uint8)
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        image = open_image(data)
+        canvas = best_canvas(image.height, image.width, self.canvases)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            write_canvas(image.decode(), canvas, arrays["pixel_values"], self.resample)
+
+        tiles = 1 + canvas[0] * canvas[1] // self.side**2
+        return Plan(
+            num_features=self.num_features(image.height, image.width),
+            specs={"pixel_values": ArraySpec((tiles, self.side, self.side, 3), "uint8")},
+            settings=f"canvas {canvas}, tiles of {self.side}, {self.resample}",
+            write=write,
+            grid=(image.height, image.width),
+        )
+
+    def num_features(self, height: int, width: int) -> int:
+        """Features of an image of this size on its canvas: those of the whole, then rows, each ended by a newline."""
+        rows, columns = self.on_canvas(height, width)
+        return self.rows**2 + rows * (columns + 1)
+
+    def on_canvas(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of features that an image takes of its canvas."""
+        canvas = best_canvas(height, width, self.canvases)
+        return without_padding(height, width, *(length // self.side * self.rows for length in canvas))

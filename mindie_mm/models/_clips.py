@@ -1,0 +1,73 @@
+"""Clips of sound as the towers of several families take them: spectrograms, and features by their frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mindie_mm.errors import MediaError
+from mindie_mm.inputs import Media
+from mindie_mm.media.audio.encoded_audio import open_audio
+from mindie_mm.media.audio.mel import MelSettings, write_log_mel
+from mindie_mm.media.image.encoded_image import Data
+from mindie_mm.media.image.preprocess import check_settings
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.family import Plan, Processor, Spelling
+from mindie_mm.shm import ArraySpec
+
+SPECTROGRAM = "input_features"
+"""The array of a clip's block: float32 [bins, frames]."""
+_LEAST_FRAMES = 3
+
+
+def num_features_of(num_frames: int) -> int:
+    """Features of a clip: the second convolution halves its frames, and so does the pooling behind the encoder."""
+    return encoder_length(num_frames) // 2
+
+
+def read_mel(checkpoint: Checkpoint, tower: Any) -> MelSettings:
+    """Return how sound becomes the spectrograms that `tower`, its part of config.json, takes. UnsupportedCheckpoint."""
+    where = f"{checkpoint.path} (audio)"
+    settings = checkpoint.preprocessor("audio", {"WhisperFeatureExtractor": {"feature_size": 80}})
+    check_settings(settings, {"feature_size": tower.num_mel_bins}, where)
+    return MelSettings.read(settings, where)
+
+
+def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: int = 0) -> Plan:
+    """A clip of sound; its grid: its frames, and `further_frames` of silence are stored behind them.
+
+    InputError, MediaError, LimitExceeded.
+    """
+    samples = open_audio(data, media.options.sampling_rate).decode(settings.rate, settings.max_samples)
+    num_frames = settings.num_frames(len(samples))
+    if num_frames < _LEAST_FRAMES:
+        least = (_LEAST_FRAMES - 1) * settings.hop + 1
+        raise MediaError(f"the clip has {len(samples)} samples, {settings.rate} a second; it must have {least}")
+    stored = min(num_frames + further_frames, settings.max_frames)
+
+    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        write_log_mel(samples, settings, arrays[SPECTROGRAM])
+
+    return Plan(
+        num_features=num_features_of(num_frames),
+        specs={SPECTROGRAM: ArraySpec((settings.num_bins, stored), "float32")},
+        settings=f"sound of {media.options.sampling_rate}, {settings}, {stored} frames",
+        write=write,
+        grid=(num_frames,),
+    )
+
+
+def spell_clip(processor: Processor, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+    """`Processor.spelling` of a clip, whose frames need not be known."""
+    if grid:
+        made = len(grid) == 1 and num_features_of(grid[0]) == num_features
+    else:
+        made = num_features <= processor.max_tokens("audio")
+    return Spelling() if made else None
+
+
+def encoder_length(num_frames: int) -> int:
+    """Return the positions of a clip in the encoder, which the second convolution makes of its frames."""
+    return (num_frames - 1) // 2 + 1
