@@ -19,8 +19,7 @@ import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.warm import running_service
-from tools.serving import RunningService
+from tools.serving import RunningService, running_service
 
 PROMPT = "Whisper about Ozymandias"
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
