@@ -2,10 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+# torch's own index has builds for the CPU alone. PyPI's bring gigabytes of CUDA on x86-64, which a machine with an NVIDIA GPU
+# is given, and one that does not reach the index.
+TORCH := torch==2.13.0
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+HAS_CPU_INDEX = ! nvidia-smi >/dev/null 2>&1 \
+	  && $(PYTHON) -c 'import urllib.request as r; r.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null
 # Tests start hundreds of processes: where the environment forbids to keep bytecode, each would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-all test-npu test-npu-all test-cuda gcc lint format serve bench clean python3-venv browser proxies
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda gcc lint format serve bench clean python3-venv browser proxies
 
 install: .venv/installed
 
@@ -13,9 +19,13 @@ install: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or later is needed")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(MAKE) --no-print-directory python3-venv
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet torch==2.13.0
+	@$(MAKE) --no-print-directory torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+torch:
+	@if $(HAS_CPU_INDEX) && $(BIN)/pip install --quiet --index-url $(CPU_INDEX) $(TORCH); then :; \
+	else $(BIN)/pip install --quiet $(TORCH); fi
 
 # The NPU's code on the real torch_npu, over a simulated CANN (tests/ascend): in an environment of its own, as torch_npu
 # is found and loaded by whoever imports torch or transformers beside it. All else comes from .venv, which it looks into.
@@ -26,7 +36,7 @@ install: .venv/installed
 	  > "$$(.venv-npu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	$(BIN)/pip --python .venv-npu/bin/python install --quiet --constraint constraints.txt --editable '.[test-npu]'
 	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || $(BIN)/pip --python .venv-npu/bin/python \
-	  install --quiet --no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.13.0  # torch_npu takes no other
+	  install --quiet --no-deps --index-url $(CPU_INDEX) $(TORCH)  # torch_npu takes no other
 	touch $@
 
 # The simulated CANN is compiled by the tests.

@@ -75,16 +75,14 @@ def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare the environment of the processes that tests start.
 
-    They can import the tests' modules, and run one thread each if several pytest processes run in parallel. SIGINT and
-    SIGHUP reach them, though nohup and background jobs of a shell start pytest with these signals ignored.
+    They can import the tests' modules. SIGINT and SIGHUP reach them, though nohup and background jobs of a shell start
+    pytest with these signals ignored.
     """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     paths = [str(config.rootpath), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    if hasattr(config, "workerinput"):
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -42,10 +42,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start each parallel process with a separate /dev/shm."""
+    """Start each parallel process with a separate /dev/shm and one thread, as do the processes that it starts."""
     processes: list[str] = getattr(config.option, "tx", [])
     if {*processes} != {"popen"} or hasattr(config, "workerinput"):
         return  # a single process, a worker, or processes that --tx places elsewhere
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported, which these plugins do
     command = prefix()
     if command is None:
         raise pytest.UsageError(

@@ -14,13 +14,14 @@ import importlib
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -74,8 +75,12 @@ class Popen:
         text: bool = True,
         env: Mapping[str, str] | None = None,
         closed: Collection[str] = (),
+        max_open_files: int | None = None,
     ) -> None:
-        """Start a command. `closed` names the standard streams that are closed at its start."""
+        """Start a command. `closed` names the standard streams that are closed at its start.
+
+        `max_open_files` is its soft limit of descriptors.
+        """
         assert text
         self.stdout: IO[str] | None = None
         if isinstance(stdout, int):
@@ -86,7 +91,7 @@ class Popen:
             write = os.dup(stdout.fileno())
         with Connection(write, readable=False) as out, Connection(os.dup(stderr.fileno()), readable=False) as errors:
             environment = dict(os.environ if env is None else env)
-            arguments = (list(map(str, command)), out, errors, environment, Path.cwd(), closed)
+            arguments = (list(map(str, command)), out, errors, environment, Path.cwd(), closed, max_open_files)
             self._process = _CONTEXT.Process(target=_begin, args=arguments, daemon=True)
             self._process.start()
         assert self._process.pid is not None
@@ -145,8 +150,11 @@ def _begin(
     environment: dict[str, str],
     folder: Path,
     closed: Collection[str],
+    max_open_files: int | None,
 ) -> None:
     """The first of the copies becomes `command`."""
+    if max_open_files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     os.dup2(out.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     out.close()
@@ -229,11 +237,13 @@ SUBPROCESS = SimpleNamespace(Popen=_Copy, DEVNULL=subprocess.DEVNULL)
 """In the place of `subprocess` in mindie_mm.processes.ipc: the workers that this process starts are copies of it."""
 
 
-@pytest.fixture
-def copied_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that a test starts begin as copies of its process; those of its module's fixtures as always."""
-    if torch.get_num_threads() == 1:  # threads that have worked together are missed in a copy
-        monkeypatch.setattr(ipc, "subprocess", SUBPROCESS)
+@pytest.fixture(scope="module")
+def copied_workers() -> Iterator[None]:
+    """Workers that a module's tests and fixtures start begin as copies of the tests' process."""
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.get_num_threads() == 1:  # threads that have worked together are missed in a copy
+            patch.setattr(ipc, "subprocess", SUBPROCESS)
+        yield
 
 
 def _end(run: Callable[[], None]) -> NoReturn:

@@ -34,8 +34,8 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import MediaItem
 from tests.models.contract import FamilyContract, Items, Reference, picture
+from tests.warm import running_service
 from tools.demo import data_url
-from tools.serving import running_service
 
 HERE = Path(__file__).parent
 SIDE, QUERIES = 28, 32

@@ -9,6 +9,13 @@ Who does it        run (settings to a manifest), tally (what is done of it), wor
 Who sees it        progress, dataset, sheet (the pictures of a row)
 """
 
-from mindie_mm.batch.output.dataset import Dataset, Sample
+from mindie_mm.errors import InputError
+
+try:
+    from mindie_mm.batch.output.dataset import Dataset, Sample
+except ModuleNotFoundError as error:
+    if error.name != "pyarrow":
+        raise
+    raise InputError("batches need pyarrow, which is not installed: pip install 'mindie_mm[batch]'") from error
 
 __all__ = ["Dataset", "Sample"]

@@ -16,8 +16,9 @@ import httpx2
 import pytest
 
 from tests.attacks.watched import Watched
+from tests.warm import running_service
 from tools.demo import data_url, picture
-from tools.serving import RunningService, running_service
+from tools.serving import RunningService
 
 MiB = 2**20
 CHAT = "/v1/chat/completions"

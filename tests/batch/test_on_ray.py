@@ -39,6 +39,7 @@ def cluster():
     made.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_two_nodes_write_what_one_machine_writes(cluster, lines, tmp_path):
     run(settings(lines), tmp_path / "here")

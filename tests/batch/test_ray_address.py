@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from mindie_mm.batch import on_ray
+from mindie_mm.errors import InputError
+
 pytest.importorskip("ray")
 
 CLI = Path(sys.executable).with_name("mindie-mm")
@@ -31,13 +34,12 @@ CASES: Mapping[str, tuple[str, Mapping[str, str], str]] = {
     "unknown name": ("nowhere.invalid:6379", {}, JOINED + "nowhere.invalid:6379: Failed to connect"),
     "IPv6": ("[::1]:1", {}, JOINED + "[::1]:1: Failed to connect"),
     "no port": ("127.0.0.1", {}, JOINED + "127.0.0.1: Invalid address format"),
-    "client": ("ray://127.0.0.1:10001", {}, "--ray ray://127.0.0.1:10001" + OTHER),
-    "dashboard": ("http://127.0.0.1:8265", {}, "--ray http://127.0.0.1:8265" + OTHER),
     "auto": ("auto", {"RAY_ADDRESS": "127.0.0.1:1"}, JOINED + "127.0.0.1:1, which RAY_ADDRESS names: Failed"),
-    "auto client": ("auto", {"RAY_ADDRESS": "ray://a:1"}, "--ray ray://a:1, which RAY_ADDRESS names" + OTHER),
     "no token": ("127.0.0.1:1", {"RAY_AUTH_MODE": "token", "HOME": "/nowhere"}, "no authentication token was found"),
 }
 """The address, variables of the environment, and what the last line must say."""
+COMMON = ("closed", "no port", "no token")
+"""One case for each kind of error that Ray raises. Each of the others takes another process that imports Ray."""
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +59,19 @@ def places() -> Iterator[Mapping[str, str]]:
 
 @pytest.fixture(scope="module")
 def processes(
-    places: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
+    places: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Mapping[str, subprocess.Popen[str]]]:
-    """All of them at once, because each waits for some seconds."""
+    """Start the cases whose tests are chosen, all at once, because each waits for some seconds."""
+    function = test_an_address_where_no_cluster_answers
+    items = (item for item in request.session.items if getattr(item, "function", None) is function)
+    wanted = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
     folder = tmp_path_factory.mktemp("addresses")
     (folder / "rows.jsonl").write_text('{"text": "a"}\n')
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     started: dict[str, subprocess.Popen[str]] = {}
     with ExitStack() as running:
-        for name, (address, variables, _) in CASES.items():
+        for name in wanted:
+            address, variables, _ = CASES[name]
             output = str(folder / f"run {name}")
             command = [str(CLI), "tokenize", str(folder / "rows.jsonl"), "--output", output, "--ray"]
             started[name] = running.enter_context(
@@ -81,7 +87,9 @@ def processes(
         yield started
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in COMMON else pytest.mark.slow) for name in CASES]
+)
 def test_an_address_where_no_cluster_answers(
     name: str, processes: Mapping[str, subprocess.Popen[str]], places: Mapping[str, str]
 ) -> None:
@@ -91,6 +99,24 @@ def test_an_address_where_no_cluster_answers(
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize(
+    ("address", "variable", "said"),
+    [
+        ("ray://127.0.0.1:10001", "", "--ray ray://127.0.0.1:10001"),
+        ("http://127.0.0.1:8265", "", "--ray http://127.0.0.1:8265"),
+        ("auto", "ray://a:1", "--ray ray://a:1, which RAY_ADDRESS names"),
+    ],
+)
+def test_an_address_of_another_interface_is_refused(
+    address: str, variable: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    with pytest.raises(InputError) as error:
+        on_ray._join(address)
+    assert str(error.value).startswith(said + OTHER)
+
+
+@pytest.mark.slow
 def test_a_process_that_has_imported_ray_does_not_wait_longer() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=LIMIT_S, check=False

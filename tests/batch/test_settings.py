@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,13 @@ def test_weights_count_by_their_content(checkpoint: Checkpoint) -> None:
     weights.write_bytes(data)
     assert weights_digest(checkpoint) != weights_digest(Checkpoint.open())
     assert model_digest(checkpoint) == model_digest(Checkpoint.open())
+
+
+def test_without_pyarrow_a_batch_names_the_extra(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['pyarrow'] = None; from mindie_mm.cli import main; main()"
+    command = [sys.executable, "-c", code, "tokenize", "rows.jsonl", "--output", "run"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1] == (
+        "Error: batches need pyarrow, which is not installed: pip install 'mindie_mm[batch]'"
+    )

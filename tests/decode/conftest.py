@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mindie_mm.inputs import Media
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.source import read_source
 from mindie_mm.nn.family import Processor
+from mindie_mm.processes.restarts import Starter
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import Arena, Block, release
 
@@ -127,10 +129,13 @@ def same(arrays: Arrays, others: Arrays) -> bool:
 
 @pytest.fixture(scope="module")
 async def running(random_checkpoint: Path) -> AsyncIterator[Decoders]:
-    decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
-    yield decoders
-    pids = decoders.pids
-    await decoders.close()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("decoders", "nursery_client"):
+            patch.setattr(f"mindie_mm.decode.{module}.Starter", partial(Starter, first_pause_s=0.01, last_pause_s=0.1))
+        decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
+        yield decoders
+        pids = decoders.pids
+        await decoders.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 

@@ -120,8 +120,19 @@ def test_labels_are_those_of_the_oci(device: str) -> None:
 
 
 def test_torch_is_the_one_that_is_tested() -> None:
-    (tested,) = set(re.findall(r"\.venv/installed:.*?torch==([\d.]+)", (ROOT / "Makefile").read_text(), re.DOTALL))
-    assert args("cpu")["TORCH_VERSION"] == args("cuda")["TORCH_VERSION"] == tested
+    (tested,) = re.findall(r"^TORCH := torch==([\d.]+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {args(device)["TORCH_VERSION"] for device in DEVICES} == {tested}
+
+
+def test_torch_npu_and_cann_are_of_one_version_throughout() -> None:
+    (tested,) = PROJECT["project"]["optional-dependencies"]["test-npu"]
+    found = args("npu")
+    assert tested == f"torch_npu=={found['TORCH_NPU_VERSION']}"
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text() for page in pages if page.name != "decisions.md")
+    assert set(re.findall(r"torch_npu==[\d.]+\d", text)) == {tested}
+    (series,) = re.findall(r"^\d+\.\d+", found["CANN_TAG"])
+    assert set(re.findall(r"machine with CANN (\d+\.\d+)", text)) == {series}
 
 
 def test_torch_and_torch_npu_are_a_pair() -> None:

@@ -62,7 +62,7 @@ def test_there_are_wheels_for_everything(device: str, architecture: str, tmp_pat
     """The CPU image is the CUDA one but for torch's build, which PyPI does not have."""
     args = dict(one.value.partition("=")[::2] for one in read(device) if one.name == "ARG")
     torch, extras = args["TORCH_VERSION"], PROJECT["optional-dependencies"]
-    requirements = [f"torch=={torch}", *PROJECT["dependencies"], *extras["otel"]]
+    requirements = [f"torch=={torch}", *PROJECT["dependencies"], *extras["batch"], *extras["otel"]]
     if device == "npu":
         requirements += [*extras["npu"], f"torch_npu=={args['TORCH_NPU_VERSION']}"]
     found = resolved(requirements, constraints_of(device, torch, tmp_path), architecture)

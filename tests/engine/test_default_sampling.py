@@ -14,6 +14,8 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.worker.llm import LLM
 
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
 """As Qwen3-VL's authors publish it."""
 

@@ -27,6 +27,8 @@ from tests.engine.conftest import STEP_TIMEOUT_S
 from tests.models.contract import picture
 from tests.removed_arenas import removed_arenas
 
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
 QUESTION = {"text": "What is in the image? Describe this picture."}
 PROMPTS = [[{"image": picture(60, 90, seed)}, {"image": picture(90, 60, seed)}, QUESTION] for seed in (1, 2)]
 BLOCKS = 18

@@ -324,7 +324,7 @@ threading.Thread(target=work).start()
 """
 
 
-@pytest.mark.parametrize("decoders", [0, 2])
+@pytest.mark.parametrize("decoders", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_script_on_standard_input_gets_answers_until_it_ends(random_checkpoint, decoders):
     """The script has no main guard and closes nothing. Workers do not import __main__ again, and nothing is left.
 

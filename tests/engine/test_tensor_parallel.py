@@ -271,7 +271,8 @@ def shared(cases):
     torch.multiprocessing.spawn(run_rank, (2, cases, "cpu"), nprocs=2)
 
 
-@pytest.mark.parametrize("names", [SHARED, pytest.param(ALSO_SHARED, marks=pytest.mark.slow)], ids=["some", "others"])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [SHARED, ALSO_SHARED], ids=["some", "others"])
 def test_families_come_to_the_same_on_two_ranks(tmp_path, names):
     cases, prompts = tmp_path / "cases", {}
     with ExitStack() as stack:
@@ -360,6 +361,7 @@ if ["mindie_mm.engine.process.rank", "1"] in [sys.orig_argv[i:i + 2] for i in ra
 """
 
 
+@pytest.mark.slow
 async def test_a_trial_that_fails_on_one_rank_ends_the_start_on_both(random_checkpoint, tmp_path, monkeypatch):
     """Each rank tries its own memory: the one that has too little must not leave the other waiting for it."""
     (tmp_path / "sitecustomize.py").write_text(TOO_LITTLE)
@@ -370,6 +372,7 @@ async def test_a_trial_that_fails_on_one_rank_ends_the_start_on_both(random_chec
             await AsyncEngine.start(random_checkpoint, settings)
 
 
+@pytest.mark.slow
 async def test_a_cache_that_is_too_small_is_told_once_and_refused_on_both(random_checkpoint, model, capfd):
     num_bytes = 5 * 16 * model.spec.kv_token_bytes // 2  # of each rank, which has half of the heads
     small = dataclasses.replace(TWO, kv_block_size=16, kv_cache_bytes=num_bytes)

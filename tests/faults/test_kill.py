@@ -18,17 +18,19 @@ from tools.fault_rig import DEADLINE_S, Rig
 
 SLICE = (
     "tokenizer.mid-fill",  # died over the request
+    "decoder.at work",  # its item is decoded again
+    "engine.attached",  # no output yet: sent again
+    "engine.mid-decode",  # output: fails
+    "api.mid-free",  # the others notice, and end
+    "api.everything",  # nobody is left to clean up but the next service
+)
+SLOW_SLICE = (
     "tokenizer.after-reply",  # its blocks may go before the engine has attached them
     "nursery.starting",  # items wait for the next one
     "nursery.at work",  # the decoders die with it
-    "decoder.at work",  # its item is decoded again
-    "engine.attached",  # no output yet: sent again
     "engine.consumed",  # its blocks are about to be freed
-    "engine.mid-decode",  # output: fails
     "engine.parked",  # the media of a preempted answer are asked for
     "api.remade",  # they are in the arena twice as far as the path file says
-    "api.mid-free",  # the others notice, and end
-    "api.everything",  # nobody is left to clean up but the next service
 )
 
 
@@ -38,7 +40,15 @@ def rig(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Rig]:
         yield rig
 
 
-@pytest.mark.parametrize("point", [point for point in POINTS if str(point) in SLICE], ids=str)
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(point, marks=pytest.mark.slow if str(point) in SLOW_SLICE else [])
+        for point in POINTS
+        if str(point) in (*SLICE, *SLOW_SLICE)
+    ],
+    ids=str,
+)
 def test_kill(rig: Rig, point: Point) -> None:
     found = run(rig, point)
     assert found.troubles == [], found
@@ -88,4 +98,4 @@ def test_an_answer_that_is_sent_whole_is_drawn_again(rig: Rig) -> None:
 
 def test_every_process_has_a_dozen_points() -> None:
     assert all(sum(point.role == role for point in POINTS) >= 12 for role in ("api", "tokenizer", "engine"))
-    assert {str(point) for point in POINTS} >= set(SLICE)
+    assert {str(point) for point in POINTS} >= {*SLICE, *SLOW_SLICE}

@@ -12,7 +12,7 @@ import re
 import shutil
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy, deepcopy
@@ -194,6 +194,29 @@ class Reference:
         return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+class Remembered:
+    """A reference that computes the logits and the tokens of the same items once. Many tests compare with them."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self._found: dict[object, tuple[Items, Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reference, name)
+
+    def logits(self, items: Items) -> torch.Tensor:
+        return self._once(items, self._reference.logits)
+
+    def generate(self, items: Items, count: int, **settings: Any) -> list[int]:
+        return self._once(items, self._reference.generate, count, **settings)
+
+    def _once(self, items: Items, compute: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        key = compute.__name__, id(items), arguments, tuple(settings.items())
+        if key not in self._found:
+            self._found[key] = items, compute(items, *arguments, **settings)  # the items live on, and keep their id
+        return self._found[key][1]
+
+
 def _floats_in_bfloat16(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Not every tower converts the pixels that it is given."""
     return args, {
@@ -348,8 +371,8 @@ class FamilyContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def reference(cls, path: Path) -> Reference:
-        return cls.make_reference(path)
+    def reference(cls, path: Path) -> Remembered:
+        return Remembered(cls.make_reference(path))
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -366,14 +389,21 @@ class FamilyContract:
         yield tmp_path / "shm_name.txt"
         release(tmp_path / "shm_name.txt")
 
-    @pytest.fixture
-    def tokenizer(self, path: Path, path_file: Path):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tokenizer(cls, path: Path) -> Iterator[Tokenizer]:
         with Tokenizer.from_pretrained(path) as tokenizer:
             yield tokenizer
 
-    @pytest.fixture
-    def tokenized(self, tokenizer: Tokenizer, path_file: Path) -> dict[str, torch.Tensor]:
-        return {name: self.tokenize(tokenizer, name, items, path_file) for name, items in self.prompts.items()}
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tokenized(
+        cls, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """The prompts, in shared memory that no test releases."""
+        path_file = tmp_path_factory.mktemp(f"{cls.name}-prompts") / "shm_name.txt"
+        yield {name: cls().tokenize(tokenizer, name, items, path_file) for name, items in cls.prompts.items()}
+        release(path_file)
 
     def test_is_found_by_its_config(self, path):
         family = family_of(Checkpoint.open(path))
@@ -832,6 +862,7 @@ class FamilyContract:
                     processor, media.kind, processor.plan(media, read_source(media), counts)
                 )
 
+    @pytest.mark.slow  # the families whose tests call it have it in the shorter suite
     def test_it_is_served(self, path, device, model, tokenizer, path_file, tmp_path):
         """All prompts at once over HTTP, their media as files, come to what the model generates here."""
         prompts = [

@@ -102,7 +102,8 @@ class Seq2SeqContract(FamilyContract):
         _, errors = run(engine, [*tokenized.values()], max_tokens=10 * self.num_tokens)
         assert {error.name for error in errors.values()} == {"ContextLengthExceeded"}
 
-    def test_blocks_may_be_freed_once_the_prompts_are_encoded(self, reference, model, tokenized, path_file):
+    def test_blocks_may_be_freed_once_the_prompts_are_encoded(self, reference, model, tokenizer, path_file):
+        tokenized = {name: self.tokenize(tokenizer, name, items, path_file) for name, items in self.prompts.items()}
         engine = self.engine(model, encoder_cache_bytes=0)
         params = SamplingParams(temperature=0, max_tokens=self.num_tokens)
         for name, ids in tokenized.items():

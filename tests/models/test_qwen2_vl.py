@@ -81,6 +81,9 @@ class TestQwen2VL(FamilyContract):
                 assert torch.equal(torch.cat([model.normalized(item).cpu() for item in own]), expected[pixels])
                 assert [list(item.shape.grid[:3]) for item in own] == expected[grids].tolist()
 
+    def test_it_is_served(self, path, device, model, tokenizer, path_file, tmp_path):
+        super().test_it_is_served(path, device, model, tokenizer, path_file, tmp_path)
+
 
 @pytest.fixture(scope="module")
 def reference(random_checkpoint):

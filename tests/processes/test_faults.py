@@ -13,7 +13,7 @@ from mindie_mm.settings.environment import fault_folder
 SCRIPT = """
 import sys
 from pathlib import Path
-from mindie_mm import faults
+from mindie_mm.processes import faults
 faults.arm("engine", Path(sys.argv[1]))
 faults.point("elsewhere")
 print("ready", flush=True)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from mindie_mm.settings.environment import SPIN_COUNT
 from tools.serving import running_service
@@ -25,6 +26,7 @@ def spin_counts(said: str) -> list[int]:
     return [int(count) for count in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)]
 
 
+@pytest.mark.slow  # the service starts its processes as a script does
 def test_threads_of_a_service_sleep_soon(environment, tmp_path):
     with running_service({"spool": tmp_path / "spool"}, log := tmp_path / "log") as service:
         assert service.get("/health")
@@ -49,3 +51,9 @@ def test_variables_of_the_operator_are_kept(environment, name, value):
     script = "import os, mindie_mm; print(sorted(os.environ.items()))"
     done = subprocess.run([sys.executable, "-c", script], env=before, capture_output=True, text=True, check=True)
     assert eval(done.stdout) == sorted(before.items()), "nothing is added"
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="tests do not run in parallel")
+def test_torch_knows_the_number_of_threads_of_parallel_tests():
+    """Else they compete for the CPUs, and `copied_workers` copies nothing."""
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])

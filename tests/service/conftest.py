@@ -10,8 +10,9 @@ import openai
 import pytest
 
 import mindie_mm
+from tests.warm import running_service
 from tools.demo import data_url, picture, write_video
-from tools.serving import RunningService, running_service
+from tools.serving import RunningService
 
 MiB = 2**20
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"

@@ -5,8 +5,8 @@ import contextlib
 import json
 import resource
 import socket
-import subprocess
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from service.http.connection import Connection
 from service.middleware import Middleware
 from service.request.admission import Admission
 from service.telemetry.metrics import Metrics
+from tests.warm import Popen
 from tools.serving import running_service
 
 IDLE_S = 1.0
@@ -100,9 +101,7 @@ async def test_a_slow_body_is_taken(address: tuple[str, int]) -> None:
 
 
 def test_connections_may_be_as_many_as_the_hard_limit_grants(settings: dict[str, object], tmp_path: Path) -> None:
-    def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen(["sh", "-c", 'ulimit -Sn 512; exec "$@"', "sh", *command], **options)
-
+    start: Any = partial(Popen, max_open_files=512)
     with running_service(settings | {"spool": tmp_path}, tmp_path / "log", start=start) as service:
         soft, hard = resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)
     assert soft == hard > 512

@@ -20,6 +20,8 @@ from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.text.chat_template import TemplateSources
 from mindie_mm.worker.llm import LLM
 
+pytestmark = pytest.mark.usefixtures("copied_workers")
+
 ADDS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
 """It fails for a list."""
 WRITES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
