@@ -336,12 +336,12 @@ def layers(model: Any, ids: torch.Tensor) -> Callable[[], object]:
     """Ids into the cache, and the last one's logits."""
     if isinstance(model, Seq2SeqModel):
         return lambda: model.decode(model.encode_prompt(ids, []), [model.rules.start_token_id])
-    cache = model.allocate_cache(len(ids) // BLOCK + 1, BLOCK)
+    cache = model.spec.allocate_cache(len(ids) // BLOCK + 1, BLOCK)
     positions, device = model.positions(len(ids), []).prompt, model.spec.device
 
     def run() -> None:
         paged = PagedBatch([Chunk(0, len(ids), range(cache.padding))], cache, device)
-        model.forward(ids, positions, [], paged, torch.tensor([len(ids) - 1]))
+        model.head(model.states(ids, positions, [], paged, torch.tensor([len(ids) - 1])))
 
     return run
 

@@ -19,6 +19,8 @@ from mindie_mm.errors import MindieMMError
 from mindie_mm.lockdown import support
 from mindie_mm.models import family_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.weights.build import check_weight_files
 from mindie_mm.nn.weights.quantized import refuse_mindie
 from mindie_mm.settings.config import EngineConfig, GiB, MiB, ServiceConfig, WorkerConfig, require_media_dir
 from mindie_mm.settings.environment import default_spool
@@ -38,8 +40,8 @@ def examine(configuration: Configuration, root: Path = Path("/")) -> Iterator[Fi
     `root` is the folder in which to look for drivers and libraries of accelerators.
     """
     config, service = configuration.worker, configuration.service
-    for said in misspelt_variables():
-        yield Finding("settings", "warning", said, "unset it; `mindie-mm serve --help` lists all settings")
+    for message in misspelt_variables():
+        yield Finding("settings", "warning", message, "unset it; `mindie-mm serve --help` lists all settings")
     yield _libraries()
     yield from _devices(config.engine, root)
     checks: tuple[Callable[[WorkerConfig], Finding], ...] = (checkpoint_finding, _shared_memory, _memory, _open_files)
@@ -65,13 +67,13 @@ def _libraries() -> Finding:
 
 def _devices(config: EngineConfig, root: Path) -> Iterator[Finding]:
     """Yield a finding about the device that `config` asks for, then the findings of each kind of device."""
-    said = {kind: list(kind.findings(root)) for kind in KINDS}
-    broken = [kind.name for kind, findings in said.items() if any(one.status == "error" for one in findings)]
+    report = {kind: list(kind.findings(root)) for kind in KINDS}
+    broken = [kind.name for kind, findings in report.items() if any(one.status == "error" for one in findings)]
     device, chosen = _device(config.device, config.tensor_parallel, broken)
     yield device
     if device.status != "error":  # a broken library must not be loaded here
         yield from _dtype(chosen, config.dtype)
-    for kind, findings in said.items():
+    for kind, findings in report.items():
         for one in findings:
             # An error of a device that is not chosen does not prevent the start.
             spared = one.status == "error" and kind.name != chosen
@@ -108,8 +110,8 @@ def _dtype(device: str, name: str) -> Iterator[Finding]:
     """Yield a warning if `device` has no instructions for the dtype `name`. `auto` always chooses a fast dtype."""
     dtype = getattr(torch, name, None)
     if isinstance(dtype, torch.dtype) and not open_device(device).multiplies(dtype):
-        said = SLOW_DTYPE.format(dtype=name, device=device)
-        yield Finding("dtype", "warning", said, "--dtype float32")
+        message = SLOW_DTYPE.format(dtype=name, device=device)
+        yield Finding("dtype", "warning", message, "--dtype float32")
 
 
 def checkpoint_finding(config: WorkerConfig) -> Finding:
@@ -120,11 +122,12 @@ def checkpoint_finding(config: WorkerConfig) -> Finding:
         Tokenizer.from_pretrained(checkpoint.path, family=config.family).close()
         refuse_mindie(checkpoint)
         with reading(checkpoint, family):
-            family.check_weight_files(checkpoint)
-            said = unknown_keys(checkpoint, family)
+            own_layers = not issubclass(family, PretrainedFamily)
+            check_weight_files(family.translated(checkpoint), own_layers=own_layers)
+            message = unknown_keys(checkpoint, family)
     except MindieMMError as error:
         return Finding("checkpoint", "error", str(config.model or "embedded"), str(error))
-    return Finding("checkpoint", "ok", f"{checkpoint.path} is served by {family.__name__}", said)
+    return Finding("checkpoint", "ok", f"{checkpoint.path} is served by {family.__name__}", message)
 
 
 def _shared_memory(config: WorkerConfig) -> Finding:

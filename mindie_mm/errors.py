@@ -9,7 +9,7 @@
     |   |-- TokenOutOfRange         a token id outside [0, vocabulary)
     |   |-- ModelNotFound           a request names another model than the served one
     |   `-- UnsupportedCheckpoint   no family serves this checkpoint, or not this option of it
-    `-- WorldError                  the world's failure: the same call may work later, or elsewhere
+    `-- OperationalError            a failure outside the call: the same call may work later, or elsewhere
         |-- BadReference            words that no longer lead to data; one request fails
         |   |-- CorruptReference    a damaged word
         |   |-- StaleReference      the block was freed, or freed and used again
@@ -66,9 +66,9 @@ class ContextLengthExceeded(LimitExceeded):
     """The prompt, with the tokens asked for, does not fit the model's context."""
 
     @classmethod
-    def of(cls, max_model_len: int, said: str) -> Self:
+    def of(cls, max_model_len: int, detail: str) -> Self:
         """The error in the words of vLLM and OpenAI, by which clients know it."""
-        return cls(f"This model's maximum context length is {max_model_len} tokens; {said}")
+        return cls(f"This model's maximum context length is {max_model_len} tokens; {detail}")
 
 
 class TokenOutOfRange(InputError):
@@ -83,11 +83,15 @@ class UnsupportedCheckpoint(InputError):
     """No family serves this checkpoint, or it uses an option that the family refuses."""
 
 
-class WorldError(MindieMMError):
-    """The world's failure, not the caller's."""
+class OperationalError(MindieMMError):
+    """A failure that is not the caller's mistake."""
 
 
-class BadReference(WorldError):
+WorldError = OperationalError
+"""Deprecated alias of OperationalError, kept for a release."""
+
+
+class BadReference(OperationalError):
     """Words that no longer lead to data."""
 
 
@@ -103,51 +107,51 @@ class SegmentMissing(BadReference):
     """The arena that the words name is gone, truncated or replaced."""
 
 
-class FeatureCountMismatch(WorldError):
+class FeatureCountMismatch(OperationalError):
     """A tower gave another number of features than the item has slots."""
 
 
-class ArenaFull(WorldError):
+class ArenaFull(OperationalError):
     """No room for a block within the deadline."""
 
 
-class SpoolFull(WorldError):
+class SpoolFull(OperationalError):
     """No room for a request's media as files."""
 
 
-class SharedMemoryError(WorldError):
+class SharedMemoryError(OperationalError):
     """Shared memory could not be reserved or used."""
 
 
-class StorageError(WorldError):
+class StorageError(OperationalError):
     """A file of a run cannot be written or read, or the disk is full."""
 
 
-class TooManyErrors(WorldError):
+class TooManyErrors(OperationalError):
     """More rows of a run failed than the caller bears."""
 
 
-class DeviceError(WorldError):
+class DeviceError(OperationalError):
     """The accelerator is absent, or failed."""
 
 
-class QueueFull(WorldError):
+class QueueFull(OperationalError):
     """More requests wait than the service holds."""
 
 
-class RequestTimeout(WorldError):
+class RequestTimeout(OperationalError):
     """The request outlived its deadline."""
 
 
-class RequestAborted(WorldError):
+class RequestAborted(OperationalError):
     """The request was aborted before it finished."""
 
 
-class ServiceStopping(WorldError):
+class ServiceStopping(OperationalError):
     """The service was asked to stop; it takes no more requests, and ends those that outlive the grace time."""
 
 
-class ProcessDied(WorldError):
+class ProcessDied(OperationalError):
     """A tokenizer or engine process is gone."""
 
 

@@ -147,9 +147,11 @@ def _trace(error: BaseException | None) -> str:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        told = isinstance(error, MindieMMError | OSError) and str(error)
+        message = isinstance(error, MindieMMError | OSError) and str(error)
         parts.append(
-            "".join(traceback.format_tb(error.__traceback__)) + type(error).__qualname__ + (f": {told}" if told else "")
+            "".join(traceback.format_tb(error.__traceback__))
+            + type(error).__qualname__
+            + (f": {message}" if message else "")
         )
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return "\n".join(reversed(parts))

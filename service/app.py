@@ -24,7 +24,7 @@ from mindie_mm.shm.requests.spool import require_locks
 from mindie_mm.worker.worker import Worker
 from service.http import errors, page
 from service.http.access import Access, OwnHost, is_loopback
-from service.middleware import Border
+from service.middleware import Middleware
 from service.request.admission import Admission
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
@@ -98,7 +98,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Border, config=config, admission=admission, metrics=metrics, tracer=tracer)
+    app.add_middleware(Middleware, config=config, admission=admission, metrics=metrics, tracer=tracer)
     errors.install(app)
     for module in (chat, completions, infer, generate, models, tokens, health):
         app.include_router(module.router, responses=errors.RESPONSES)

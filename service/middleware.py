@@ -34,7 +34,7 @@ _PLAIN = (b"", b"identity", b"chunked")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-class Border:
+class Middleware:
     """ASGI middleware; gives every request an id, found in `scope["state"]["request_id"]` and in X-Request-Id.
 
     A client's own X-Request-Id goes back in its place, and into the log beside ours.
@@ -133,7 +133,7 @@ def _trace_headers(scope: Scope) -> dict[str, str]:
 class _Body:
     """A request's body on its way in: bounded by itself, together with all others, and in time."""
 
-    def __init__(self, scope: Scope, receive: Receive, border: Border, config: ServiceConfig) -> None:
+    def __init__(self, scope: Scope, receive: Receive, middleware: Middleware, config: ServiceConfig) -> None:
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         self._announced = int(announced) if announced.isdigit() else 0
         self._codings = {
@@ -142,7 +142,7 @@ class _Body:
             if name in _CODINGS and value.strip().lower() not in _PLAIN
         }
         self._receive = receive
-        self._border = border
+        self._border = middleware
         self._config = config
         self._deadline = asyncio.get_running_loop().time() + config.request_timeout_s
         self._whole = False
@@ -159,8 +159,8 @@ class _Body:
         if self._whole:
             return await self._receive()
         for name, coding in self._codings.items():
-            said = f"the request's body has {name.title()}: {coding[:40]}, which is not served; send it uncompressed"
-            raise HTTPException(415, said, headers={"Accept-Encoding": "identity", "Connection": "close"})
+            text = f"the request's body has {name.title()}: {coding[:40]}, which is not served; send it uncompressed"
+            raise HTTPException(415, text, headers={"Accept-Encoding": "identity", "Connection": "close"})
         self._check(self._announced)
         try:
             self._border.admission.require_room()

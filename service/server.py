@@ -19,7 +19,7 @@ import uvloop
 from fastapi import FastAPI
 
 from mindie_mm import logs
-from mindie_mm.errors import WorldError, os_errors_as
+from mindie_mm.errors import OperationalError, os_errors_as
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import ServiceConfig, WorkerConfig
 from mindie_mm.settings.environment import fault_folder
@@ -101,7 +101,7 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 
 @contextlib.contextmanager
 def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
-    """A socket bound to where `config` says, not listening yet; WorldError names an address that cannot be had.
+    """A socket bound to where `config` says, not listening yet; OperationalError names an address that cannot be had.
 
     As long as none listens, several programs can be bound to one address: a name that one process alone can have, and
     that the kernel drops with it, tells a second service so before it loads.
@@ -122,7 +122,7 @@ def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
 
 
 def _listening_errors(config: ServiceConfig) -> contextlib.AbstractContextManager[None]:
-    return os_errors_as(WorldError, f"cannot listen on {config.host}:{config.port}")
+    return os_errors_as(OperationalError, f"cannot listen on {config.host}:{config.port}")
 
 
 def _print(line: str) -> None:

@@ -148,7 +148,7 @@ FOREIGN = [
 
 
 def test_keys_of_other_servers_are_ignored_with_one_warning_per_key(caplog, monkeypatch):
-    monkeypatch.setattr(unknown_keys, "_told", set())
+    monkeypatch.setattr(unknown_keys, "_warned", set())
     plain = [
         {"text": "a"},
         {"image": "a.png"},
@@ -173,7 +173,7 @@ def test_items_and_strict_content_parts_have_no_unknown_keys(part):
 
 
 def test_the_number_of_warnings_about_unknown_keys_is_limited(caplog, monkeypatch):
-    monkeypatch.setattr(unknown_keys, "_told", set())
+    monkeypatch.setattr(unknown_keys, "_warned", set())
     parts = [{"text": "a", f"key_{i}": 1, f"{'x' * 10**5}\n{i}": 1} for i in range(1000)]
     parse_messages([{"role": "user", "content": parts}])
     assert len(caplog.records) == 256

@@ -1,4 +1,4 @@
-"""Documentation pages: README's length and picture, links, and names of code in ARCHITECTURE.md."""
+"""Documentation pages: README's length and picture, links, decision records, and names of code in ARCHITECTURE.md."""
 
 import ast
 import re
@@ -12,6 +12,7 @@ from tools.families import names
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+RECORDS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/**/*.md")]
 )
@@ -77,7 +78,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
         if page not in reached:
             reached.add(page)
             waiting += [file for _, file, _ in links(page) if file.suffix == ".md"]
-    assert set(ROOT.glob("docs/*.md")) <= reached
+    assert {*ROOT.glob("docs/**/*.md"), ROOT / "SECURITY.md"} <= reached
 
 
 def defined(file: Path) -> set[str]:
@@ -114,5 +115,33 @@ def test_the_architecture_has_a_row_for_every_package() -> None:
 
 
 def test_the_architecture_fits_on_a_page() -> None:
-    assert len(ARCHITECTURE.splitlines()) <= 90
+    assert len(ARCHITECTURE.splitlines()) <= 100
     assert max(map(len, ARCHITECTURE.splitlines())) <= 120
+
+
+def test_decision_records_are_numbered_without_a_gap() -> None:
+    assert [int(record.name[:4]) for record in RECORDS] == list(range(1, len(RECORDS) + 1))
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+def test_a_decision_record_has_three_sections_and_at_most_250_words(record: Path) -> None:
+    text = record.read_text(encoding="utf-8")
+    assert text.startswith(f"# {int(record.name[:4])}. ")
+    assert re.findall("^## (.*)$", text, re.MULTILINE) == ["Context", "Decision", "Consequences"]
+    assert len(text.split()) <= 250
+
+
+def test_the_index_of_decisions_has_every_title() -> None:
+    index = (ROOT / "docs/decisions/index.md").read_text(encoding="utf-8")
+    titles = {
+        record.name: record.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for record in RECORDS
+    }
+    assert [f"[{title}]({name})" for name, title in titles.items()] == re.findall(r"^- (.*)$", index, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "page", [*RECORDS, ROOT / "docs/lab-notes.md", ROOT / "SECURITY.md"], ids=lambda page: page.name
+)
+def test_paths_named_in_decisions_exist(page: Path) -> None:
+    for path in re.findall(r"`((?:mindie_mm|service|tests|tools)/[\w/.]+)`", page.read_text(encoding="utf-8")):
+        assert (ROOT / path).exists(), f"{page.name}: there is no {path}"

@@ -22,6 +22,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, text_width
 from mindie_mm.shm import ArraySpec
 
@@ -42,7 +43,7 @@ _TEMPLATE = (
 class MiniGPT4Processor(Processor):
     """An image's block holds `pixel_values`, uint8 [side, side, 3]: resized to a square, whatever its shape."""
 
-    chat_template = _TEMPLATE
+    traits = Traits(chat_template=_TEMPLATE)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         pixels = checkpoint.preprocessor("image", {"BlipImageProcessor": _DEFAULTS})
@@ -74,8 +75,7 @@ class MiniGPT4Processor(Processor):
 class MiniGPT4Model(PretrainedModel):
     """`module` is transformers' Blip2ForConditionalGeneration."""
 
-    vision_parts = ("vision_model",)
-    projector_parts = ("language_projection",)
+    traits = Traits(vision_parts=("vision_model",), projector_parts=("language_projection",))
 
     def __init__(self, module: Any, spec: ModelSpec, processor: MiniGPT4Processor) -> None:
         super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)

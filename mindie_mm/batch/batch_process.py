@@ -43,7 +43,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, folder: str, cursor_path: st
 
 def _reports(stage: Stage, cursor: RowCursor, job: Job) -> Iterator[Report]:
     """What is told of a job: an error at once, all else after a pause."""
-    steps, told = list[Step](), time.monotonic()
+    steps, sent_s = list[Step](), time.monotonic()
     for report in stage.run(job.chunk, job.doomed):
         if isinstance(report, Finished):
             yield Steps(steps)
@@ -51,6 +51,6 @@ def _reports(stage: Stage, cursor: RowCursor, job: Job) -> Iterator[Report]:
             return
         cursor.move_to(min(report.row + 1, job.chunk.stop_row - 1))
         steps.append(report)
-        if report.error is not None or time.monotonic() - told > _PAUSE_S:
+        if report.error is not None or time.monotonic() - sent_s > _PAUSE_S:
             yield Steps(steps)
-            steps, told = [], time.monotonic()
+            steps, sent_s = [], time.monotonic()

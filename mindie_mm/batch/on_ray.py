@@ -164,7 +164,7 @@ class _Actor:
         try:
             done = complete_shards(self._folder, chunk, self._run.digest)
             done = self._do(chunk) if done is None else done
-        except MindieMMError as error:  # Ray would bury it in its own
+        except MindieMMError as error:  # Ray would wrap it in its own error
             failed = msgspec.json.encode(Failure.of(error))
         return {"chunk": list(batch["chunk"]), "shards": [msgspec.json.encode(done)], "failed": [failed]}
 

@@ -23,7 +23,7 @@ from mindie_mm.device import host_memory
 from mindie_mm.errors import ArenaFull, InputError, MediaError, MindieMMError, StorageError, error_name
 from mindie_mm.inputs import Media
 from mindie_mm.processes import faults
-from mindie_mm.shm.disk.disk_writer import LotMemory
+from mindie_mm.shm.disk.disk_writer import WriteBatchMemory
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.wires import DiskWire
@@ -59,7 +59,7 @@ class Stage:
             _Place(settings.media_folder(index), is_folder(given)) for index, given in enumerate(settings.inputs)
         ]
         self._last = self._sources[0]
-        self._memory = LotMemory()
+        self._memory = WriteBatchMemory()
         self._wire = DiskWire()
         self._tokenizer = Tokenizer.from_pretrained(
             settings.model or None, self._wire, family=settings.family or None, caps=settings.media
@@ -119,7 +119,7 @@ class Stage:
             failed = printable(f"{error_name(error)}: {error}")
         except Exception as error:  # noqa: BLE001 - one row fails, not the run
             _log.exception("row %s", name)
-            failed = f"WorldError: the tokenizer failed: {type(error).__name__}"
+            failed = f"OperationalError: the tokenizer failed: {type(error).__name__}"
         else:
             shard.add(name, prompt, self._wire.stored)
             return None
@@ -131,8 +131,8 @@ class Stage:
         options = PromptOptions(settings.max_tokens, settings.truncate)
         template = (row.add_generation_prompt, row.template_kwargs, options)
         if row.messages is not None:
-            return tokenizer.prompt_from_messages(row.messages, None, *template)
-        return tokenizer.prompt_from_turn(row.items or (), None, *template, chat=settings.chat)
+            return tokenizer.make(tokenizer.prompts.draft_messages(row.messages, *template), None)
+        return tokenizer.make(tokenizer.prompts.draft_turn(row.items or (), *template, chat=settings.chat), None)
 
 
 class _Place(NamedTuple):

@@ -28,20 +28,20 @@ def command(path: Path | None, **flags: Any) -> None:
     You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. The log starts
     with all settings and where each one was set.
     """
-    found = configured(path, flags)
+    configuration = configured(path, flags)
     with stderr_without_waiting():
-        _serve(found)
+        _serve(configuration)
 
 
-def _serve(found: Configuration) -> None:
+def _serve(configuration: Configuration) -> None:
     from mindie_mm import logs  # late, as the server: `mindie-mm --help` imports every command
 
-    logs.configure(logs.LogSettings(found.service.log_format, found.service.log_level), "api")
-    for one in found.settings():
+    logs.configure(logs.LogSettings(configuration.service.log_format, configuration.service.log_level), "api")
+    for one in configuration.settings():
         fields = {"setting": one.name, "value": one.value, "origin": one.origin}
         _log.info("%s = %s (%s)", one.name, one.value, one.origin, extra={"fields": fields})
     for warning in misspelt_variables():
         _log.warning("%s", warning)
     from service.server import serve  # late: slow to import
 
-    serve(found.worker, found.service)
+    serve(configuration.worker, configuration.service)

@@ -127,7 +127,7 @@ def gc(*, dry_run: bool, path_files: tuple[Path, ...], spool: Path | None, as_js
     if as_json:
         click.echo(_json(collected))
     else:
-        for text in _said(collected, dry_run=dry_run):
+        for text in _report_lines(collected, dry_run=dry_run):
             click.echo(text)
         for failure in collected.failures:
             click.echo(f"Error: {printable(failure)}", err=True)
@@ -140,7 +140,7 @@ def _joined(parts: list[Collected]) -> Collected:
     )
 
 
-def _said(collected: Collected, *, dry_run: bool) -> Iterator[str]:
+def _report_lines(collected: Collected, *, dry_run: bool) -> Iterator[str]:
     for one in collected.reclaimed:
         yield f"{printable(one.what)}  {size(one.num_bytes)}  {one.cause}"
     counts = ", ".join(f"{number} {cause}" for cause, number in collected.counts.items())

@@ -69,10 +69,10 @@ def footer(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
     if space.total_bytes is not None and space.used_bytes is not None and space.free_bytes is not None:
         total = f"{size(space.total_bytes)}, {size(space.free_bytes)} free"
         others = f", {size(max(0, space.used_bytes - ours))} in other files"
-    said = (
+    message = (
         f"{SHM_DIRECTORY}: {total}; {size(ours)} in {len(arenas)} {'arena' if len(arenas) == 1 else 'arenas'}{others}"
     )
-    return f"{said}; {why}" if (why := space.why_no_file()) else said
+    return f"{message}; {why}" if (why := space.why_no_file()) else message
 
 
 def line(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:

@@ -72,7 +72,7 @@ def command(
     interrupt, 3 if the run is not finished for another reason. Run the same command again to continue.
     """
     with importing():
-        from mindie_mm.batch.input.gather import input_named, is_stream, told
+        from mindie_mm.batch.input.gather import input_named, is_stream, left_out_summary
         from mindie_mm.batch.progress import shown
         from mindie_mm.batch.run import run_batch
         from mindie_mm.batch.settings import Settings
@@ -86,7 +86,7 @@ def command(
     media = configured(None, caps | {"config": config}).worker.media
     columns = tuple(column for part in select_columns.split(",") if (column := part.strip()))
     named = tuple(map(input_named, inputs))
-    made = Settings(
+    run_settings = Settings(
         model="" if model is None else str(model.absolute()),
         inputs=named,
         stdin_folder=str(Path.cwd()) if any(map(is_stream, named)) else "",
@@ -96,16 +96,16 @@ def command(
     )
     with shown("json" if json_progress else "auto") as show:
         manifest, left_out = run_batch(
-            made, output, num_workers=workers, max_errors=max_errors, show=show, ray_address=ray_address
+            run_settings, output, num_workers=workers, max_errors=max_errors, show=show, ray_address=ray_address
         )
-    said = f"{manifest.num_rows} rows, {manifest.num_tokens} tokens, {manifest.num_items} media items in {output}"
+    message = f"{manifest.num_rows} rows, {manifest.num_tokens} tokens, {manifest.num_items} media items in {output}"
     if left_out:
-        said += f"; left out: {told(left_out)}"
+        message += f"; left out: {left_out_summary(left_out)}"
     if manifest.num_errors:
         failed = "1 row" if manifest.num_errors == 1 else f"{manifest.num_errors} rows"
-        click.echo(f"{said}; {failed} failed, see {output / 'errors.jsonl'}")
+        click.echo(f"{message}; {failed} failed, see {output / 'errors.jsonl'}")
         raise SystemExit(ROWS_FAILED)
-    click.echo(f"{said}; no row failed")
+    click.echo(f"{message}; no row failed")
 
 
 def _max_errors(on_error: str) -> int | None:

@@ -5,6 +5,7 @@ item's arrays into its scratch memory. The tokenizer copies them into the item's
 side, `nursery` the process that forks decoders.
 """
 
-from mindie_mm.decode.decoders import Decoders, Group
+from mindie_mm.decode.decoders import Decoders
+from mindie_mm.decode.jobs import Group
 
 __all__ = ["Decoders", "Group"]

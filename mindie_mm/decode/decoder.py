@@ -13,7 +13,7 @@ from mindie_mm.decode.parcel import unpacked
 from mindie_mm.decode.planning import plan_item
 from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.decode.scratch import Scratch
-from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, WorldError
+from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, OperationalError
 from mindie_mm.lockdown import limit_processor_time
 from mindie_mm.media.guard.caps import decoding_to_count, under
 from mindie_mm.nn.family import Plan, Processor
@@ -82,4 +82,4 @@ def _refused(error: Exception) -> Refused:
         limit = "decoding the request's media takes more memory than the limit (--max-decode-bytes)"
         return Refused(Failure.of(LimitExceeded(limit)))
     frames = "".join(traceback.format_tb(error.__traceback__))
-    return Refused(Failure.of(WorldError(f"the decoder failed: {type(error).__name__}")), frames)
+    return Refused(Failure.of(OperationalError(f"the decoder failed: {type(error).__name__}")), frames)

@@ -1,13 +1,10 @@
-"""The tokenizer's side of the decoders: who decodes what next, and what becomes of an item whose decoder dies."""
+"""The tokenizer's side of the decoders: processes that are started again when they die, and get the next item."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -25,10 +22,10 @@ from mindie_mm.decode.decoder_messages import (
     WriteItem,
     Written,
 )
+from mindie_mm.decode.jobs import DecoderProcess, Group, Job, JobQueue
 from mindie_mm.decode.nursery_client import NurseryClient
-from mindie_mm.decode.scratch import Layout, Scratch, layout_of
-from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, NoProcess, ProcessDied
-from mindie_mm.processes.ipc import Channel
+from mindie_mm.decode.scratch import layout_of
+from mindie_mm.errors import NoProcess
 from mindie_mm.processes.restarts import Starter, logged
 from mindie_mm.processes.tasks import gather, off_loop
 
@@ -45,57 +42,6 @@ _HANG_S = 60.0
 The decoder is killed within twice this time. `limit_processor_time` ends a decoder that spins.
 """
 
-_FAULTS_OF_THE_ITEM = {
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGABRT,
-    signal.SIGILL,
-    signal.SIGFPE,
-    signal.SIGSYS,
-    signal.SIGTRAP,
-}
-"""Signals that a decoder brings on itself. Anything else comes from outside, such as the kernel out of memory."""
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """The items of one request. Groups take turns, so that a request of many items delays no other."""
-
-    keeps_decoder: bool = False
-    """Whether the decoder that has planned an item waits for the same item's block, until `Decoders.let_go`."""
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """An item to plan or to write."""
-
-    group: Group
-    item: Item
-    descriptor: int
-    reply: asyncio.Future[tuple[FromDecoder, _Process]]
-    layout: Layout | None = None
-    """Where its arrays are to lie. None: plan the item."""
-    is_second_try: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Process:
-    """A decoder process."""
-
-    pid: int
-    channel: Channel
-    status: asyncio.Future[int | None]
-    """Exit status, once the nursery has told it. None if it is unknown."""
-    scratch: Scratch
-    job: _Job | None = None
-    """What it does now."""
-    planned: Item | None = None
-    """The item whose plan it holds."""
-    kept_for: Group | None = None
-    """The group whose next item it gets."""
-    killed: bool = False
-    """Whether it was killed because nobody waits for its item any more."""
-
 
 class Decoders:
     """A number of decoder processes, each started again when it dies.
@@ -111,10 +57,10 @@ class Decoders:
             max_item_bytes: Maximum number of bytes that the arrays of an item take.
 
         """
-        self._nursery = NurseryClient(setup, max_item_bytes, self._fail_waiting)
+        self._queue = JobQueue()
+        self._nursery = NurseryClient(setup, max_item_bytes, self._queue.fail)
         self._max_decode_s = setup.media.max_decode_s
-        self._processes: list[_Process] = []
-        self._waiting: OrderedDict[Group, deque[_Job]] = OrderedDict()
+        self._processes: list[DecoderProcess] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
         self._encoder = msgspec.msgpack.Encoder()
@@ -154,16 +100,16 @@ class Decoders:
 
         Raises:
             InputError: The item is wrong. MediaError also if it has ended two decoders.
-            WorldError: The decoder has failed. ProcessDied if two were killed.
+            OperationalError: The decoder has failed. ProcessDied if two were killed.
 
         """
-        reply, _ = await self._do(_Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
+        reply, _ = await self._do(Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
         return cast("Facts", reply)
 
     async def write(self, group: Group, item: Item, descriptor: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Decode an item into `arrays`. Raises as `plan`."""
         reply = asyncio.get_running_loop().create_future()
-        _, process = await self._do(_Job(group, item, descriptor, reply, layout_of(arrays)))
+        _, process = await self._do(Job(group, item, descriptor, reply, layout_of(arrays)))
         try:
             num_bytes = sum(array.nbytes for array in arrays.values())
             await off_loop(num_bytes, lambda: process.scratch.copy_to(arrays))
@@ -187,16 +133,16 @@ class Decoders:
         for process in self._processes:
             await process.channel.close()
         await self._nursery.close()
-        self._fail_waiting(_CLOSED)
+        self._queue.fail(_CLOSED)
         for process in self._processes:
             if process.job is not None:
-                _fail(process.job.reply, NoProcess(_CLOSED))
+                process.job.fail(NoProcess(_CLOSED))
         self._processes.clear()
 
-    async def _do(self, job: _Job) -> tuple[FromDecoder, _Process]:
+    async def _do(self, job: Job) -> tuple[FromDecoder, DecoderProcess]:
         if why := _CLOSED if self._closed else self._nursery.why_down:
             raise NoProcess(why)
-        self._waiting.setdefault(job.group, deque()).append(job)
+        self._queue.add(job)
         self._hand_out()
         try:
             reply, process = await job.reply
@@ -209,13 +155,9 @@ class Decoders:
             raise reply.error.exception()
         return reply, process
 
-    def _give_up(self, job: _Job) -> None:
+    def _give_up(self, job: Job) -> None:
         """Drop a job, or kill the decoder that does it."""
-        jobs = self._waiting.get(job.group, deque())
-        if job in jobs:
-            jobs.remove(job)
-            if not jobs:
-                del self._waiting[job.group]
+        self._queue.drop(job)
         for process in self._processes:
             if process.job is job:
                 process.killed = True
@@ -223,21 +165,10 @@ class Decoders:
 
     def _hand_out(self) -> None:
         for process in sorted(self._processes, key=lambda process: process.kept_for is None):  # the kept ones first
-            if process.job is None and not process.killed and (job := self._next_job(process)) is not None:
+            if process.job is None and not process.killed and (job := self._queue.next(process.kept_for)) is not None:
                 self._send(process, job)
 
-    def _next_job(self, process: _Process) -> _Job | None:
-        """Take the next item for `process` out of the queue. Groups take turns."""
-        for group in self._waiting:
-            if process.kept_for in (None, group):
-                jobs = self._waiting.pop(group)
-                job = jobs.popleft()
-                if jobs:
-                    self._waiting[group] = jobs  # at the end
-                return job
-        return None
-
-    def _send(self, process: _Process, job: _Job) -> None:
+    def _send(self, process: DecoderProcess, job: Job) -> None:
         message: ToDecoder
         descriptors = [job.descriptor]
         if job.layout is None:
@@ -249,7 +180,7 @@ class Decoders:
         process.job, process.planned, process.kept_for = job, None, None
         process.channel.send_with(self._encoder.encode(message), descriptors)
 
-    async def _receive(self, process: _Process, starter: Starter) -> None:
+    async def _receive(self, process: DecoderProcess, starter: Starter) -> None:
         """Pass replies to their callers until the process dies.
 
         Raises:
@@ -274,20 +205,20 @@ class Decoders:
                 job.reply.set_result((reply, process))
             self._hand_out()
 
-    async def _keep(self, process: _Process) -> None:
+    async def _keep(self, process: DecoderProcess) -> None:
         """Serve `process` and its successors until cancelled."""
         starter = Starter("a decoder")
         while True:
             with logged(f"decoder {process.pid} cannot be served"):
                 await self._receive(process, starter)
-            await self._bury(process)
+            await self._reap(process)
             if process.killed or process.job is not None:
                 starter.proved()  # the item was the cause, so the next decoder starts without a pause
             process = await starter.again(self._fork)
 
     async def _end_hanging(self) -> None:
         """Kill decoders that hang, until cancelled. Their items are tried again."""
-        before: dict[_Process, tuple[_Job | None, int]] = {}
+        before: dict[DecoderProcess, tuple[Job | None, int]] = {}
         while True:
             await asyncio.sleep(_HANG_S)
             working = [process for process in self._processes if process.job and not process.job.reply.done()]
@@ -298,7 +229,7 @@ class Decoders:
                     self._nursery.kill(process.pid)
             before = after
 
-    async def _bury(self, process: _Process) -> None:
+    async def _reap(self, process: DecoderProcess) -> None:
         """End a process that is not served any more, learn how it ended, and try its item again or fail it."""
         self._processes.remove(process)
         self._nursery.kill(process.pid)  # it lives on if it has closed the channel itself, or has sent a wrong message
@@ -311,39 +242,20 @@ class Decoders:
         job = process.job
         if job is None or job.reply.done():
             return
-        if error := self._final_error(job, status):
-            job.reply.set_exception(error)
+        if error := job.final_error(status, self._max_decode_s):
+            job.fail(error)
             return
         job.is_second_try = True
-        self._waiting.setdefault(job.group, deque()).appendleft(job)
-        self._waiting.move_to_end(job.group, last=False)
+        self._queue.put_back(job)
         self._hand_out()
 
-    def _final_error(self, job: _Job, status: int | None) -> MindieMMError | None:
-        """Return the error of an item whose decoder died with `status`, or None if the item is tried again."""
-        if status == -signal.SIGXCPU:
-            return LimitExceeded(
-                f"decoding takes more than {self._max_decode_s:g} s of processor time, the limit (--max-decode-s)"
-            )
-        if not job.is_second_try:
-            return None
-        if status is not None and -status in _FAULTS_OF_THE_ITEM:
-            return MediaError(f"it has ended two decoders, the last with {signal.Signals(-status).name}")
-        return ProcessDied(f"two decoders died while they decoded it, the last with status {status}")
-
-    async def _fork(self) -> _Process:
+    async def _fork(self) -> DecoderProcess:
         """Have a decoder forked, and give it work. Raise ProcessDied if that fails."""
         born = await self._nursery.fork()
-        process = _Process(born.pid, born.channel, born.status, born.scratch)
+        process = DecoderProcess(born.pid, born.channel, born.status, born.scratch)
         self._processes.append(process)
         self._hand_out()
         return process
-
-    def _fail_waiting(self, why: str) -> None:
-        """Fail the items that no decoder has."""
-        while self._waiting:
-            for job in self._waiting.popitem()[1]:
-                _fail(job.reply, NoProcess(why))
 
 
 def _processor_ticks(pid: int) -> int:
@@ -353,8 +265,3 @@ def _processor_ticks(pid: int) -> int:
     except OSError:
         return -1
     return int(fields[11]) + int(fields[12])
-
-
-def _fail(future: asyncio.Future[Any], error: MindieMMError) -> None:
-    if not future.done():
-        future.set_exception(error)

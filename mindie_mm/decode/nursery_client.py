@@ -105,13 +105,13 @@ class NurseryClient:
             self._tell(Kill(pid))
             self.expect(status)
 
-    def expect(self, told: asyncio.Future[Any]) -> None:
+    def expect(self, answer: asyncio.Future[Any]) -> None:
         """Kill the nursery if it has not told `told` within the limit."""
         child = self._child
         assert child is not None
 
         def look() -> None:
-            if not told.done():
+            if not answer.done():
                 _log.error("the decoders' nursery has not answered for %g s and is killed", ANSWER_LIMIT_S)
                 child.kill()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from mindie_mm.inputs import Media
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.source import read_source, source_path
 from mindie_mm.settings.config import MAX_SOURCE_BYTES
+
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""Seals of a copy, so that a decoder that was taken over cannot change it before the tokenizer computes its digest."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -74,10 +78,11 @@ def pack_copy(media: Media) -> Parcel:
             array = np.ascontiguousarray(piece)
             parts.append(Part(array.nbytes, str(array.dtype), array.shape))
             buffers.append(array.reshape(-1).view(np.uint8).data)
-    descriptor = os.memfd_create("media", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", closefd=False) as file:
             file.writelines(buffers)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(descriptor)
         raise

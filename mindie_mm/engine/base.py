@@ -38,12 +38,13 @@ from mindie_mm.errors import (
     DeviceError,
     InputError,
     MindieMMError,
+    OperationalError,
     SegmentMissing,
     StaleReference,
     TokenOutOfRange,
-    WorldError,
 )
 from mindie_mm.nn.model import MediaModel
+from mindie_mm.nn.placement import devices_of
 from mindie_mm.nn.splice import MediaItem, plain_ids
 from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import Failure
@@ -67,7 +68,7 @@ class BaseEngine(ABC):
         """`ranks` are the processes that all do what this one does, each with its share of the weights."""
         self._media_model = model
         self._spec = model.spec
-        self._devices = model.devices
+        self._devices = devices_of(model)
         self._ranks = ranks
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._tower_limits = TowerLimits(config.max_tower_tokens, config.max_tower_bytes, model.spec.feature_bytes)
@@ -110,7 +111,7 @@ class BaseEngine(ABC):
 
     def add(self, message: Add) -> Progress | None:
         """Queues a request; what is wrong with it comes back at once."""
-        sequence = self._agreed(message.request_id, lambda: self._new(message))
+        sequence = self._try_on_all(message.request_id, lambda: self._new(message))
         if isinstance(sequence, MindieMMError):
             return _failure(message.request_id, sequence)
         self._encoder_cache.count(list(sequence.items))
@@ -128,7 +129,7 @@ class BaseEngine(ABC):
         sequence = self._sequences.get(message.request_id)
         if sequence is None or sequence not in self._scheduler.parked:
             return None  # aborted meanwhile
-        items = self._agreed(message.request_id, lambda: self._items_again(sequence, message))
+        items = self._try_on_all(message.request_id, lambda: self._items_again(sequence, message))
         faults.point("refilled")
         if isinstance(items, SegmentMissing | StaleReference):
             return Progress(request_id=message.request_id, needs_media=True)
@@ -138,7 +139,7 @@ class BaseEngine(ABC):
         self._scheduler.resume(sequence)
         return None
 
-    def _agreed(self, request_id: str, work: Callable[[], T]) -> T | MindieMMError:
+    def _try_on_all(self, request_id: str, work: Callable[[], T]) -> T | MindieMMError:
         """Return the result of `work`, or on all ranks the error that one of them has."""
         failure: MindieMMError | None = None
         try:
@@ -147,9 +148,9 @@ class BaseEngine(ABC):
             failure = error
         except Exception as error:  # noqa: BLE001 - a request that cannot be read must not end the others
             _log.exception("request %s", request_id)
-            failure = WorldError(f"the request failed: {type(error).__name__}")
+            failure = OperationalError(f"the request failed: {type(error).__name__}")
         # A block may be freed between one rank's reading of it and another's.
-        failure = self._ranks.agreed(failure)
+        failure = self._ranks.all_reduce_error(failure)
         return result if failure is None else failure
 
     def _new(self, message: Add) -> Sequence:
@@ -159,12 +160,12 @@ class BaseEngine(ABC):
         return sequence
 
     def _items_again(self, sequence: Sequence, message: Refill) -> list[MediaItem]:
-        """Read a sequence's media from other blocks. Raise WorldError if the prompt or a digest is another."""
+        """Read a sequence's media from other blocks. Raise OperationalError if the prompt or a digest is another."""
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         items = self._read(ids)
         same_ids = plain_ids(ids, items).tolist() == sequence.token_ids[: sequence.num_prompt]
         if not same_ids or [item.digest for item in items] != [item.digest for item in sequence.items]:
-            raise WorldError("the request's media were read again after a preemption, and have changed since")
+            raise OperationalError("the request's media were read again after a preemption, and have changed since")
         return items
 
     def _constraint(self, schema: str) -> Constraint:
@@ -214,8 +215,8 @@ class BaseEngine(ABC):
 
         None where the logits are no numbers: the model's dtype overflowed, or embeddings were none.
         """
-        senseless = ~(logits < torch.inf).all(dim=1)  # with a NaN, or plus infinity, which draws nothing either
-        logits.masked_fill_(senseless.unsqueeze(1), 0)  # nothing can be drawn from them, and the others go on
+        non_finite = ~(logits < torch.inf).all(dim=1)  # with a NaN, or plus infinity, which draws nothing either
+        logits.masked_fill_(non_finite.unsqueeze(1), 0)  # nothing can be drawn from them, and the others go on
         # Sampling biases the logits in place; log-probabilities are of the model's own.
         asking = _asking(sequences)
         rows = [upload(np.array(group, np.int64), logits.device) for group in asking.values()]
@@ -228,7 +229,7 @@ class BaseEngine(ABC):
         ]
         # All of it at once: the host waits for the device here, and in a step without media and prompts'
         # log-probabilities nowhere else.
-        on_host = download(senseless, tokens, *(part for s in scores for part in (s.chosen, s.top, s.top_ids)))
+        on_host = download(non_finite, tokens, *(part for s in scores for part in (s.chosen, s.top, s.top_ids)))
         drawn: list[int] = on_host[1].tolist()
         logprobs: dict[int, list[TokenLogprob]] = {}
         for n, group in enumerate(asking.values()):
@@ -241,10 +242,13 @@ class BaseEngine(ABC):
 
     def _constrain(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
         """Takes out of the logits float32 [sequences, vocabulary], in place, which tokens may not be drawn."""
-        for row, sequence in enumerate(sequences):
-            if sequence.constraint is not None:
-                refused = sequence.constraint.refused(logits.shape[1])
-                logits[row].masked_fill_(upload(refused, logits.device), -torch.inf)
+        constraints = {row: one.constraint for row, one in enumerate(sequences) if one.constraint is not None}
+        if not constraints:
+            return
+        assert self.grammars is not None, "they have made the constraints"
+        refused = upload(self.grammars.refused([*constraints.values()], logits.shape[1]), logits.device)
+        rows = upload(np.array([*constraints], np.int64), logits.device)
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(refused, -torch.inf))
 
     def _advance(self, sequence: Sequence, draw: Draw | None, *, media_consumed: bool) -> Progress:
         """Appends a token to a sequence and tells; a finished one is forgotten, and one without a token fails.
@@ -254,11 +258,11 @@ class BaseEngine(ABC):
         if draw is None:
             for item in sequence.items:  # their features may be why: they are nobody else's
                 self._encoder_cache.drop(item)
-            return self._fail(sequence, WorldError("the model gives no numbers for this request"))
+            return self._fail(sequence, OperationalError("the model gives no numbers for this request"))
         token, logprobs = draw
         if (constraint := sequence.constraint) is not None:
             # Of several ranks the first one alone asks it what may follow, which may be more than it can say.
-            error = self._ranks.same(str, lambda: constraint.accept(token))
+            error = self._ranks.broadcast(str, lambda: constraint.accept(token))
             if error:
                 return self._fail(sequence, InputError(f"the output can no longer be kept to its JSON schema: {error}"))
         first = sequence.num_output == 0
@@ -298,14 +302,14 @@ class BaseEngine(ABC):
             sequence = scheduled.sequence
             if sequence.media_consumed or not sequence.items or scheduled.stop < sequence.media_stop:
                 continue
-            self._drop_nameless(sequence)
+            self._drop_without_digest(sequence)
             sequence.consume_media()
             consumed.add(sequence)
         if consumed:
             faults.point("consumed")
         return consumed
 
-    def _drop_nameless(self, sequence: Sequence) -> None:
+    def _drop_without_digest(self, sequence: Sequence) -> None:
         """Drop the features of items without a digest, whose key is a block that may come to hold something else."""
         for item in sequence.items:
             if item.digest is None:
@@ -339,7 +343,7 @@ class BaseEngine(ABC):
         faults.point("forgetting")
         del self._sequences[sequence.request_id]
         self._scheduler.remove(sequence)
-        self._drop_nameless(sequence)
+        self._drop_without_digest(sequence)
 
 
 def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:

@@ -12,7 +12,7 @@ from mindie_mm.engine.base import BaseEngine, Draw, generator_of
 from mindie_mm.engine.cache.block_pool import BlockPool
 from mindie_mm.engine.cache.kv_cache_size import block_size, fitting_context, useful_blocks
 from mindie_mm.engine.cache.prefix import share
-from mindie_mm.engine.decode_graphs import DecodeGraphs, are_recorded
+from mindie_mm.engine.decode_graphs import DecodeGraphs, captures_graphs
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.requests.engine_messages import Add, Progress, Ready
 from mindie_mm.engine.requests.sequence import Sequence
@@ -45,9 +45,9 @@ class Engine(BaseEngine):
         self._head_rows = max(config.max_num_seqs, PROMPT_ROWS)
         self._prefix_caching = config.prefix_caching
         self._scheduler = Scheduler(config, blocks, self._encoder_cache, self._tower_limits)
-        cache = model.allocate_cache(blocks.num_blocks, blocks.block_size)
-        recorded = are_recorded(kind_of(model.spec.device), config, ranks)
-        self._runner = Runner(model, cache, DecodeGraphs(model, cache, config.max_num_seqs) if recorded else None)
+        cache = model.spec.allocate_cache(blocks.num_blocks, blocks.block_size)
+        captured = captures_graphs(kind_of(model.spec.device), config, ranks)
+        self._runner = Runner(model, cache, DecodeGraphs(model, cache, config.max_num_seqs) if captured else None)
 
     @property
     def ready(self) -> Ready:
@@ -66,8 +66,8 @@ class Engine(BaseEngine):
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         left_tokens = self._max_model_len - len(ids)
         if left_tokens < params.least_room or len(ids) == 0:
-            said = f"{len(ids)} prompt tokens and {params.least_room} to generate do not fit; a prompt has at least 1"
-            raise ContextLengthExceeded.of(left_tokens + len(ids), said)
+            detail = f"{len(ids)} prompt tokens and {params.least_room} to generate do not fit; a prompt has at least 1"
+            raise ContextLengthExceeded.of(left_tokens + len(ids), detail)
         items = self._read(ids)
         sequence = Sequence(
             request_id=message.request_id,
@@ -76,7 +76,7 @@ class Engine(BaseEngine):
             num_prompt=len(ids),
             items=items,
             prompt_positions=self._model.positions(len(ids), items),
-            groups=self._model.attention_groups(len(ids), items),
+            span_ids=self._model.bidirectional_spans(len(ids), items),
             max_tokens=params.most_tokens(left_tokens),
             generator=generator_of(params),
             asked_s=message.asked_s,
@@ -99,18 +99,18 @@ class Engine(BaseEngine):
             self._collect_prompt_logprobs(rows)
         sampling = [scheduled.sequence for scheduled in step if scheduled.samples]
         # The first rank's: a seed that nobody gave is known to it alone.
-        draws = self._ranks.same(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
+        draws = self._ranks.broadcast(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
         # Not before the tokens are here: a device tells late that it failed. What is no number is nobody else's prefix.
-        senseless = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
-        self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in senseless])
-        for sequence in senseless:  # an earlier step may have let others find its first blocks
+        non_finite = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
+        self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in non_finite])
+        for sequence in non_finite:  # an earlier step may have let others find its first blocks
             self._blocks.forget(sequence.blocks)
         consumed = self._consume_media(step)
         for sequence in consumed.difference(sampling):
             progress.append(Progress(request_id=sequence.request_id, media_consumed=True))
         for sequence, draw in zip(sampling, draws, strict=True):
-            told = self._advance(sequence, draw, media_consumed=sequence in consumed)
-            progress.append(told)  # one by one: should a later one fail, none is lost
+            update = self._advance(sequence, draw, media_consumed=sequence in consumed)
+            progress.append(update)  # one by one: should a later one fail, none is lost
 
     @torch.inference_mode()
     def _collect_prompt_logprobs(self, rows: PromptRows) -> None:

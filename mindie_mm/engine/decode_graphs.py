@@ -1,7 +1,7 @@
-"""Decode steps that are recorded once for a size, and then launched as one: on a GPU, CUDA graphs.
+"""Decode steps that are captured once for a size, and then launched as one: on a GPU, CUDA graphs.
 
 A step of one new token for each sequence launches some dozen operators a layer, which takes the host longer than a GPU
-needs for them. What a recording reads lies in one tensor, written before each launch; sizes are powers of two, so that
+needs for them. What a graph reads lies in one tensor, written before each launch; sizes are powers of two, so that
 there are few.
 """
 
@@ -21,24 +21,24 @@ from mindie_mm.device import Device, block_table, kind_of, upload
 from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.nn.model import Model
-from mindie_mm.nn.paged_batch import PagedCache, RecordedBatch
+from mindie_mm.nn.paged_batch import GraphBatch, PagedCache
 from mindie_mm.settings.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 
 MOST_SLOTS = 2**16
-"""Most tokens of the KV cache that a recorded step gathers, padding included: beyond, launches are no longer what takes
-the time, and the padding to the longest sequence might."""
+"""Most tokens of the KV cache that a captured graph gathers, padding included. Beyond, launches are no longer what
+takes the time, and the padding to the longest sequence might."""
 
 
-def are_recorded(device: type[Device], config: EngineConfig, ranks: Ranks) -> bool:
-    """Whether an engine on such a device records its decode steps."""
-    # Not with several ranks: one that could not record what the others do would leave them waiting.
+def captures_graphs(device: type[Device], config: EngineConfig, ranks: Ranks) -> bool:
+    """Whether an engine on such a device captures its decode steps as graphs."""
+    # Not with several ranks: one that could not capture what the others do would leave them waiting.
     return device.records and ranks.count == 1 and not config.enforce_eager
 
 
 def most_rows(max_num_seqs: int, block_size: int) -> int:
-    """Most rows of a recorded step."""
+    """Most rows of a captured graph."""
     return max(1, min(_power(max_num_seqs), MOST_SLOTS // block_size))
 
 
@@ -55,7 +55,7 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The recordings of one model's decode steps over one KV cache."""
+    """The captured graphs of one model's decode steps over one KV cache."""
 
     def __init__(self, model: Model, cache: PagedCache, max_num_seqs: int) -> None:
         spec = model.spec
@@ -64,12 +64,12 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], _Graph] = {}
         """By the rows of the step, and the blocks of each."""
         self._most_slots = MOST_SLOTS
-        """As MOST_SLOTS; less where memory lacked for as many, none where a step could not be recorded."""
+        """As MOST_SLOTS; less where memory lacked for as many, none where a step could not be captured."""
         num_rows = most_rows(max_num_seqs, cache.block_size)
         self._logits = torch.empty(num_rows, spec.vocab_size, dtype=torch.float32, device=spec.device)
 
     def logits(self, step: abc.Sequence[Scheduled]) -> Tensor | None:
-        """float32 [sequences, vocabulary] of a step, valid until the next one; None for one that is not recorded.
+        """float32 [sequences, vocabulary] of a step, valid until the next one; None for one that is not captured.
 
         That is every step with something of a prompt, and one whose sequences are too long.
         """
@@ -83,33 +83,34 @@ class DecodeGraphs:
         inputs = upload(_inputs([*step, *[step[-1]] * (rows - len(step))], blocks, self._cache), self._logits.device)
         if graph := self._graphs.get((rows, blocks)):
             graph.inputs.copy_(inputs)
-        elif graph := self._record(inputs, rows, blocks):
+        elif graph := self._capture(inputs, rows, blocks):
             self._graphs[rows, blocks] = graph
         else:
             return None
         graph.launch()
         return self._logits[: len(step)]
 
-    def _record(self, inputs: Tensor, rows: int, blocks: int) -> _Graph | None:
+    def _capture(self, inputs: Tensor, rows: int, blocks: int) -> _Graph | None:
         ids, slots, lengths = inputs[: 3 * rows].view(3, rows)
         table, positions = inputs[3 * rows :].split([rows * blocks, len(inputs) - rows * (3 + blocks)])
 
         def decode() -> None:
-            batch = RecordedBatch(self._cache, slots, table.view(rows, blocks), lengths)
-            self._logits[:rows] = self._model.forward(ids, positions.view(-1, rows), (), batch, None)
+            batch = GraphBatch(self._cache, slots, table.view(rows, blocks), lengths)
+            states = self._model.states(ids, positions.view(-1, rows), (), batch, None)
+            self._logits[:rows] = self._model.head(states)
 
         try:
             return _Graph(inputs, kind_of(inputs.device).record(decode))
         except RuntimeError as error:
             # Whatever it is, the step itself has not failed: it is computed again, operator by operator.
-            # Of two errors the first says why; the one behind it, that a recording was spoiled.
+            # Of two errors the first says why; the one behind it, that the capture was spoiled.
             why = error.__context__ or error
             slots, which = rows * blocks * self._cache.block_size, ""
             if isinstance(why, torch.OutOfMemoryError):  # sizes halve: this comes a few times at most
                 which = f" that gather {slots} tokens or more"
             self._most_slots = slots // 2 if which else 0
             _log.warning("decode steps%s are not recorded, each operator is launched by itself: %s", which, why)
-            self._graphs.clear()  # their memory is the step's; smaller ones are recorded again
+            self._graphs.clear()  # their memory is the step's; smaller ones are captured again
             return None
 
 

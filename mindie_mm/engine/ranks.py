@@ -20,7 +20,7 @@ from torch import Tensor
 from mindie_mm.device import Device, default_num_threads, open_device
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.processes.ipc import Failure
-from mindie_mm.settings.environment import keep_collectives_local
+from mindie_mm.settings.environment import keep_collectives_local, set_local_rank
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ _INLINE = 504
 
 
 class Ranks:
-    """An engine of one process: nobody to ask."""
+    """The ranks of an engine of one process."""
 
     number = 0
     """Number of this process, from 0. Rank 0 communicates with the parent."""
@@ -51,29 +51,29 @@ class Ranks:
         """Open a device as `device.open_device`, one per rank. Raise DeviceError if there are fewer."""
         return open_device(name)
 
-    def same(self, kind: Any, make: Callable[[], T]) -> T:
-        """On every rank what `make` gives on the first one, which alone calls it; `kind` is its type, for msgpack."""
+    def broadcast(self, kind: Any, make: Callable[[], T]) -> T:
+        """Return on every rank what `make` returns on rank 0, which alone calls it. `kind` is its type, for msgpack."""
         return make()
 
-    def agreed(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
-        """On every rank the error of the first rank that has one; None where none has."""
+    def all_reduce_error(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
+        """Return on every rank the error of the lowest rank that has one, or None if no rank has an error."""
         return error
 
-    def least(self, number: int) -> int:
-        """The least `number` of any rank."""
+    def all_reduce_min(self, number: int) -> int:
+        """Return the smallest `number` of all ranks."""
         return number
 
-    def together(self, work: Callable[[], T], patience: timedelta = PATIENCE) -> T:
-        """What `work` gives here; what it fails with on any rank is raised on all of them.
+    def run_on_all(self, work: Callable[[], T], patience: timedelta = PATIENCE) -> T:
+        """Run `work` on every rank and return its result here. Raise an error of any rank on all ranks.
 
-        `patience` is how long the slowest of them may take longer than one that fails.
+        `patience` is how much longer the slowest rank may take than one that fails.
         """
         failure: MindieMMError | None = None
         try:
             result = work()
         except MindieMMError as error:
             failure = error
-        if (failure := self.agreed(failure, patience)) is not None:
+        if (failure := self.all_reduce_error(failure, patience)) is not None:
             raise failure
         return result
 
@@ -86,10 +86,10 @@ class Ranks:
             sums[owners[index]] += costs[index]
         return owners
 
-    def exchanged(
+    def all_gather(
         self, own: Sequence[Tensor], owners: Sequence[int], rows: Sequence[int], like: Tensor
     ) -> list[Tensor]:
-        """On every rank the tensors of all: `own` are those that `owners` gives to this one, `rows` the lengths of all.
+        """Return the tensors of all ranks: `own` are those that `owners` gives to this one, `rows` the lengths of all.
 
         Each is [rows, width], of the width, dtype and device of `like`, [0, width].
         """
@@ -102,31 +102,30 @@ ALONE = Ranks()
 class _Group(Ranks):
     """The processes of torch.distributed's default group."""
 
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
+    def __init__(self) -> None:
         self.number = dist.get_rank()
         self.count = dist.get_world_size()
         # A separate group without a time limit, so that the model's collectives do not delay reports of a failure.
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def num_threads(self) -> int:
-        return self._num_threads
+        return max(1, default_num_threads() // self.count)
 
     def open_device(self, name: str) -> Device:
         device = open_device(name)
-        if device.name != "cpu" and (found := torch.accelerator.device_count()) < self.count:
-            raise DeviceError(f"tensor_parallel is {self.count}, the visible {device.name} devices are {found}")
+        if device.name != "cpu" and (num_devices := torch.accelerator.device_count()) < self.count:
+            raise DeviceError(f"tensor_parallel is {self.count}, the visible {device.name} devices are {num_devices}")
         return device
 
-    def same(self, kind: Any, make: Callable[[], T]) -> T:
+    def broadcast(self, kind: Any, make: Callable[[], T]) -> T:
         if self.number == 0:
-            made = make()
-            self._broadcast(msgspec.msgpack.encode(made), 0)
-            return made
+            value = make()
+            self._broadcast(msgspec.msgpack.encode(value), 0)
+            return value
         received: T = msgspec.msgpack.decode(self._broadcast(None, 0), type=kind)
         return received
 
-    def agreed(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
+    def all_reduce_error(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
         first = torch.tensor(self.count if error is None else self.number)
         work = dist.all_reduce(first, dist.ReduceOp.MIN, group=self._control, async_op=True)
         try:
@@ -138,15 +137,15 @@ class _Group(Ranks):
         if (rank := int(first)) == self.count:
             return None
         own = None if error is None else msgspec.msgpack.encode(Failure.of(error))
-        told = msgspec.msgpack.decode(self._broadcast(own if rank == self.number else None, rank), type=Failure)
-        return error if rank == self.number else told.exception()
+        failure = msgspec.msgpack.decode(self._broadcast(own if rank == self.number else None, rank), type=Failure)
+        return error if rank == self.number else failure.exception()
 
-    def least(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         least = torch.tensor(number)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._control)
         return int(least)
 
-    def exchanged(
+    def all_gather(
         self, own: Sequence[Tensor], owners: Sequence[int], rows: Sequence[int], like: Tensor
     ) -> list[Tensor]:
         pieces = []
@@ -173,23 +172,25 @@ class _Group(Ranks):
         return whole.numpy().tobytes()
 
 
-def join(number: int, device: str, num_threads: int) -> Ranks:
-    """Join the ranks of which torchrun has started this process as one. torch reads torchrun's variables.
+def join(number: int, count: int, store: str, device: str) -> Ranks:
+    """Join the ranks of an engine, each of which calls this.
 
     Args:
         number: Rank of this process.
+        count: Number of ranks.
+        store: Path of the file through which the ranks find each other, empty at first.
         device: Device that the engine runs on.
-        num_threads: Share of the host's threads for this process.
 
     """
     keep_collectives_local()
+    set_local_rank(number)
     backend = "gloo"
     with suppress(MindieMMError):  # `open_device` reports a missing device later, when all ranks can hear it
         if (kind := open_device(device).name) != "cpu" and number < torch.accelerator.device_count():
             torch.accelerator.set_device_index(number)  # first, because any other call would initialize device 0
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-    dist.init_process_group(backend)
-    return _Group(num_threads)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=number, world_size=count)
+    return _Group()
 
 
 def _bytes(data: bytes) -> Tensor:

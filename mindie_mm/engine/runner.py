@@ -46,7 +46,7 @@ class Runner:
     """Runs scheduled tokens through a model and its KV cache."""
 
     def __init__(self, model: Model, cache: PagedCache, graphs: DecodeGraphs | None = None) -> None:
-        """`graphs` has the steps that are recorded; None: none is."""
+        """`graphs` holds the captured graphs; None: no step is captured."""
         self._model = model
         self._cache = cache
         self._graphs = graphs
@@ -82,7 +82,7 @@ class Runner:
             upload(np.concatenate([s.sequence.positions(s.start, s.stop) for s in step], axis=1), device),
             splices,
             PagedBatch(
-                [Chunk(s.start, s.stop, s.sequence.blocks, s.sequence.groups) for s in step], self._cache, device
+                [Chunk(s.start, s.stop, s.sequence.blocks, s.sequence.span_ids) for s in step], self._cache, device
             ),
             upload(torch.tensor(wanted, dtype=torch.int64), device),
         )

@@ -133,12 +133,14 @@ class Scheduler(BaseScheduler):
         config = self._config
         budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
         preemptions = self.preemptions
-        step = [
-            scheduled
-            # A prompt that takes all that a step has left must not hold up the answers that were begun behind it.
-            for sequence in sorted(self.running, key=lambda one: one.num_tokens - one.num_computed > 1)
-            if sequence in self.running and (scheduled := self._schedule(sequence, budget))
-        ]
+        step = []
+        # A prompt that takes all that a step has left must not hold up the answers that were begun behind it.
+        for sequence in sorted(self.running, key=lambda one: one.num_tokens - one.num_computed > 1):
+            if sequence not in self.running:
+                continue  # preempted for one of the sequences before it
+            scheduled = self._schedule(sequence, budget)
+            if scheduled is not None:
+                step.append(scheduled)
         if preemptions != self.preemptions:  # nobody new; and who gave up its blocks may have had a token already
             return [scheduled for scheduled in step if scheduled.sequence in self.running]
         while self.waiting and len(self.running) < config.max_num_seqs:

@@ -139,7 +139,7 @@ class Seq2SeqEngine(BaseEngine):
             num_prompt=len(ids),
             items=items,
             prompt_positions=Positions(torch.arange(len(ids)).unsqueeze(0)),
-            groups=None,
+            span_ids=None,
             max_tokens=max(params.most_tokens(most), 1),
             generator=generator_of(params),
             asked_s=message.asked_s,
@@ -168,8 +168,8 @@ class Seq2SeqEngine(BaseEngine):
         draws = self._draw(torch.cat([*rows.values()]), [*rows])
         consumed = self._consume_media([scheduled for scheduled in step if scheduled.sequence in rows])
         for sequence, draw in zip(rows, draws, strict=True):
-            told = self._advance(sequence, draw, media_consumed=sequence in consumed)
-            progress.append(told)  # one by one: should a later one fail, none is lost
+            update = self._advance(sequence, draw, media_consumed=sequence in consumed)
+            progress.append(update)  # one by one: should a later one fail, none is lost
 
     def _next_logits(self, sequence: Sequence, features: Features) -> Tensor:
         """float32 [1, vocabulary]."""

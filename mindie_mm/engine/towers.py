@@ -17,6 +17,7 @@ from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.nn.model import MediaModel
+from mindie_mm.nn.placement import devices_of
 from mindie_mm.nn.splice import ItemRef, ItemView, MediaItem
 from mindie_mm.nn.staging import fetch
 from mindie_mm.processes import faults
@@ -132,16 +133,16 @@ class Towers:
                 _log.exception("the tower failed on %s", items[0].ref)
             self._require_alive()
             failure = DeviceError(f"the tower failed: {type(error).__name__}")
-        if (failure := ranks.agreed(failure)) is not None:
+        if (failure := ranks.all_reduce_error(failure)) is not None:
             return failure
         if not self._by_item:
             return features
         like = torch.empty(0, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
-        return ranks.exchanged(features, owners, lengths, like)
+        return ranks.all_gather(features, owners, lengths, like)
 
     def _require_alive(self) -> None:
         """Before anything is tried again: what does not compute gives features without an error."""
-        for device in self._model.devices:
+        for device in devices_of(self._model):
             require_alive(device)
 
     def _within_limits(self, missing: list[tuple[Sequence, MediaItem]]) -> list[list[tuple[Sequence, MediaItem]]]:

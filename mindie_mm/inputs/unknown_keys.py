@@ -32,11 +32,11 @@ OTHERS_OPTIONS = frozenset(
     }
 )
 """Names of options and sources in other servers and libraries. Ignoring one of them would change the prompt."""
-_MAX_TOLD = 256
+_MAX_WARNED = 256
 """Maximum number of keys to warn about, because clients may send any number of different ones."""
 _MAX_SHOWN = 40
 _MIN_SHORTENED = 6
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def pass_over(
@@ -90,6 +90,6 @@ _SPELLED: Mapping[str, str] = {
 
 
 def _warn_once(key: str) -> None:
-    if key not in _told and len(_told) < _MAX_TOLD:
-        _told.add(key)
+    if key not in _warned and len(_warned) < _MAX_WARNED:
+        _warned.add(key)
         _log.warning("ignoring the unknown key %r of an item; this warning is not repeated", key)

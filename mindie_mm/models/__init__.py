@@ -173,8 +173,8 @@ def load_model(
             refuse_mindie(checkpoint)
             processor = chosen.processor(checkpoint)  # first: it refuses by name, before any weight is read
             model = chosen.model(checkpoint, processor, opened, _dtype(dtype, checkpoint, opened))
-            if is_first() and (said := unknown_keys(checkpoint, chosen)):
-                _log.warning("%s: %s", checkpoint.path, said)
+            if is_first() and (message := unknown_keys(checkpoint, chosen)):
+                _log.warning("%s: %s", checkpoint.path, message)
         place(model, vision, projector)
         opened.prepare(model.module)
     except torch.OutOfMemoryError as error:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.inputs import Kind
-from mindie_mm.media.image.preprocess import Preprocess, Size, check_made, check_settings, resample_of
+from mindie_mm.media.image.preprocess import Preprocess, Size, check_output_size, check_settings, resample_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.generation import GenerationRules
@@ -25,6 +24,7 @@ from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.seq2seq import Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, load_pretrained, read_config
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -33,6 +33,15 @@ _DEFAULTS: Mapping[str, Any] = {
     "image_mean": CLIP_MEAN,
     "image_std": CLIP_STD,
 }
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% set role = 'Answer' if message.role == 'assistant' else 'Question' %}{{ role }}:"
+    "{% if message.content is string %} {{ message.content }}"
+    "{% else %}{% for part in message.content if part.type == 'text' %} {{ part.text }}{% endfor %}{% endif %}"
+    "{% if not loop.last %} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %} Answer:{% endif %}"
+)
+"""The form in which the paper asks of an image; an answer is what follows."""
 _T5_POSITIONS = 512
 """What T5 was trained with, as its tokenizer and config.json usually say; its positions are relative."""
 
@@ -40,16 +49,7 @@ _T5_POSITIONS = 512
 class Blip2Processor(OneSizeProcessor):
     """The tokenizer's half."""
 
-    inserted = True
-    # The form in which the paper asks of an image; an answer is what follows.
-    chat_template = (
-        "{% for message in messages %}"
-        "{% set role = 'Answer' if message.role == 'assistant' else 'Question' %}{{ role }}:"
-        "{% if message.content is string %} {{ message.content }}"
-        "{% else %}{% for part in message.content if part.type == 'text' %} {{ part.text }}{% endfor %}{% endif %}"
-        "{% if not loop.last %} {% endif %}{% endfor %}"
-        "{% if add_generation_prompt %} Answer:{% endif %}"
-    )
+    traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1})
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
@@ -62,21 +62,17 @@ class Blip2Processor(OneSizeProcessor):
         size = Size.read(settings["size"], where, square=True)
         side: int = config.vision_config.image_size
         self.steps = Preprocess(size, resample_of(settings, where))
-        check_made(self.steps.made, side, where)
+        check_output_size(self.steps.output_size, side, where)
         self.size = side, side
         self.normalizations = {"image": Normalization.read(settings)}
         self.num_features = config.num_query_tokens
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
 
-    def limits(self) -> Mapping[Kind, int]:
-        return {"image": 1}
-
 
 class _Tower(PictureModel):
     """Tower and Q-Former; `module` is transformers' Blip2ForConditionalGeneration."""
 
-    vision_parts = ("vision_model",)
-    projector_parts = ("language_projection",)
+    traits = Traits(vision_parts=("vision_model",), projector_parts=("language_projection",))
     module: Any
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:

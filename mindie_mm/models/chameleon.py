@@ -22,6 +22,7 @@ from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import Normalization, joined
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, text_width
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -44,7 +45,7 @@ _CHAT_TEMPLATE = (
 class ChameleonProcessor(OneSizeProcessor):
     """The tokenizer's half."""
 
-    chat_template = _CHAT_TEMPLATE
+    traits = Traits(chat_template=_CHAT_TEMPLATE)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
@@ -82,8 +83,9 @@ class ChameleonProcessor(OneSizeProcessor):
         self._run = (start, *[token] * self.num_features, end)
         self._separator = checkpoint.token_id(checkpoint.require_special_token("sep_token"))
 
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        return Spelling(runs=[self._run])
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        made = super().spelling(kind, num_features, grid) is not None
+        return Spelling(runs=[self._run]) if made else None
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """The turn ends with a separator, also where there is no image."""
@@ -93,10 +95,8 @@ class ChameleonProcessor(OneSizeProcessor):
 class ChameleonModel(PictureModel, PretrainedModel):
     """Quantiser and decoder of Chameleon; `module` is transformers' ChameleonForConditionalGeneration."""
 
-    vision_parts = (
-        "model.vqmodel.encoder",
-        "model.vqmodel.quant_conv",
-        "model.vqmodel.quantize",
+    traits = Traits(
+        vision_parts=("model.vqmodel.encoder", "model.vqmodel.quant_conv", "model.vqmodel.quantize"),
     )
 
     def __init__(self, module: Any, spec: ModelSpec, processor: ChameleonProcessor) -> None:

@@ -26,6 +26,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
@@ -203,8 +204,7 @@ class DeepseekVLProcessor(Processor):
 class DeepseekVLModel(PretrainedModel):
     """Tower and decoder of DeepSeek-VL; `module` is transformers' DeepseekVLForConditionalGeneration or its sibling."""
 
-    vision_parts: ClassVar[tuple[str, ...]] = ("model.vision_model",)
-    projector_parts = ("model.aligner",)
+    traits = Traits(vision_parts=("model.vision_model",), projector_parts=("model.aligner",))
 
     def __init__(self, module: Any, spec: ModelSpec, processor: DeepseekVLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
@@ -384,9 +384,9 @@ def translate(
 
     """
     where, config = str(checkpoint.path), checkpoint.config
-    said = checkpoint.json("processor_config.json")
+    processor_config = checkpoint.json("processor_config.json")
     check_settings(
-        said,
+        processor_config,
         {"add_special_token": False, "sft_format": "deepseek", "image_tag": _IMAGE_TAG},
         f"{where} (processor_config.json)",
     )
@@ -410,7 +410,7 @@ def translate(
             checkpoint.token_id(checkpoint.require_special_token("eos_token")) if eos is None else eos
         )
     files = {
-        "processor_config.json": {"num_image_tokens": said.get("num_image_tokens", 576)},
+        "processor_config.json": {"num_image_tokens": processor_config.get("num_image_tokens", 576)},
         "preprocessor_config.json": dict(pixels),
         "generation_config.json": generation,
         "tokenizer.json": described,

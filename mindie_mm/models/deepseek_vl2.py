@@ -25,13 +25,14 @@ from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pixels import normalize_pictures
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.build import build
 from mindie_mm.shm import ArraySpec
 
@@ -43,7 +44,7 @@ _LATENT_EPS = 1e-6  # of the latent's norm, whatever the config says of the othe
 # Callers write these, and answers hold them: text like any other, each of one id.
 _TAGS = ("<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>")
 # The defaults are those of the original's configuration classes.
-_KEYS = Keys(
+KEYS = Keys(
     read={"candidate_resolutions": [(384, 384)]},
     only={"tile_tag": ("2D",), "global_view_pos": ("head",)},
     unused=words("tie_word_embeddings"),  # the language model's counts
@@ -155,7 +156,7 @@ class DeepseekVL2Processor(Processor):
     row. The grid: tiles (across, down). Of three images or more in a prompt each has one tile.
     """
 
-    chat_template = _TEMPLATE
+    traits = Traits(chat_template=_TEMPLATE)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = configuration(checkpoint)
@@ -200,20 +201,18 @@ class DeepseekVL2Processor(Processor):
         side = self.side
         return side * (side + 1) + 1 + side * down * (side * across + 1)
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        return len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        made = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
+        return Spelling() if made else None
 
     def max_tokens(self, kind: Kind) -> int:
-        self.placeholder(kind)
         return max(self.num_features(*self._tiles(canvas)) for canvas in self.canvases)
 
     def worst_case(self, kind: Kind) -> Data:
-        self.placeholder(kind)
         canvas = max(self.canvases, key=lambda canvas: self.num_features(*self._tiles(canvas)))
         return np.zeros((*canvas, 3), np.uint8)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        self.placeholder(media.kind)
         image, size = open_image(data), self.size
         if round(size * min(image.width, image.height) / max(image.width, image.height)) < 1:
             raise LimitExceeded(
@@ -427,8 +426,7 @@ class _Network(nn.Module):
 class DeepseekVL2Model(Model):
     """Tower, projector and decoder."""
 
-    vision_parts = ("vision",)
-    projector_parts = ("projector",)
+    traits = Traits(vision_parts=("vision",), projector_parts=("projector",))
 
     def __init__(
         self, network: _Network, spec: ModelSpec, processor: DeepseekVL2Processor, language: Mapping[str, Any]
@@ -489,7 +487,10 @@ class DeepseekVL2(Family):
     kinds = ("image",)
     reference = "the code that came with DeepSeek-VL2 (golden data)"
     processor = DeepseekVL2Processor
-    config_keys = _KEYS
+
+    @classmethod
+    def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
+        return [*KEYS.unknown(checkpoint.config)]
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> DeepseekVL2Model:
@@ -548,7 +549,7 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return config.json with the defaults of what it lacks. UnsupportedCheckpoint for what is not served."""
     _check_kind(checkpoint)
     where = f"{checkpoint.path}/config.json"
-    config = _KEYS.complete(checkpoint.config, where)
+    config = KEYS.complete(checkpoint.config, where)
     vision, projector, language = (config[name] for name in ("vision_config", "projector_config", "language_config"))
     if language["use_mla"] and language["kv_lora_rank"] is None:
         raise UnsupportedCheckpoint(

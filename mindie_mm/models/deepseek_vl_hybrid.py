@@ -7,6 +7,7 @@ is translated by the rules of transformers' convert_deepseek_vl_hybrid_weights_t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -140,11 +141,14 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
 class DeepseekVLHybridModel(DeepseekVLModel):
     """With a second tower; `module` is transformers' DeepseekVLHybridForConditionalGeneration."""
 
-    vision_parts = (
-        "model.vision_model",
-        "model.high_res_vision_model",
-        "model.high_res_vision_neck",
-        "model.high_res_vision_proj",
+    traits = replace(
+        DeepseekVLModel.traits,
+        vision_parts=(
+            "model.vision_model",
+            "model.high_res_vision_model",
+            "model.high_res_vision_neck",
+            "model.high_res_vision_proj",
+        ),
     )
 
 

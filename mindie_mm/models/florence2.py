@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from mindie_mm.device import Device
 from mindie_mm.errors import InputError, TokenOutOfRange, UnsupportedCheckpoint
-from mindie_mm.inputs import Kind
 from mindie_mm.media.image.preprocess import Preprocess, Size, check_settings, resample_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint, tokenizer_length, with_special_tokens
 from mindie_mm.nn.checkpoint.renaming import TRANSPOSED, Renaming
@@ -32,6 +31,7 @@ from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.seq2seq import Decoding, Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem, Splice
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.build import renamed_weights
 from mindie_mm.nn.weights.pretrained import read_config
 
@@ -164,18 +164,18 @@ _RENAMINGS = (
 )
 _LOGITS_BIAS = "language_model.final_logits_bias"
 """A weight of the original's that transformers' class has no place for."""
+_CHAT_TEMPLATE = (
+    "{% if messages | length != 1 %}"
+    "{{ raise_exception('this model answers one message, and remembers none before it') }}{% endif %}"
+    "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}"
+    "{% for part in messages[0].content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
+)
 
 
 class Florence2Processor(OneSizeProcessor):
     """The tokenizer's half."""
 
-    inserted = True
-    chat_template = (
-        "{% if messages | length != 1 %}"
-        "{{ raise_exception('this model answers one message, and remembers none before it') }}{% endif %}"
-        "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}"
-        "{% for part in messages[0].content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
-    )
+    traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1})
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = _translated(checkpoint)
@@ -187,9 +187,9 @@ class Florence2Processor(OneSizeProcessor):
         size = Size.read(settings["size"], where)
         crop = Size.read(settings["crop_size"], where, square=True).fixed if settings["do_center_crop"] else None
         self.steps = Preprocess(size, resample_of(settings, where), crop)
-        if self.steps.made is None:
+        if self.steps.output_size is None:
             raise UnsupportedCheckpoint(f"{where}: its preprocessing makes images of several sizes, one is served")
-        self.size = self.steps.made
+        self.size = self.steps.output_size
         self.normalizations = {"image": Normalization.read(settings)}
         self.num_features = _num_features(config.vision_config, self.size, where)
         check_settings(settings, {"image_seq_length": self.num_features}, where)
@@ -197,9 +197,6 @@ class Florence2Processor(OneSizeProcessor):
         self._around = [
             checkpoint.token_id(checkpoint.require_special_token(name)) for name in ("bos_token", "eos_token")
         ]
-
-    def limits(self) -> Mapping[Kind, int]:
-        return {"image": 1}
 
     def prompt_text(self, text: str) -> str:
         """A task's name replaced by what the model was taught to answer."""
@@ -224,8 +221,7 @@ class Florence2Processor(OneSizeProcessor):
 class Florence2Model(PictureModel, Seq2SeqModel):
     """Tower, encoder and decoder; `module` is transformers' Florence2ForConditionalGeneration."""
 
-    vision_parts = ("model.vision_tower",)
-    projector_parts = ("model.multi_modal_projector",)
+    traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
 
     def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, processor: Florence2Processor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head, rules)
@@ -290,14 +286,14 @@ class Florence2(PretrainedFamily):
         return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
 
 
-def _num_features(vision: Any, made: tuple[int, int], where: str) -> int:
+def _num_features(vision: Any, output_size: tuple[int, int], where: str) -> int:
     """Features of an image of this height and width: one for each cell that the tower leaves, and one for all."""
-    height, width = made
+    height, width = output_size
     for size, stride, padding in zip(vision.patch_size, vision.patch_stride, vision.patch_padding, strict=True):
         height, width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
     if max(height, width) > vision.max_position_embeddings:
         raise UnsupportedCheckpoint(
-            f"{where}: images of {made} pixels come to {height} x {width} cells, the tower has positions for "
+            f"{where}: images of {output_size} pixels come to {height} x {width} cells, the tower has positions for "
             f"{vision.max_position_embeddings} a side"
         )
     return height * width + 1

@@ -7,7 +7,7 @@ the text.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization, joined
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
@@ -50,8 +51,7 @@ class FuyuProcessor(Processor):
     A block holds `patches`, uint8 [rows * columns, patch * patch * 3]; the grid: (rows, columns).
     """
 
-    inserted = True
-    chat_template = _CHAT_TEMPLATE
+    traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1})
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
@@ -82,7 +82,7 @@ class FuyuProcessor(Processor):
         self._newline, self._answer = newline, answer
         self._blank = [vocabulary[piece] for piece in _prepended(checkpoint) if piece in vocabulary]
         self._token = token
-        self.placeholders = {"image": Placeholder((), token, ())}
+        self.placeholders = {"image": Placeholder((), token, (), control_ids=(token, newline, answer))}
 
     def max_tokens(self, kind: Kind) -> int:
         return self._height // self.patch * (self._width // self.patch)
@@ -90,19 +90,11 @@ class FuyuProcessor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((self._height, self._width, 3), np.uint8)
 
-    def limits(self) -> Mapping[Kind, int]:
-        return {"image": 1}
-
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        return len(grid) == 2 and min(grid) > 0 and math.prod(grid) == num_features
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        if len(grid) != 2 or min(grid) <= 0 or math.prod(grid) != num_features:
+            return None
         rows, columns = grid
         return Spelling(runs=[[*[self._token] * columns, self._newline] * rows])
-
-    @property
-    def control_pieces(self) -> Collection[int]:
-        return self._token, self._newline, self._answer
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """Where there is an image, a BOS stands behind it, and the answer begins with a token of its own."""
@@ -149,7 +141,7 @@ class FuyuProcessor(Processor):
 class FuyuModel(PretrainedModel):
     """Decoder of Fuyu; its tower is one linear layer. `module` is transformers' FuyuForCausalLM."""
 
-    projector_parts = ("model.vision_embed_tokens",)
+    traits = Traits(projector_parts=("model.vision_embed_tokens",))
 
     def __init__(self, module: Any, spec: ModelSpec, processor: FuyuProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image, resize
-from mindie_mm.media.image.preprocess import Size, check_made, check_settings, resample_of
+from mindie_mm.media.image.preprocess import Size, check_output_size, check_settings, resample_of
 from mindie_mm.models.llava import LlavaModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
@@ -57,7 +57,7 @@ class Gemma3Processor(Processor):
         stated = {"image_seq_length": 256, **checkpoint.json("processor_config.json")}
         check_settings(stated, {"image_seq_length": self._features}, where)
         check_settings(settings, {"do_resize": True}, where)
-        check_made(Size.read(settings["size"], where, square=True).fixed, self._side, where)
+        check_output_size(Size.read(settings["size"], where, square=True).fixed, self._side, where)
         self._resample = resample_of(settings, where)
         self.normalizations: Mapping[Kind, Normalization] = {"image": Normalization.read(settings)}
         self._scanning: bool = settings["do_pan_and_scan"]
@@ -89,12 +89,10 @@ class Gemma3Processor(Processor):
         width = max(self._most_crops, math.ceil(self._ratio)) * self._least
         return np.zeros((self._least, width, 3), np.uint8)
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         crops = grid[0] if grid else 0
-        return len(grid) <= 1 and crops >= 0 and (1 + crops) * self._features == num_features
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        crops = grid[0] if grid else 0
+        if len(grid) > 1 or crops < 0 or (1 + crops) * self._features != num_features:
+            return None
         text = whole = f"\n\n{self._start}{self._image}{self._end}\n\n"
         if crops:
             text = (
@@ -170,14 +168,14 @@ class Gemma3Model(LlavaModel):
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         return split_features(self.module.model.get_image_features(self.pixels(items)).pooler_output, items)
 
-    def attention_groups(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """A group for each run of image tokens: the whole image, and each of its crops."""
+    def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
+        """A span for each run of image tokens: the whole image, and each of its crops."""
         if not items:
             return None
         slots = np.concatenate([item.slots for item in items])
-        groups = torch.full((length,), -1)
-        groups[slots] = torch.from_numpy(np.cumsum(np.diff(slots, prepend=-2) != 1) - 1)
-        return groups
+        span_ids = torch.full((length,), -1)
+        span_ids[slots] = torch.from_numpy(np.cumsum(np.diff(slots, prepend=-2) != 1) - 1)
+        return span_ids
 
     def head(self, hidden: Tensor) -> Tensor:
         """With the soft cap that transformers' Gemma3ForCausalLM puts on the same logits, where the config has one."""

@@ -23,6 +23,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
@@ -85,10 +86,9 @@ class Idefics3Processor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((self.side, self.side, 3), np.uint8)
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        return len(grid) == 2 and min(grid) >= 0 and (grid[0] * grid[1] + 1) * self.tile_features == num_features
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        if len(grid) != 2 or min(grid) < 0 or (grid[0] * grid[1] + 1) * self.tile_features != num_features:
+            return None
         tiles = grid[0] * grid[1] + 1
         rows = (
             "".join(f"{self._fake}<row_{row}_col_{column}>{self.image_token}" for column in range(1, grid[1] + 1))
@@ -188,8 +188,7 @@ def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
 class Idefics3Model(PictureModel, PretrainedModel):
     """Tower and decoder of Idefics3; `module` is transformers' Idefics3ForConditionalGeneration or the like."""
 
-    vision_parts = ("model.vision_model",)
-    projector_parts = ("model.connector",)
+    traits = Traits(vision_parts=("model.vision_model",), projector_parts=("model.connector",))
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Idefics3Processor) -> None:
         super().__init__(module, spec, module.model.text_model, module.lm_head)

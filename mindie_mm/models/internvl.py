@@ -18,7 +18,7 @@ from torch import Tensor
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image, resize
-from mindie_mm.media.image.preprocess import Size, check_made, check_settings, resample_of
+from mindie_mm.media.image.preprocess import Size, check_output_size, check_settings, resample_of
 from mindie_mm.media.image.tiles import closest_grid, cut
 from mindie_mm.media.video.encoded_video import open_video
 from mindie_mm.media.video.frames import Sampling, comes_sampled, stepped
@@ -29,6 +29,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
@@ -193,7 +194,7 @@ class InternVLProcessor(Processor):
         video = checkpoint.preprocessor("video", {"InternVLVideoProcessor": _DEFAULTS})
         check_settings(video, {"do_resize": True, "do_center_crop": False}, where)
         for settings in (image, video):
-            check_made(Size.read(settings["size"], where).fixed, self._side, where)
+            check_output_size(Size.read(settings["size"], where).fixed, self._side, where)
         self._least: int = image["min_patches"]
         self._most: int = image["max_patches"]
         self._resamples = {"image": resample_of(image, where), "video": resample_of(video, where)}
@@ -219,10 +220,9 @@ class InternVLProcessor(Processor):
             return np.zeros((self._sampling.limit, self._side, self._side, 3), np.uint8)
         return np.zeros((self._side, self._most * self._side, 3), np.uint8)
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        return len(grid) == 1 and grid[0] * self._tile_features == num_features
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        if len(grid) != 1 or grid[0] * self._tile_features != num_features:
+            return None
         tiles = grid[0]
         if kind == "image":
             return Spelling(runs=[self._run(tiles)])
@@ -305,8 +305,7 @@ def _tile(config: Any, where: str) -> tuple[int, int]:
 class InternVLModel(PictureModel, PretrainedModel):
     """Tower and decoder of InternVL; `module` is transformers' InternVLForConditionalGeneration."""
 
-    vision_parts = ("model.vision_tower",)
-    projector_parts = ("model.multi_modal_projector",)
+    traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
 
     def __init__(self, module: Any, spec: ModelSpec, processor: InternVLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)

@@ -16,7 +16,7 @@ from mindie_mm.media.image.preprocess import (
     Preprocess,
     Size,
     background_of,
-    check_made,
+    check_output_size,
     check_settings,
     resample_of,
 )
@@ -27,6 +27,7 @@ from mindie_mm.nn.one_size import OneSizeProcessor
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 
 _CLIP: Mapping[str, Any] = {
@@ -94,7 +95,7 @@ class LlavaProcessor(OneSizeProcessor):
         self.steps = Preprocess(size, resample_of(settings, where), crop, background)
         self.normalizations = {"image": Normalization.read(settings)}
         side: int = config.vision_config.image_size
-        check_made(self.steps.made, side, where)
+        check_output_size(self.steps.output_size, side, where)
         self.size = side, side
 
 
@@ -105,8 +106,7 @@ class _Normalizing(Protocol):
 class LlavaModel(PictureModel, PretrainedModel):
     """Tower and decoder of LLaVA and its kin; `module` is transformers' LlavaForConditionalGeneration or the like."""
 
-    vision_parts = ("model.vision_tower",)
-    projector_parts = ("model.multi_modal_projector",)
+    traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
 
     def __init__(self, module: Any, spec: ModelSpec, processor: _Normalizing) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)

@@ -19,7 +19,7 @@ from mindie_mm.media.image.preprocess import Size, resample_of
 from mindie_mm.media.image.tiles import best_canvas, without_padding, write_canvas
 from mindie_mm.models.llava import LlavaModel, check_stated, tokens_of_tower
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.weights.pretrained import read_config
@@ -70,8 +70,9 @@ class AnyresProcessor(Processor):
     def max_tokens(self, kind: Kind) -> int:
         return max(self.num_features(*canvas) for canvas in self.canvases)
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        return len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        made = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
+        return Spelling() if made else None
 
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((*max(self.canvases, key=lambda canvas: self.num_features(*canvas)), 3), np.uint8)

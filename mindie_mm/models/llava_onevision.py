@@ -23,7 +23,7 @@ from mindie_mm.media.image.preprocess import (
     Preprocess,
     Size,
     background_of,
-    check_made,
+    check_output_size,
     check_settings,
     resample_of,
 )
@@ -32,7 +32,7 @@ from mindie_mm.media.video.frames import Sampling, evenly
 from mindie_mm.models.llava import LlavaModel
 from mindie_mm.models.llava_next import AnyresProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
@@ -87,7 +87,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         settings = checkpoint.preprocessor("video", {"LlavaOnevisionVideoProcessor": _VIDEO})
         check_settings(settings, {"do_resize": True, "do_center_crop": False}, where)
         self._frame = Preprocess(Size.read(settings["size"], where), resample_of(settings, where))
-        check_made(self._frame.made, self.side, f"{where} (videos)")
+        check_output_size(self._frame.output_size, self.side, f"{where} (videos)")
         self.normalizations["video"] = Normalization.read(settings)
         self._frame_features = math.ceil(self.rows / 2) ** 2
         positions = config.get_text_config().max_position_embeddings
@@ -96,12 +96,14 @@ class LlavaOnevisionProcessor(AnyresProcessor):
     def max_tokens(self, kind: Kind) -> int:
         return super().max_tokens(kind) if kind == "image" else self._sampling.limit * self._frame_features + 1
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if kind == "video":
-            return len(grid) == 1 and grid[0] * self._frame_features + 1 == num_features
-        if grid[2:] == (0,):  # one of several, and so one tile
-            return min(grid[:2]) > 0 and num_features == self.rows**2 + 1
-        return grid[2:] == (1,) and super().makes(kind, num_features, grid[:2])
+            made = len(grid) == 1 and grid[0] * self._frame_features + 1 == num_features
+        elif grid[2:] == (1,):
+            return super().spelling(kind, num_features, grid[:2])
+        else:  # one of several, and so one tile
+            made = grid[2:] == (0,) and min(grid[:2]) > 0 and num_features == self.rows**2 + 1
+        return Spelling() if made else None
 
     def worst_case(self, kind: Kind) -> Data:
         if kind == "image":

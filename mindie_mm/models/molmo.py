@@ -34,6 +34,7 @@ from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
 from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.build import build
 from mindie_mm.shm import ArraySpec
 
@@ -49,7 +50,7 @@ POSITIONS = (CROP // PATCH) ** 2 + 1
 _GLOBAL, _DETAIL = "global_pixels", "pixels"
 # The defaults are those of MolmoConfig, and what the original wrapper has in its code. Keys of the training code's
 # configuration, which that wrapper does not take, mean what they mean there.
-_KEYS = Keys(
+KEYS = Keys(
     read={
         "vocab_size": 50304,
         "embedding_size": Nullable(int, 50304),
@@ -191,8 +192,7 @@ class MolmoProcessor(Processor):
     Images stand behind the beginning of text, whatever their place among the texts.
     """
 
-    inserted = True
-    chat_template = CHAT_TEMPLATE
+    traits = Traits(chat_template=CHAT_TEMPLATE, inserted_at=1)  # behind the BOS
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.preprocessor("image", {"MolmoImageProcessor": {}})
@@ -236,11 +236,10 @@ class MolmoProcessor(Processor):
             grid=(rows, columns),
         )
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        return len(grid) == 2 and min(grid) > 0 and _num_features(grid) == num_features
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        token = self.placeholder(kind).token
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        if len(grid) != 2 or min(grid) <= 0 or _num_features(grid) != num_features:
+            return None
+        token = self.placeholders[kind].token
         run: list[int] = []
         for rows, columns in (CROPS.square_cells, CROPS.cells(*grid)):
             run += [self._start, *([token] * columns + [self._column]) * rows, self._end]
@@ -248,9 +247,6 @@ class MolmoProcessor(Processor):
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         return ids if ids[:1] == [self._bos] else [self._bos, *ids]
-
-    def insert_at(self, ids: Sequence[int]) -> int:
-        return 1
 
 
 def _num_features(grid: tuple[int, ...]) -> int:
@@ -459,12 +455,10 @@ class MolmoModel(Model):
     of the first. Where config.json says `overwrite_earlier_images`, that is reproduced.
     """
 
-    splice_adds = True
-
-    vision_parts = ("model.vision_backbone",)
-    projector_parts = (
-        "model.vision_backbone.image_pooling_2d",
-        "model.vision_backbone.image_projector",
+    traits = Traits(
+        vision_parts=("model.vision_backbone",),
+        projector_parts=("model.vision_backbone.image_pooling_2d", "model.vision_backbone.image_projector"),
+        splice_adds=True,
     )
 
     def __init__(self, module: Network, spec: ModelSpec, config: Mapping[str, Any], processor: MolmoProcessor) -> None:
@@ -560,7 +554,10 @@ class Molmo(Family):
     kinds = ("image",)
     reference = "golden data of the original implementation"
     processor = MolmoProcessor
-    config_keys = _KEYS
+
+    @classmethod
+    def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
+        return [*KEYS.unknown(checkpoint.config)]
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
@@ -596,7 +593,7 @@ class Molmo(Family):
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return config.json with the defaults of what it lacks. UnsupportedCheckpoint for what is not served."""
     where = f"{checkpoint.path}/config.json"
-    config = _KEYS.complete(checkpoint.config, where)
+    config = KEYS.complete(checkpoint.config, where)
     config["num_key_value_heads"] = config["num_key_value_heads"] or config["num_attention_heads"]
     if config["embedding_size"] is None:
         config["embedding_size"] = config["vocab_size"]

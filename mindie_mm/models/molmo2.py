@@ -6,7 +6,7 @@ Source: allenai/Molmo2; transformers' molmo2, whose ids, pixels and logits these
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mindie_mm.device import upload
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data, Pixels, open_image
 from mindie_mm.media.image.preprocess import Size, check_settings
@@ -29,6 +29,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
@@ -59,6 +60,8 @@ class Molmo2Processor(Processor):
     crops are cut from; its grid: crops (rows, columns). A video's holds `frames`, uint8 [frames, side, side, 3]; its
     grid: the time of each frame in tenths of seconds.
     """
+
+    traits = Traits(max_items={"video": 1}, mixes_kinds=False)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
@@ -112,13 +115,6 @@ class Molmo2Processor(Processor):
         }
         self.placeholders = {kind: Placeholder((), patch, (), marker) for kind, marker in markers.items()}
 
-    def limits(self) -> Mapping[Kind, int]:
-        return {"video": 1}
-
-    def check_kinds(self, kinds: Collection[Kind]) -> None:
-        if len(kinds) > 1:
-            raise InputError("the prompt has images and a video; this model takes one or the other")
-
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         return ids if ids[:1] == [self._bos] else [self._bos, *ids]
 
@@ -141,14 +137,12 @@ class Molmo2Processor(Processor):
         geometry = self.geometries["image"]
         return math.prod(geometry.square_cells) + math.prod(geometry.cells(rows, columns))
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if kind == "video":
-            return min(grid, default=-1) >= 0 and len(grid) * self._frame_features == num_features
-        return len(grid) == 2 and min(grid) > 0 and self._image_features(*grid) == num_features
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        if kind == "video":
-            return self._spell_video(grid)
+            made = min(grid, default=-1) >= 0 and len(grid) * self._frame_features == num_features
+            return self._spell_video(grid) if made else None
+        if len(grid) != 2 or min(grid) <= 0 or self._image_features(*grid) != num_features:
+            return None
         geometry = self.geometries["image"]
         run = (
             *(self._start_whole, *self._rows(_WHOLE, *geometry.square_cells), self._end),
@@ -259,14 +253,15 @@ def _resize(values: Tensor, out: Pixels) -> None:
 class Molmo2Model(PretrainedModel):
     """`module` is transformers' Molmo2ForConditionalGeneration."""
 
-    splice_adds = True
-    joins_items = True
-    prefix_sees_later_media = True
-
-    vision_parts = ("model.vision_tower",)
-    projector_parts = (
-        "model.multi_modal_projector.image_pooling_2d",
-        "model.multi_modal_projector.image_projector",
+    traits = Traits(
+        vision_parts=("model.vision_tower",),
+        projector_parts=(
+            "model.multi_modal_projector.image_pooling_2d",
+            "model.multi_modal_projector.image_projector",
+        ),
+        splice_adds=True,
+        joins_items=True,
+        prefix_sees_later_media=True,
     )
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Molmo2Processor) -> None:
@@ -277,16 +272,16 @@ class Molmo2Model(PretrainedModel):
         self._normalizations = processor.normalizations
         self._tails = processor.tails
 
-    def attention_groups(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """One group: the runs of all items, their starts, row ends and ends among them, but no frame's time."""
+    def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
+        """One span: the runs of all items, their starts, row ends and ends among them, but no frame's time."""
         if not items:
             return None
-        groups = torch.full((length,), -1)
+        span_ids = torch.full((length,), -1)
         for item in items:
             runs = 1 if item.shape.kind == "image" else len(item.shape.grid)
             for run in item.slots.reshape(runs, -1):
-                groups[run[0] - 1 : run[-1] + 1 + self._tails[item.shape.kind]] = 0
-        return groups
+                span_ids[run[0] - 1 : run[-1] + 1 + self._tails[item.shape.kind]] = 0
+        return span_ids
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         features: dict[MediaItem, Tensor] = {}

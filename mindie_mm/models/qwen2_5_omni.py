@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,10 @@ from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models.qwen2_5_vl import PICOSECONDS, window_places
-from mindie_mm.models.qwen2_audio import SPECTROGRAM, makes_clip, num_features_of, plan_audio, read_mel
+from mindie_mm.models.qwen2_audio import SPECTROGRAM, num_features_of, plan_audio, read_mel, spell_clip
 from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily
-from mindie_mm.nn.mindie import Layout
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
 from mindie_mm.nn.staging import to_device
@@ -40,7 +39,7 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
     A video's grid: (t, h, w, picoseconds from one t to the next). A clip's: its frames.
     """
 
-    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
+    traits = replace(Qwen2VLProcessor.traits, mindie_layouts={})
     config_name = "Qwen2_5OmniThinkerConfig"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -62,8 +61,10 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
     def max_tokens(self, kind: Kind) -> int:
         return num_features_of(self.mel.max_frames) if kind == "audio" else super().max_tokens(kind)
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        return makes_clip(self, num_features, grid) if kind == "audio" else super().makes(kind, num_features, grid)
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        if kind == "audio":
+            return spell_clip(self, num_features, grid)
+        return super().spelling(kind, num_features, grid)
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         return 1 if kind == "video" else 0
@@ -87,7 +88,7 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
 class Qwen25OmniModel(Qwen2VLModel):
     """Towers and decoder; `module` is transformers' Qwen2_5OmniThinkerForConditionalGeneration."""
 
-    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
+    traits = replace(Qwen2VLModel.traits, mindie_layouts={})
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen25OmniProcessor) -> None:
         super().__init__(module, spec, processor)

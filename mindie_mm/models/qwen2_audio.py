@@ -21,10 +21,11 @@ from mindie_mm.media.audio.mel import MelSettings, write_log_mel
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.image.preprocess import check_settings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
@@ -33,6 +34,18 @@ SPECTROGRAM = "input_features"
 _LEAST_FRAMES = 3
 # What the first of the two convolutions before the encoder reaches beyond a clip's last frame, times the other's reach.
 _FURTHER_FRAMES = 2
+_CHAT_TEMPLATE = (
+    "{% set audio_count = namespace(value=0) %}{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
+    "{% else %}{% for content in message['content'] %}{% if content['type'] == 'audio' %}"
+    "{% set audio_count.value = audio_count.value + 1 %}"
+    "Audio {{ audio_count.value }}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The reference's own, for checkpoints without one."""
 
 
 def num_features_of(num_frames: int) -> int:
@@ -72,11 +85,13 @@ def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: 
     )
 
 
-def makes_clip(processor: Processor, num_features: int, grid: tuple[int, ...]) -> bool:
-    """`Processor.makes` of a clip, whose frames need not be known."""
-    if not grid:
-        return num_features <= processor.max_tokens("audio")
-    return len(grid) == 1 and num_features_of(grid[0]) == num_features
+def spell_clip(processor: Processor, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+    """`Processor.spelling` of a clip, whose frames need not be known."""
+    if grid:
+        made = len(grid) == 1 and num_features_of(grid[0]) == num_features
+    else:
+        made = num_features <= processor.max_tokens("audio")
+    return Spelling() if made else None
 
 
 def _encoder_length(num_frames: int) -> int:
@@ -85,18 +100,6 @@ def _encoder_length(num_frames: int) -> int:
 
 class Qwen2AudioProcessor(Processor):
     """The tokenizer's half: a clip's block holds `input_features`, float32 [bins, frames]; its grid: its frames."""
-
-    chat_template = (  # the reference's own, for checkpoints without one
-        "{% set audio_count = namespace(value=0) %}{% for message in messages %}"
-        "{% if loop.first and message['role'] != 'system' %}"
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
-        "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
-        "{% else %}{% for content in message['content'] %}{% if content['type'] == 'audio' %}"
-        "{% set audio_count.value = audio_count.value + 1 %}"
-        "Audio {{ audio_count.value }}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
-        "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = read_config("Qwen2AudioConfig", checkpoint)
@@ -108,17 +111,15 @@ class Qwen2AudioProcessor(Processor):
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
         """Never the tokenizer's: that of a base model knows of text alone."""
-        return own or self.chat_template
+        return own or _CHAT_TEMPLATE
 
     def max_tokens(self, kind: Kind) -> int:
-        self.placeholder(kind)
         return num_features_of(self.mel.max_frames)
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        return makes_clip(self, num_features, grid)
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        return spell_clip(self, num_features, grid)
 
     def worst_case(self, kind: Kind) -> Data:
-        self.placeholder(kind)
         return np.zeros(self.mel.max_samples, np.float32)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
@@ -128,7 +129,7 @@ class Qwen2AudioProcessor(Processor):
 class Qwen2AudioModel(PretrainedModel):
     """Audio tower and decoder; `module` is transformers' Qwen2AudioForConditionalGeneration."""
 
-    projector_parts = ("model.multi_modal_projector",)
+    traits = Traits(projector_parts=("model.multi_modal_projector",))
 
     def __init__(self, module: Any, spec: ModelSpec, _: Qwen2AudioProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)

@@ -24,13 +24,14 @@ from mindie_mm.media.video.encoded_video import Video, open_video
 from mindie_mm.media.video.frames import bounded, check_asked, comes_sampled, stepped
 from mindie_mm.models._mrope import mrope_positions
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.layers import PatchProjection
 from mindie_mm.nn.mindie import InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, joined, normalize_patches, normalize_planes, repeat_frames
 from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import SegmentsView
@@ -159,8 +160,7 @@ class Qwen2VLProcessor(Processor):
     their grid; a video also `second_per_grid_t`, float32 [1, 1].
     """
 
-    mindie_layouts = _MINDIE
-    bounds_pixels = True
+    traits = Traits(bounds_pixels=True, mindie_layouts=_MINDIE)
 
     config_name: ClassVar[str] = "Qwen2VLConfig"
     image_types: ClassVar[Sequence[str]] = ("Qwen2VLImageProcessor",)
@@ -201,14 +201,15 @@ class Qwen2VLProcessor(Processor):
             return _plan_image(data, self.image.with_options(media.options))
         return self._plan_video(data, self.video.with_options(media.options), media.options)
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         patches = math.prod(grid[:3])
-        return (
+        made = (
             len(grid) == 3 + self.further_numbers(kind, grid)
             and min(grid) >= 0
             and patches == num_features * self.image.merge_size**2
             and not any(side % self.image.merge_size for side in grid[1:3])
         )
+        return Spelling() if made else None
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         """How many numbers stand behind patches (t, h, w) in a grid of `kind`."""
@@ -387,17 +388,14 @@ def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -
 class Qwen2VLModel(PretrainedModel):
     """Vision tower and decoder of Qwen2-VL; `module` is transformers' Qwen2VLForConditionalGeneration."""
 
-    mindie_layouts = _MINDIE
-
-    vision_parts = ("model.visual",)
-    projector_parts: ClassVar[tuple[str, ...]] = ("model.visual.merger",)
+    traits = Traits(mindie_layouts=_MINDIE, vision_parts=("model.visual",), projector_parts=("model.visual.merger",))
     time_scale: float = 1.0
     """Positions that one of what `interval` counts comes to."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen2VLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
         self._pixels: dict[Kind, PixelSettings] = {"image": processor.image, "video": processor.video}
-        self._tokens = {kind: processor.placeholder(kind).token for kind in self._pixels}
+        self._tokens = {kind: processor.placeholders[kind].token for kind in self._pixels}
         self._merge: int = module.config.vision_config.spatial_merge_size
         patch_embed = module.model.visual.patch_embed
         patch_embed.proj = PatchProjection(patch_embed.proj)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from mindie_mm.models._mrope import Grid, mrope_positions
 from mindie_mm.models.qwen2_vl import MAX_ASPECT_RATIO, PixelSettings, Qwen2VLModel, Qwen2VLProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import PretrainedFamily, Spelling
-from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Positions
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.splice import MediaItem, split_features
@@ -46,7 +45,7 @@ _VIDEO_DEFAULTS: Mapping[str, Any] = {
 class Qwen3VLProcessor(Qwen2VLProcessor):
     """The tokenizer's half. Blocks are Qwen2-VL's; a video's grid: (t, h, w, and of each t its tenths of a second)."""
 
-    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
+    traits = replace(Qwen2VLProcessor.traits, mindie_layouts={})
     config_name = "Qwen3VLConfig"
     video_type = "Qwen3VLVideoProcessor"
     video_defaults = _VIDEO_DEFAULTS
@@ -126,12 +125,13 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         return grid[0] if kind == "video" and grid else 0
 
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        if kind != "video":
-            return Spelling()
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        plain = super().spelling(kind, num_features, grid)
+        if plain is None or kind != "video":
+            return plain
         t, _, _, *tenths = grid
         text = "".join(f"<{value // 10}.{value % 10} seconds>{self._frame}" for value in tenths[:t])
-        return Spelling(text, [(self.placeholder(kind).token,) * (num_features // t)] * t)
+        return Spelling(text, [(self.placeholders[kind].token,) * (num_features // t)] * t)
 
     def max_tokens(self, kind: Kind) -> int:
         if kind == "image":
@@ -171,8 +171,11 @@ class Qwen3VLModel(Qwen2VLModel):
     Behind a feature's hidden columns stand those of each tower layer that reaches the decoder.
     """
 
-    projector_parts = ("model.visual.merger", "model.visual.deepstack_merger_list")
-    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = {}
+    traits = replace(
+        Qwen2VLModel.traits,
+        projector_parts=("model.visual.merger", "model.visual.deepstack_merger_list"),
+        mindie_layouts={},
+    )
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
         spans: list[tuple[int, int, Grid]] = []

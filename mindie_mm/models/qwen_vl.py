@@ -34,6 +34,7 @@ from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_pictures
 from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.build import build
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import SegmentsView
@@ -46,7 +47,7 @@ _TOWER_EPS = 1e-6
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_KEYS = Keys(  # the defaults are QWenConfig's, and its VisionTransformer's
+KEYS = Keys(  # the defaults are QWenConfig's, and its VisionTransformer's
     read={
         "vocab_size": 151936,
         "hidden_size": 4096,
@@ -126,8 +127,7 @@ class QwenVLProcessor(Processor):
     [1, 3, size, size], normalised.
     """
 
-    mindie_layouts = _MINDIE
-    chat_template = _CHATML
+    traits = Traits(chat_template=_CHATML, mindie_layouts=_MINDIE)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = configuration(checkpoint)
@@ -136,21 +136,15 @@ class QwenVLProcessor(Processor):
         self.feature_width: int = config["hidden_size"]
         self.size: int = visual["image_size"]
         self.num_queries: int = visual["n_queries"]
-        self.placeholders = {"image": Placeholder((start,), start + 2, (start + 1,))}
-
-    def caption(self, kind: Kind, number: int) -> tuple[str, str]:
-        return f"Picture {number}: ", "\n"
+        self.placeholders = {"image": Placeholder((start,), start + 2, (start + 1,), caption=("Picture {}: ", "\n"))}
 
     def max_tokens(self, kind: Kind) -> int:
-        self.placeholder(kind)
         return self.num_queries
 
     def worst_case(self, kind: Kind) -> Data:
-        self.placeholder(kind)
         return np.zeros((self.size, self.size, 3), np.uint8)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        self.placeholder(media.kind)
         image, size = open_image(data, drop_alpha=True), self.size  # as Qwen-VL's own code, `convert("RGB")`
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -317,11 +311,12 @@ class _Network(nn.Module):
 class QwenVLModel(Model):
     """Tower and decoder. Positions have two axes: the index, and the rotary base's factor, one for a whole prompt."""
 
-    mindie_layouts = _MINDIE
-    prefix_sees_length = True
-
-    vision_parts = ("transformer.visual",)
-    projector_parts = ("transformer.visual.attn_pool",)
+    traits = Traits(
+        mindie_layouts=_MINDIE,
+        vision_parts=("transformer.visual",),
+        projector_parts=("transformer.visual.attn_pool",),
+        prefix_sees_length=True,
+    )
 
     def __init__(
         self, network: _Network, spec: ModelSpec, processor: QwenVLProcessor, config: Mapping[str, Any]
@@ -329,7 +324,7 @@ class QwenVLModel(Model):
         self.spec = spec
         self.module = network
         self._size = processor.size
-        self._shape = MediaShape("image", processor.placeholder("image").token, processor.num_queries)
+        self._shape = MediaShape("image", processor.placeholders["image"].token, processor.num_queries)
         self._trained_length: int = config["seq_length"]
         self._dynamic_ntk: bool = config["use_dynamic_ntk"]
         logn: bool = config["use_logn_attn"]
@@ -395,7 +390,10 @@ class QwenVL(Family):
     kinds = ("image",)
     reference = "the code that comes with Qwen-VL-Chat (golden data)"
     processor = QwenVLProcessor
-    config_keys = _KEYS
+
+    @classmethod
+    def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
+        return [*KEYS.unknown(checkpoint.config)]
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
@@ -435,7 +433,7 @@ class QwenVL(Family):
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return config.json with the defaults of what it lacks. UnsupportedCheckpoint for what is not served."""
     where = f"{checkpoint.path}/config.json"
-    config = _KEYS.complete(checkpoint.config, where)
+    config = KEYS.complete(checkpoint.config, where)
     visual, width = config["visual"], config["hidden_size"]
     heads, channels = config["num_attention_heads"], config["kv_channels"]
     if heads * channels != width:

@@ -85,14 +85,11 @@ class SmolVLMProcessor(Idefics3Processor):
             return super().worst_case(kind)
         return np.zeros((self._limit, self.side, self.side, 3), np.uint8)
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        if kind == "image":
-            return super().makes(kind, num_features, grid)
-        return len(grid) > 1 and min(grid) >= 0 and (len(grid) - 1) * self.tile_features == num_features
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if kind == "image":
             return super().spelling(kind, num_features, grid)
+        if len(grid) <= 1 or min(grid) < 0 or (len(grid) - 1) * self.tile_features != num_features:
+            return None
         duration, *seconds = grid
         frames = len(seconds)
         intro = (

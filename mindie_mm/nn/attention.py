@@ -37,8 +37,8 @@ def attend(
 
     query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim]; returns [1, T, heads, head_dim].
     Causality is in `paged`, so `attention_mask` is not looked at. `sliding_window` limits a token to itself, that many
-    - 1 before it, and those of its group behind it. UnsupportedCheckpoint for layers with sinks (`s_aux`) or with caps
-    of their scores (`softcap`): no kernel here has them.
+    - 1 before it, and those of its bidirectional span behind it. UnsupportedCheckpoint for layers with sinks (`s_aux`)
+    or with caps of their scores (`softcap`): no kernel here has them.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     if s_aux is not None or softcap is not None:
@@ -105,16 +105,16 @@ def _prefill(
         assert cached is not None
         length = prefill.context + query.shape[1]
         key, value = (pages[prefill.blocks].flatten(0, 1)[:length].transpose(0, 1) for pages in cached)
-    mask, groups = None, prefill.groups
-    if prefill.context or sliding_window is not None or groups is not None:
+    mask, span_ids = None, prefill.span_ids
+    if prefill.context or sliding_window is not None or span_ids is not None:
         at = torch.arange(prefill.context, key.shape[1], device=query.device).unsqueeze(1)
         to = torch.arange(key.shape[1], device=query.device)
         mask = to <= at
-        if groups is not None:
-            own = groups[prefill.context :].unsqueeze(1)
-            mask |= (own == groups) & (own >= 0)
+        if span_ids is not None:
+            own = span_ids[prefill.context :].unsqueeze(1)
+            mask |= (own == span_ids) & (own >= 0)
         if sliding_window is not None:
-            # A group longer than the window is cut by it, on the side of the past alone, as in transformers' Gemma 3.
+            # A span longer than the window is cut by it, on the side of the past alone, as in transformers' Gemma 3.
             mask &= to > at - sliding_window
     grouped = query.shape[0] != key.shape[0]
     if grouped and query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):

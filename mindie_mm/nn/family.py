@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,17 +16,16 @@ import torch
 from numpy.typing import NDArray
 
 from mindie_mm.device import Device
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
-from mindie_mm.nn.checkpoint.config_keys import Keys
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import settle
 from mindie_mm.nn.checkpoint.unused_keys import untranslated_keys, unused_keys
-from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from mindie_mm.nn.weights.build import check_weight_files, renamed_weights
+from mindie_mm.nn.traits import Traits
+from mindie_mm.nn.weights.build import renamed_weights
 from mindie_mm.nn.weights.pretrained import load_pretrained
 from mindie_mm.shm import ArraySpec
 
@@ -44,6 +42,10 @@ class Placeholder:
     """Ids behind the item."""
     marker: str | None = None
     """What spells one item in a rendered prompt, a control token or plain text; None: the spelling of `token`."""
+    caption: tuple[str, str] = ("", "")
+    """Text before and after an item in a prompt that no template makes. `{}` is its number of its kind, from 1."""
+    control_ids: tuple[int, ...] = ()
+    """Ids that text must not make although they are pieces of the vocabulary, not added tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +85,8 @@ class Plan:
 class Processor(ABC):
     """A family's half on the tokenizer's side."""
 
-    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = MappingProxyType({})
-    """The slots of each kind on MindIE's wire, as its model's; none, and that wire is refused."""
-    bounds_pixels: ClassVar[bool] = False
-    """Whether images and frames are resized within `min_pixels` and `max_pixels`; where not, these are refused."""
-    inserted: ClassVar[bool] = False
-    """Whether items have no place of their own in the text: they stand, in order, at `insert_at` of its ids."""
-    chat_template: ClassVar[str | None] = None
-    """Jinja, for a checkpoint that has none of its own."""
+    traits: ClassVar[Traits] = Traits()
+    """How it differs from most."""
 
     feature_width: int
     """Columns of a feature: as many as `ModelSpec.hidden_size` and `extra_width`."""
@@ -101,19 +97,13 @@ class Processor(ABC):
     def __init__(self, checkpoint: Checkpoint) -> None:
         """UnsupportedCheckpoint if the checkpoint asks for what the family does not serve."""
 
-    def placeholder(self, kind: Kind) -> Placeholder:
-        """The ids of an item of `kind`; InputError names what the model takes instead."""
-        if kind not in self.placeholders:
-            raise InputError(f"this model takes no {kind}; it takes {', '.join(self.placeholders) or 'text alone'}")
-        return self.placeholders[kind]
-
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
         """Jinja for a conversation with items of `kinds`, where the checkpoint's processor has the template `own`.
 
         `tokenizers` is its tokenizer's; None: the conversation has no template. Of both a family takes what the
         reference takes.
         """
-        return own or tokenizers or self.chat_template
+        return own or tokenizers or self.traits.chat_template
 
     @abstractmethod
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
@@ -132,27 +122,13 @@ class Processor(ABC):
     def worst_case(self, kind: Kind) -> Data:
         """Data of an item of `kind` that takes `max_tokens`, or nearly: what start-up measures with."""
 
-    def makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> bool:
-        """Whether an item of `kind` can have so many features and this `Plan.grid`; features handed in are held to it.
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        """Return what stands in the prompt for an item of `kind` with so many features and this `Plan.grid`.
 
-        Unless the family says otherwise, all items of a kind have `max_tokens` features and no grid.
+        None: the model makes no such item. Features handed in are held to this. Unless the family says otherwise, all
+        items of a kind have `max_tokens` features and no grid.
         """
-        return not grid and num_features == self.max_tokens(kind)
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling:
-        """What stands in the prompt for an item of `kind` of these sizes, which it `makes`."""
-        return Spelling()
-
-    def caption(self, kind: Kind, number: int) -> tuple[str, str]:
-        """Text before and after the `number`-th item of `kind`, from 1, in a prompt that no template makes."""
-        return "", ""
-
-    def limits(self) -> Mapping[Kind, int]:
-        """Most items of each kind in one prompt; none named, none limited."""
-        return {}
-
-    def check_kinds(self, kinds: Collection[Kind]) -> None:
-        """InputError where one prompt cannot hold items of all these kinds."""
+        return Spelling() if not grid and num_features == self.max_tokens(kind) else None
 
     def prompt_text(self, text: str) -> str:
         """A rendered prompt's text as the reference's processor words it, before it is encoded; InputError."""
@@ -161,15 +137,6 @@ class Processor(ABC):
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """`ids` of an encoded prompt, items not expanded, with what the reference's processor puts around them."""
         return ids
-
-    @property
-    def control_pieces(self) -> Collection[int]:
-        """Ids that mean something to the model and are pieces of the vocabulary, no added tokens."""
-        return ()
-
-    def insert_at(self, ids: Sequence[int]) -> int:
-        """Where in the framed ids `inserted` items stand."""
-        return 0
 
     def pictures(self, arrays: Mapping[str, NDArray[Any]], grid: tuple[int, ...]) -> list[NDArray[np.uint8]]:
         """What an item's arrays show, for people: uint8 [height, width, 3] each; none where they hold no pixels."""
@@ -190,13 +157,11 @@ class Family(ABC):
     """What its tests hold it against, such as `transformers' LlavaForConditionalGeneration`."""
     processor: ClassVar[type[Processor]]
     """The tokenizer's half."""
-    config_keys: ClassVar[Keys | None] = None
-    """The keys of config.json that the family knows; None if it does not say."""
 
     @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
         """Return the keys of config.json that the family does not use, those of a section as `section.key`."""
-        return [] if cls.config_keys is None else [*cls.config_keys.unknown(checkpoint.config)]
+        return []
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
@@ -218,11 +183,6 @@ class Family(ABC):
 
         `processor` is the other half, a `cls.processor`: what the family refuses, it has refused by now.
         """
-
-    @classmethod
-    def check_weight_files(cls, checkpoint: Checkpoint) -> None:
-        """Raise UnsupportedCheckpoint if `model` refuses the way that the weights are stored, whatever the device."""
-        check_weight_files(checkpoint, own_layers=True)
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
@@ -297,10 +257,6 @@ class PretrainedFamily(Family):
             found = [_published(name, checkpoint, translated) for name in found]
             found = [*_untranslated(cls, checkpoint, translated), *found]
         return [name for name in found if name not in cls.other_keys]
-
-    @classmethod
-    def check_weight_files(cls, checkpoint: Checkpoint) -> None:
-        check_weight_files(cls.translated(checkpoint), own_layers=False)
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:

@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
 class PatchProjection(nn.Module):
     """A convolution over patches that lie apart, one output each, as what it is: a matrix product.
 
-    As a convolution oneDNN takes several times as long (docs/decisions.md).
+    oneDNN takes several times as long for the convolution (docs/decisions/0020-cpu-speed.md).
     """
 
     def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:

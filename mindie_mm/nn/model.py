@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,11 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
-from mindie_mm.inputs import Kind
-from mindie_mm.nn.mindie import Layout
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice, plain_ids, read_media, splice
 from mindie_mm.nn.staging import settle, to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.processes import faults
 from mindie_mm.shm.mindie import SegmentsView
 
@@ -64,6 +62,19 @@ class ModelSpec:
         """Bytes of one of a tower's features."""
         return (self.hidden_size + self.extra_width) * self.dtype.itemsize
 
+    def allocate_cache(self, num_blocks: int, block_size: int, num_layers: int | None = None) -> PagedCache:
+        """Return a KV cache of `num_blocks` blocks of `block_size` tokens on the device, for all layers if None."""
+        return PagedCache.allocate(
+            num_layers=num_layers or self.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            value_head_dim=self.value_head_dim or self.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Positions:
@@ -97,20 +108,8 @@ class MediaModel(ABC):
     spec: ModelSpec
     module: Any
     """All of it, an nn.Module."""
-    vision_parts: ClassVar[tuple[str, ...]] = ()
-    """Names in `module` of what sees pictures: what `vision_device` and `vision_bits` move; none, and they are refused.
-
-    They must be called themselves, not their methods; of a ModuleList its modules are.
-    """
-    projector_parts: ClassVar[tuple[str, ...]] = ()
-    """The same of what brings its features to the decoder's width, in the tower or behind it."""
-    mindie_layouts: ClassVar[Mapping[Kind, Layout]] = MappingProxyType({})
-    """The slots of each kind on MindIE's wire; none, and ids of that wire are refused."""
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """Where it computes: the towers may be elsewhere than the rest."""
-        return {self.spec.device, *(parameter.device for parameter in self.module.parameters())}
+    traits: ClassVar[Traits] = Traits()
+    """How it differs from most."""
 
     @abstractmethod
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -125,9 +124,9 @@ class MediaModel(ABC):
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         """The media items that the words in ids, int64 [T], name; errors as `read_media`."""
-        return read_media(ids, self.describe, self.mindie_layouts.values())
+        return read_media(ids, self._describe, self.traits.mindie_layouts.values())
 
-    def describe(self, view: ItemView) -> MediaShape:
+    def _describe(self, view: ItemView) -> MediaShape:
         """What the arrays of an item are; CorruptReference if they do not say."""
         return self.describe_segments(view) if isinstance(view, SegmentsView) else MediaShape.of(view)
 
@@ -166,28 +165,14 @@ class MediaModel(ABC):
 class Model(MediaModel):
     """A loaded decoder. A family says how its media are described, placed and encoded, and runs its layers."""
 
-    splice_adds: ClassVar[bool] = False
-    """Whether features are added to the placeholder's embedding rather than put in its place."""
-    joins_items: ClassVar[bool] = False
-    """Whether a group reaches from one item to another: what lies from the first to the last is then one step's."""
-    prefix_sees_later_media: ClassVar[bool] = False
-    """Whether the hidden states of a prompt's tokens depend on media behind them."""
-    prefix_sees_length: ClassVar[bool] = False
-    """Whether they depend on the prompt's length."""
-
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
         """Positions of a prompt of `length` tokens: the index, unless the family says otherwise."""
         return Positions(torch.arange(length).unsqueeze(0))
 
-    @property
-    def has_groups(self) -> bool:
-        """Whether the family says which tokens attend to each other both ways."""
-        return type(self).attention_groups is not Model.attention_groups
+    def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
+        """int64 [length]: number, from 0, of the span whose tokens attend to each other both ways; -1: causal alone.
 
-    def attention_groups(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """int64 [length]: tokens of one group, numbered from 0, attend to each other both ways; -1: causal alone.
-
-        None: all causal. Positions from a group's first token to its last are computed in one step.
+        None: all causal. Positions from a span's first token to its last are computed in one step.
         """
         return None
 
@@ -207,13 +192,6 @@ class Model(MediaModel):
         """[rows, hidden] -> logits float32 [rows, vocabulary]."""
 
     @torch.inference_mode()
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, splices: Sequence[Splice], paged: PagedBatch, rows: Tensor | None
-    ) -> Tensor:
-        """Logits float32 [rows, vocabulary] of a flat batch; arguments as `states`."""
-        return self.head(self.states(input_ids, positions, splices, paged, rows))
-
-    @torch.inference_mode()
     def states(
         self, input_ids: Tensor, positions: Tensor, splices: Sequence[Splice], paged: PagedBatch, rows: Tensor | None
     ) -> Tensor:
@@ -222,7 +200,7 @@ class Model(MediaModel):
         input_ids int64 [T]; a word among them stands on a slot that `splices` overwrites. positions int64 [axes, T];
         rows int64, or None for all.
         """
-        hidden = splice(self.embed(input_ids.clamp(min=0)), splices, add=self.splice_adds)
+        hidden = splice(self.embed(input_ids.clamp(min=0)), splices, add=self.traits.splice_adds)
         hidden = self.decode(hidden, positions, paged, self._extra(hidden, splices))
         return hidden if rows is None else hidden.index_select(0, rows)
 
@@ -235,44 +213,32 @@ class Model(MediaModel):
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Logits float32 [T, vocabulary] of one whole sequence of ids, int64 [T] with words, no cache."""
-        return self.packed_logits([input_ids])[0]
+        return packed_logits(self, [input_ids])[0]
 
-    def packed_logits(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """The same for several sequences in one flat batch."""
-        plain: list[Tensor] = []
-        positions: list[Tensor] = []
-        chunks: list[Chunk] = []
-        items: list[tuple[int, MediaItem]] = []
-        offset = 0
-        for sequence in sequences:
-            ids = sequence.cpu().numpy()
-            found = self.read(ids)
-            plain.append(torch.from_numpy(plain_ids(ids, found)))
-            positions.append(self.positions(len(ids), found).prompt)
-            chunks.append(Chunk(0, len(ids), (), self.attention_groups(len(ids), found)))
-            items += [(offset, item) for item in found]
-            offset += len(ids)
-        features = self.encode([item for _, item in items]) if items else []
-        device = self.spec.device
-        logits = self.forward(
-            torch.cat(plain).to(device),
-            torch.cat(positions, dim=1).to(device),
-            [Splice(start + item.slots, feature) for (start, item), feature in zip(items, features, strict=True)],
-            PagedBatch(chunks, None, device),
-            None,
-        )
-        return list(logits.split([len(ids) for ids in plain]))
 
-    def allocate_cache(self, num_blocks: int, block_size: int, num_layers: int | None = None) -> PagedCache:
-        """A KV cache of `num_blocks` blocks of `block_size` tokens on the model's device; of all layers, if None."""
-        spec = self.spec
-        return PagedCache.allocate(
-            num_layers=num_layers or spec.num_layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            value_head_dim=spec.value_head_dim or spec.head_dim,
-            dtype=spec.dtype,
-            device=spec.device,
-        )
+@torch.inference_mode()
+def packed_logits(model: Model, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Return the logits of several whole sequences, as `Model.logits` returns them, computed in one flat batch."""
+    plain: list[Tensor] = []
+    positions: list[Tensor] = []
+    chunks: list[Chunk] = []
+    items: list[tuple[int, MediaItem]] = []
+    offset = 0
+    for sequence in sequences:
+        ids = sequence.cpu().numpy()
+        found = model.read(ids)
+        plain.append(torch.from_numpy(plain_ids(ids, found)))
+        positions.append(model.positions(len(ids), found).prompt)
+        chunks.append(Chunk(0, len(ids), (), model.bidirectional_spans(len(ids), found)))
+        items += [(offset, item) for item in found]
+        offset += len(ids)
+    features = model.encode([item for _, item in items]) if items else []
+    device = model.spec.device
+    states = model.states(
+        torch.cat(plain).to(device),
+        torch.cat(positions, dim=1).to(device),
+        [Splice(start + item.slots, feature) for (start, item), feature in zip(items, features, strict=True)],
+        PagedBatch(chunks, None, device),
+        None,
+    )
+    return list(model.head(states).split([len(ids) for ids in plain]))

@@ -76,10 +76,10 @@ class Chunk:
     """Position behind the last one."""
     blocks: Sequence[int]
     """Blocks of the sequence, enough for `stop` tokens; empty where no cache is kept."""
-    groups: Tensor | None = None
-    """int64 [n], n >= stop: tokens of the sequence that attend to each other both ways have one number, -1 none.
+    span_ids: Tensor | None = None
+    """int64 [n], n >= stop: number of the bidirectional span of each token of the sequence, -1: none.
 
-    A chunk holds a group's first token and its last, or neither.
+    Tokens of one span attend to each other both ways. A chunk holds the first and the last token of a span, or neither.
     """
 
 
@@ -92,7 +92,7 @@ class Prefill:
     """Tokens before the chunk, to be read from the pages."""
     blocks: Tensor | None
     """int64 [blocks] of the sequence; None without a context."""
-    groups: Tensor | None
+    span_ids: Tensor | None
     """int64 [context + rows]: as Chunk's; None where the rows have none."""
 
 
@@ -141,7 +141,7 @@ class PagedBatch:
         self._device = device
         self.slots = None if cache is None else upload(_slots(chunks, cache.block_size), device)
         """int64 [T]: the token's place in the flattened cache."""
-        self.is_causal = all(not _has_groups(chunk) for chunk in chunks)
+        self.is_causal = all(not _is_in_span(chunk) for chunk in chunks)
         """Whether no row attends to one behind it."""
 
     @cached_property
@@ -183,8 +183,8 @@ class PagedBatch:
         return self.cache is not None and chunk.stop - chunk.start == 1 and chunk.start > 0
 
 
-class RecordedBatch(PagedBatch):
-    """One new token of each sequence, told by tensors that are written again before each launch of a recording."""
+class GraphBatch(PagedBatch):
+    """One new token of each sequence, in tensors that are written anew before each launch of a captured graph."""
 
     def __init__(self, cache: PagedCache, slots: Tensor, blocks: Tensor, lengths: Tensor) -> None:
         """slots int64 [S]; blocks int64 [S, n], padded with the cache's block for that; lengths int64 [S]."""
@@ -211,8 +211,8 @@ def _slots(chunks: Sequence[Chunk], block_size: int) -> NDArray[np.int64]:
     return np.concatenate(slots)
 
 
-def _has_groups(chunk: Chunk) -> bool:
-    return chunk.groups is not None and bool((chunk.groups[chunk.start : chunk.stop] >= 0).any())
+def _is_in_span(chunk: Chunk) -> bool:
+    return chunk.span_ids is not None and bool((chunk.span_ids[chunk.start : chunk.stop] >= 0).any())
 
 
 def _prefill_of(chunk: Chunk, row: int, device: torch.device) -> Prefill:
@@ -220,16 +220,16 @@ def _prefill_of(chunk: Chunk, row: int, device: torch.device) -> Prefill:
         slice(row, row + chunk.stop - chunk.start),
         chunk.start,
         upload(torch.tensor(chunk.blocks), device) if chunk.start else None,
-        _groups(chunk, device),
+        _span_ids(chunk, device),
     )
 
 
-def _groups(chunk: Chunk, device: torch.device) -> Tensor | None:
+def _span_ids(chunk: Chunk, device: torch.device) -> Tensor | None:
     """Numbers of the chunk's context and rows; None for rows that attend causally alone, as decodes do."""
-    if chunk.groups is None or not _has_groups(chunk):
+    if chunk.span_ids is None or not _is_in_span(chunk):
         return None
-    missing = max(0, chunk.stop - len(chunk.groups))  # output tokens, where a preempted sequence comes again
-    return upload(torch.nn.functional.pad(chunk.groups[: chunk.stop], (0, missing), value=-1), device)
+    missing = max(0, chunk.stop - len(chunk.span_ids))  # output tokens, where a preempted sequence comes again
+    return upload(torch.nn.functional.pad(chunk.span_ids[: chunk.stop], (0, missing), value=-1), device)
 
 
 def _decode_group(group: Sequence[tuple[int, Chunk]], cache: PagedCache, device: torch.device) -> Decode:

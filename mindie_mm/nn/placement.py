@@ -46,8 +46,8 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
     moves: list[tuple[nn.Module, str, torch.device, torch.dtype]] = []
     # The projector after the tower, which it may lie in.
     for what, names, placement in (
-        ("vision", model.vision_parts, vision),
-        ("projector", model.projector_parts, projector),
+        ("vision", model.traits.vision_parts, vision),
+        ("projector", model.traits.projector_parts, projector),
     ):
         if placement == TOGETHER:
             continue
@@ -57,6 +57,11 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
         moves += [(part, what, device, placement.dtype(next(part.parameters()).dtype)) for part in parts(model, names)]
     for move in moves:
         _move(*move)
+
+
+def devices_of(model: MediaModel) -> set[torch.device]:
+    """Return the devices on which `model` computes. Its towers may have others than the rest."""
+    return {model.spec.device, *(parameter.device for parameter in model.module.parameters())}
 
 
 def parts(model: MediaModel, names: Iterable[str]) -> Iterator[nn.Module]:

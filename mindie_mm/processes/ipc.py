@@ -78,12 +78,12 @@ keep_python_path()
 
 
 def spawn(
-    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start `module.main(channel, lifeline, *arguments)` in a process, and return it with our end of the channel.
 
     A standard stream that is closed in this process is /dev/null in the worker. `environment` is that of the worker.
-    None: the environment of this process.
+    None: the environment of this process. The worker inherits the open files `descriptors`, under the same numbers.
     """
     interpreter = _interpreter()
     standard_streams.open_missing()  # otherwise the channel may get descriptor 1 or 2, and libraries print into it
@@ -104,7 +104,7 @@ def spawn(
         nowhere: dict[str, Any] = dict.fromkeys(standard_streams.missing(), subprocess.DEVNULL)
         try:
             process = subprocess.Popen(  # noqa: S603 - our own module
-                command, pass_fds=(theirs.fileno(),), env=environment, **nowhere
+                command, pass_fds=(theirs.fileno(), *descriptors), env=environment, **nowhere
             )
         except BaseException:
             ours.close()

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from mindie_mm.errors import InputError, WorldError
+from mindie_mm.errors import InputError, OperationalError
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class LoopThread:
         """Start the thread. `owner` is what errors call the object that uses it.
 
         Raises:
-            WorldError: The interpreter is shutting down and starts no thread.
+            OperationalError: The interpreter is shutting down and starts no thread.
 
         """
         self._owner = owner
@@ -38,7 +38,7 @@ class LoopThread:
             self._thread.start()
         except RuntimeError as error:
             self._loop.close()
-            raise WorldError(f"the {self._owner} cannot start a thread: {error}") from error
+            raise OperationalError(f"the {self._owner} cannot start a thread: {error}") from error
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. An interrupt cancels it, and is raised again when it has cleaned up.

@@ -52,6 +52,11 @@ def keep_collectives_local() -> None:
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
+def set_local_rank(number: int) -> None:
+    """Tell torch, transformers and accelerate which rank of this machine this process is, as torchrun does."""
+    os.environ["LOCAL_RANK"] = str(number)
+
+
 def unknown_variables(settings: Collection[str]) -> list[str]:
     """Return variables with this package's prefix that set none of the fields `settings`.
 

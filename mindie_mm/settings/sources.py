@@ -67,24 +67,24 @@ def configuration(flags: Mapping[str, Any], file: Path | None = None) -> Configu
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
 
-    def give(found: Mapping[str, Any], origin: Mapping[str, str]) -> None:
-        values.update(found)
+    def give(entries: Mapping[str, Any], origin: Mapping[str, str]) -> None:
+        values.update(entries)
         origins.update(origin)
 
     if (file := file or _config_file()) is not None:
-        found = read_file(file)
-        give(found, dict.fromkeys(found, str(file)))
+        entries = read_file(file)
+        give(entries, dict.fromkeys(entries, str(file)))
     for cls in CLASSES:
-        found = from_environment(cls)
-        give(found, {name: variable(name) for name in found})
+        entries = from_environment(cls)
+        give(entries, {name: variable(name) for name in entries})
     named = {name: value for name, value in flags.items() if value is not None and value != ()}
     give(named, {name: _flag(name, value) for name, value in named.items()})
 
-    def made(cls: type[Any], **parts: Any) -> Any:
+    def build(cls: type[Any], **parts: Any) -> Any:
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values} | parts)
 
-    worker = made(WorkerConfig, engine=made(EngineConfig), media=made(MediaCaps))
-    return Configuration(worker, made(ServiceConfig), origins)
+    worker = build(WorkerConfig, engine=build(EngineConfig), media=build(MediaCaps))
+    return Configuration(worker, build(ServiceConfig), origins)
 
 
 def _config_file() -> Path | None:
@@ -116,11 +116,11 @@ def misspelt_variables() -> list[str]:
     Unlike an unknown key of the file, such a variable does not prevent the start, because the user may not have set it.
     """
     hints = _hints()
-    said = []
+    warnings = []
     for name in unknown_variables(hints):
         near = difflib.get_close_matches(name.removeprefix(variable("")).lower(), hints, n=1)
-        said.append(f"{name} is not a setting{f'; did you mean {variable(near[0])}?' if near else ''}")
-    return said
+        warnings.append(f"{name} is not a setting{f'; did you mean {variable(near[0])}?' if near else ''}")
+    return warnings
 
 
 def read_file(file: Path) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import abc
+from functools import cached_property
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -25,33 +27,25 @@ class Constraint:
     """One output on its way: what may follow what it has."""
 
     def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+        self.matcher = matcher
 
     @property
     def error(self) -> str:
         """Why nothing more can be said of this output; empty as long as it can."""
-        return self._matcher.get_error()[:_MAX_SAID] if self._matcher.is_error() else ""
-
-    def refused(self, vocab_size: int) -> NDArray[np.bool_]:
-        """bool [vocab_size]: the tokens that may not come next; none of them after an error."""
-        allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8)
-        if self.error:
-            return np.zeros(vocab_size, np.bool_)
-        refused = np.ones(vocab_size, np.bool_)  # ids beyond the tokenizer's own are no text
-        refused[: len(allowed)] = allowed[:vocab_size] == 0
-        return refused
+        return self.matcher.get_error()[:_MAX_SAID] if self.matcher.is_error() else ""
 
     def accept(self, token: int) -> str:
         """Takes the token that was drawn; `error` after it."""
-        self._matcher.consume_token(token)
+        self.matcher.consume_token(token)
         return self.error
 
 
 class Grammars:
     """Makes constraints over one checkpoint's vocabulary."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: abc.Sequence[int]) -> None:
-        """Reads the vocabulary: a second for 150,000 tokens."""
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: abc.Sequence[int], num_threads: int = 1) -> None:
+        """Read the vocabulary, which takes a second for 150,000 tokens. `num_threads` compute masks."""
+        self._num_threads = num_threads
         self._unfit = ""
         self._compiled: dict[str, LLMatcher] = {}
         """The last `KEPT` schemas', the latest at the end."""
@@ -75,6 +69,27 @@ class Grammars:
         if len(self._compiled) > KEPT:
             del self._compiled[next(iter(self._compiled))]
         return Constraint(matcher.deep_copy())
+
+    def refused(self, constraints: abc.Sequence[Constraint], vocab_size: int) -> NDArray[np.bool_]:
+        """Return the tokens that may not come next, bool [constraints, vocab_size].
+
+        After an error of a constraint, its row refuses no token.
+        """
+        num_known = self._vocabulary.vocab_size
+        allowed = allocate_token_bitmask(len(constraints), num_known)
+        fill_next_token_bitmask_par(
+            self._executor, [(one.matcher, row) for row, one in enumerate(constraints)], allowed
+        )
+        bits = np.unpackbits(allowed.view(np.uint8), axis=1, count=num_known, bitorder="little")
+        refused = np.ones((len(constraints), vocab_size), np.bool_)  # ids beyond the tokenizer's own are no text
+        refused[:, :num_known] = bits[:, :vocab_size] == 0
+        refused[[one.matcher.is_error() for one in constraints]] = False
+        return refused
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        # Made at the first use: it starts threads, which most engines never need, and which a fork does not keep.
+        return LLExecutor(self._num_threads)
 
     def _matcher(self, schema: str) -> LLMatcher:
         read = with_exact_numbers(schema)

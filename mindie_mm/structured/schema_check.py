@@ -64,18 +64,18 @@ class SchemaCheck:
         """
         if (num_bytes := len(schema.encode())) > MAX_SCHEMA_BYTES:
             raise InputError(f"the JSON schema has {num_bytes} bytes, the limit is {MAX_SCHEMA_BYTES}")
-        said = self._known.get(schema)
-        if said is None:
+        message = self._known.get(schema)
+        if message is None:
             async with self._turn:
-                said = self._known.get(schema)  # others may have asked the same
-                if said is None:
+                message = self._known.get(schema)  # others may have asked the same
+                if message is None:
                     if self._asking is not None:
                         await asyncio.wait({self._asking})  # its caller was cancelled, but its answer must be read
                     self._asking = asyncio.create_task(self._ask(schema))
-                    said = await asyncio.shield(self._asking)
-        self._remember(schema, said)
-        if said:
-            raise InputError(said, param="response_format")
+                    message = await asyncio.shield(self._asking)
+        self._remember(schema, message)
+        if message:
+            raise InputError(message, param="response_format")
 
     async def close(self) -> None:
         """End the process. A running check fails."""
@@ -86,9 +86,9 @@ class SchemaCheck:
         if self._child is not None:
             await self._child.end()
 
-    def _remember(self, schema: str, said: str) -> None:
+    def _remember(self, schema: str, message: str) -> None:
         self._known.pop(schema, None)
-        self._known[schema] = said
+        self._known[schema] = message
         if len(self._known) > KEPT:
             del self._known[next(iter(self._known))]
 
@@ -101,14 +101,14 @@ class SchemaCheck:
                 async with asyncio.timeout(_REPLY_S):
                     self._child = self._child or await self._started()
                     self._child.channel.send(schema.encode())
-                    said = (await self._child.channel.recv()).decode()
+                    message = (await self._child.channel.recv()).decode()
             except (EOFError, TimeoutError):
                 child, self._child = self._child, None
                 if child is not None:
                     await child.end()
                 continue
-            self._remember(schema, said)  # here, too: its caller may have been cancelled
-            return said
+            self._remember(schema, message)  # here, too: its caller may have been cancelled
+            return message
         raise ProcessDied(f"{_WHAT} {'is closed' if self._closed else 'died twice'}")
 
     async def _started(self) -> Child:
@@ -139,9 +139,9 @@ def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
             schema = channel.recv().decode()
         except EOFError:
             return
-        said, took_s = _tried(grammars, schema)
-        channel.send(said.encode())
-        if not said:
+        message, took_s = _tried(grammars, schema)
+        channel.send(message.encode())
+        if not message:
             time.sleep(_REST * took_s)
 
 
@@ -159,24 +159,24 @@ def _tried(grammars: Grammars, schema: str) -> tuple[str, float]:
         try:  # what these signals do unless one says otherwise: the process ends, whatever it is doing
             signal.setitimer(signal.ITIMER_PROF, COMPILE_S)
             signal.setitimer(signal.ITIMER_REAL, _WALL_S)
-            said = ""
+            message = ""
             try:
                 grammars.constraint(schema)
             except InputError as error:
-                said = str(error)
-            os.write(write, said.encode())
+                message = str(error)
+            os.write(write, message.encode())
             os._exit(0)
         finally:
             os._exit(1)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        said = pipe.read().decode()
+        message = pipe.read().decode()
     _, status, usage = os.wait4(pid, 0)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if ended_by == signal.SIGALRM:
         raise TimeoutError(f"the machine is too busy to compile a JSON schema within {_WALL_S:g} s")
     if ended_by == signal.SIGPROF:
-        said = f"compiling the JSON schema takes more than {COMPILE_S:g} s of processor time, the limit"
+        message = f"compiling the JSON schema takes more than {COMPILE_S:g} s of processor time, the limit"
     elif status:
-        said = f"compiling the JSON schema fails, with status {os.waitstatus_to_exitcode(status)}"
-    return said, usage.ru_utime + usage.ru_stime
+        message = f"compiling the JSON schema fails, with status {os.waitstatus_to_exitcode(status)}"
+    return message, usage.ru_utime + usage.ru_stime

@@ -1,4 +1,4 @@
-"""Media that decoder processes write into an arena, the items of a prompt in parallel."""
+"""Media that decoder processes write into an arena, the items of a request in parallel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mindie_mm.processes import faults
 from mindie_mm.processes.tasks import gather_in_order, in_thread, off_loop
 from mindie_mm.settings.config import ContentFormat, MediaCaps
 from mindie_mm.shm import Block
-from mindie_mm.tokenize.media_stage import MediaStage, PromptMedia
+from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompts import Prompts
@@ -54,7 +54,7 @@ def read_prompts(
 
 
 class Decoded(MediaStage):
-    """Has decoders plan and write the items of many prompts at once."""
+    """Has decoders plan and write the items of many requests at once."""
 
     def __init__(
         self, planner: Planner, decoders: Decoders, room: Room, caps: MediaCaps, preprocessed: Preprocessed
@@ -66,8 +66,8 @@ class Decoded(MediaStage):
         self.preprocessed = preprocessed
 
     @asynccontextmanager
-    async def prompt(self) -> AsyncIterator[PromptMedia]:
-        media = _PromptMedia(self)
+    async def request(self) -> AsyncIterator[RequestMedia]:
+        media = _RequestMedia(self)
         try:
             yield media
         finally:
@@ -77,38 +77,32 @@ class Decoded(MediaStage):
         self.room.close()
 
 
-class _PromptMedia(PromptMedia):
-    """The files of one prompt's media stay open until it is done, so that an item can be read again."""
+class _RequestMedia(RequestMedia):
+    """The files of one request's media stay open until it is done, so that an item can be read again."""
 
     def __init__(self, stage: Decoded) -> None:
         self._stage = stage
         self._group = Group()
         self._files = ExitStack()
-        self._sources: dict[int, tuple[Item, Parcel] | Embeddings] = {}
-        """Sources by the index of the item. Embeddings need no decoder."""
+        self._sources: dict[PlannedItem, tuple[Item, Parcel] | Embeddings] = {}
+        """Sources of the items. Embeddings need no decoder."""
 
-    async def plan(self, media: Sequence[Media]) -> list[PlannedItem]:
-        counts = self._stage.planner.counts(media)
-        self._group.keeps_decoder = len(media) == 1
-        found = await gather_in_order([self._plan_item(item, index, counts) for index, item in enumerate(media)])
-        of_prompt = Work(self._stage.caps)
-        for item, pixels in found:
-            with naming(item.name):
-                of_prompt.add_picture(pixels.picture_pixels)
-                of_prompt.add_video(pixels.video_pixels)
-        return [item for item, _ in found]
+    async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
+        self._group.keeps_decoder = sum(map(len, prompts)) == 1
+        return await gather_in_order([self._plan_prompt(media) for media in prompts])
 
-    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, salt: str) -> list[Sequence[int]]:
+    async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
         if path_file is None:
             raise InputError("media need a path file, to record what is to be freed")
-        room, all_specs = self._stage.room, [item.specs for item in items]
+        room, all_specs = self._stage.room, [item.specs for item, _ in items]
         blocks = room.try_take(all_specs, path_file)
         if blocks is None:
             self._stage.decoders.let_go(self._group)
             blocks = await room.take(all_specs, path_file)
         try:
             faults.point("allocated")
-            await gather_in_order([self._fill(*pair, salt) for pair in zip(items, blocks, strict=True)])
+            pairs = zip(items, blocks, strict=True)
+            await gather_in_order([self._fill(item, salt, block) for (item, salt), block in pairs])
         except BaseException:
             for block in blocks:
                 room.arena.discard(block)
@@ -117,9 +111,19 @@ class _PromptMedia(PromptMedia):
         return [block.ref.to_words() for block in blocks]
 
     def close(self) -> None:
-        """Close the files, and let other prompts have the decoder."""
+        """Close the files, and let other requests have the decoder."""
         self._stage.decoders.let_go(self._group)
         self._files.close()
+
+    async def _plan_prompt(self, media: Sequence[Media]) -> list[PlannedItem]:
+        counts = self._stage.planner.counts(media)
+        found = await gather_in_order([self._plan_item(item, index, counts) for index, item in enumerate(media)])
+        of_prompt = Work(self._stage.caps)
+        for item, pixels in found:
+            with naming(item.name):
+                of_prompt.add_picture(pixels.picture_pixels)
+                of_prompt.add_video(pixels.video_pixels)
+        return [item for item, _ in found]
 
     async def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> tuple[PlannedItem, Work]:
         stage, planner = self._stage, self._stage.planner
@@ -128,18 +132,20 @@ class _PromptMedia(PromptMedia):
             planner.check_options(media.options)
             if isinstance(media.source, Embeddings):
                 plan = planner.embeddings(media.kind, media.source)
-                self._sources[index] = media.source
-                return planner.item(index, media.kind, under_caps(plan, stage.caps)), pixels
+                planned = planner.item(index, media.kind, under_caps(plan, stage.caps))
+                self._sources[planned] = media.source
+                return planned, pixels
             parcel = await self._packed(media)
             item = Item(media.kind, media.options, {**counts}, parcel.parts, parcel.is_list, decodes_to_count())
-            self._sources[index] = item, parcel
             facts = await stage.decoders.plan(self._group, item, parcel.descriptor)
             # A decoder that was taken over could have the ids of the prompt take all memory.
             planner.require_makes(media.kind, facts.num_features, facts.grid)
             if facts.num_features > (most := stage.room.arena.capacity_bytes // _LEAST_FEATURE_BYTES):
                 raise LimitExceeded(f"it has {facts.num_features} features; the arena has room for at most {most}")
             pixels.picture_pixels, pixels.video_pixels = facts.picture_pixels, facts.video_pixels
-            return planner.item(index, media.kind, facts.plan()), pixels
+            planned = planner.item(index, media.kind, facts.plan())
+            self._sources[planned] = item, parcel
+            return planned, pixels
 
     async def _packed(self, media: Media) -> Parcel:
         if (parcel := pack_file(media)) is not None:
@@ -156,18 +162,18 @@ class _PromptMedia(PromptMedia):
 
         return await in_thread(pack, given_up.set)  # fetching and reading may take long
 
-    async def _fill(self, item: PlannedItem, block: Block, salt: str) -> None:
+    async def _fill(self, item: PlannedItem, salt: str, block: Block) -> None:
         """Write the arrays of an item, and publish its block."""
         block[ITEM][...] = item.shape.to_array()
         faults.point("mid-fill")
         with naming(item.name):
-            digest = await self._write(item, block, salt)
+            digest = await self._write(item, salt, block)
         faults.point("filled")
         block.publish(digest)
 
-    async def _write(self, item: PlannedItem, block: Block, salt: str) -> bytes:
+    async def _write(self, item: PlannedItem, salt: str, block: Block) -> bytes:
         """Write the arrays of an item, and return the digest of its content."""
-        stage, source, settings = self._stage, self._sources[item.index], item.plan.settings
+        stage, source, settings = self._stage, self._sources[item], item.plan.settings
         if isinstance(source, Embeddings):
             item.plan.write(block)
             return content_digest(settings, source.array, salt)

@@ -18,7 +18,7 @@ from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.source import read_source
 from mindie_mm.nn.family import Processor
 from mindie_mm.settings.config import MediaCaps
-from mindie_mm.tokenize.media_stage import MediaStage, PromptMedia
+from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.wires import Wire
 
@@ -33,34 +33,37 @@ class InProcess(MediaStage):
         self._caps = caps
 
     @asynccontextmanager
-    async def prompt(self) -> AsyncIterator[PromptMedia]:
-        yield _PromptMedia(self._processor, self._planner, self._wire, self._caps)
+    async def request(self) -> AsyncIterator[RequestMedia]:
+        yield _RequestMedia(self._processor, self._planner, self._wire, self._caps)
 
     def close(self) -> None:
         self._wire.close()
 
 
-class _PromptMedia(PromptMedia):
+class _RequestMedia(RequestMedia):
     def __init__(self, processor: Processor, planner: Planner, wire: Wire, caps: MediaCaps) -> None:
         self._processor = processor
         self._planner = planner
         self._wire = wire
         self._caps = caps
-        self._data: list[Data] = []
+        self._data: dict[PlannedItem, Data] = {}
         """Sources of the items."""
 
-    async def plan(self, media: Sequence[Media]) -> list[PlannedItem]:
-        counts = self._planner.counts(media)
-        with under(self._caps):
-            return [self._plan_item(item, index, counts) for index, item in enumerate(media)]
+    async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
+        return [self._plan_prompt(media) for media in prompts]
 
-    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, salt: str) -> list[Sequence[int]]:
+    async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
         if path_file is None and self._wire.needs_path_file:
             raise InputError("media need a path file, to record what is to be freed")
         with ExitStack() as undo:
-            words = [self._store_item(item, path_file, salt, undo) for item in items]
+            words = [self._store_item(item, salt, path_file, undo) for item, salt in items]
             undo.pop_all()
         return words
+
+    def _plan_prompt(self, media: Sequence[Media]) -> list[PlannedItem]:
+        counts = self._planner.counts(media)
+        with under(self._caps):
+            return [self._plan_item(item, index, counts) for index, item in enumerate(media)]
 
     def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> PlannedItem:
         with naming(f"media item {index} ({media.kind})"):
@@ -72,10 +75,11 @@ class _PromptMedia(PromptMedia):
                 data = read_source(media)
                 plan = plan_item(self._processor, media, data, counts, self._caps)
             self._wire.check(plan, media.kind)
-        self._data.append(data)
-        return self._planner.item(index, media.kind, plan)
+            item = self._planner.item(index, media.kind, plan)
+        self._data[item] = data
+        return item
 
-    def _store_item(self, item: PlannedItem, path_file: Path | None, salt: str, undo: ExitStack) -> Sequence[int]:
-        digest = partial(content_digest, item.plan.settings, self._data[item.index], salt)
+    def _store_item(self, item: PlannedItem, salt: str, path_file: Path | None, undo: ExitStack) -> Sequence[int]:
+        digest = partial(content_digest, item.plan.settings, self._data[item], salt)
         with naming(item.name):
             return self._wire.store(item, digest, path_file, undo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,25 +27,24 @@ from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.room import Room
 from mindie_mm.tokenize.stage.answer import answer
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.tokenize.tokenizer import Tokenizer
 from mindie_mm.tokenize.wires import NativeWire
 
 
-class _InCaller:
-    """What both tokenizers of this module tell of themselves."""
+class _InCaller(TokenizerStage):
+    """A stage in the caller's process. It lives as long as the process, and is never restarted."""
 
     @property
     def pids(self) -> list[int]:
-        """Process id of the caller's process."""
         return [os.getpid()]
 
     @property
     def restarts(self) -> Restarts:
-        """Always zero."""
         return Restarts(0, 0)
 
     def check(self) -> None:
-        """Nothing: it lives as long as its caller."""
+        pass
 
 
 class LocalTokenizer(_InCaller):
@@ -71,18 +71,17 @@ class LocalTokenizer(_InCaller):
             thread.stop()
             raise
 
-    async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """Return the request's prompt. Errors are those of Tokenizer. A request that is cancelled ends soon."""
+    async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
         given_up = threading.Event()
         try:
-            return await self._thread.run(partial(self._answer, request, given_up))
+            return await self._thread.run(partial(self._answer, requests, given_up))
         except asyncio.CancelledError:
             given_up.set()
             raise
 
-    def _answer(self, request: TokenizeRequest, given_up: threading.Event) -> Prompt:
+    def _answer(self, requests: Sequence[TokenizeRequest], given_up: threading.Event) -> list[Prompt]:
         with cancellation.until(given_up):
-            return self._tokenizer.answer(request)
+            return self._tokenizer.run(answer(self._tokenizer.prompts, requests))
 
     async def close(self) -> None:
         """Wait for the request in progress, then remove the arena."""
@@ -127,9 +126,8 @@ class DecodingTokenizer(_InCaller):
             undo.pop_all()
         return tokenizer
 
-    async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """Return the request's prompt. Errors are those of Tokenizer. A request that is cancelled ends at once."""
-        return await answer(self._prompts, request)
+    async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
+        return await answer(self._prompts, requests)
 
     async def close(self) -> None:
         """End the decoders, then remove the arena."""

@@ -1,4 +1,4 @@
-"""How the media of a prompt become words: the interface of its two implementations."""
+"""How the media of a request become words: the interface of its two implementations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mindie_mm.inputs import Media
 from mindie_mm.tokenize.planning import PlannedItem
 
 
-class PromptMedia(ABC):
-    """The media of one prompt."""
+class RequestMedia(ABC):
+    """The media of all prompts of one request."""
 
     @abstractmethod
-    async def plan(self, media: Sequence[Media]) -> list[PlannedItem]:
-        """Read and plan all items of a prompt, in order. Call this once.
+    async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
+        """Read and plan all items of each prompt, in order. Call this once.
 
-        No picture is decoded before all items are known to be within the caps.
+        No picture is decoded before all items of its prompt are known to be within the caps.
 
         Raises:
             InputError: An item is wrong. The message names it.
@@ -26,10 +26,11 @@ class PromptMedia(ABC):
         """
 
     @abstractmethod
-    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, salt: str) -> list[Sequence[int]]:
+    async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
         """Write planned items to shared memory, record them in `path_file`, and return the words of each.
 
-        On any failure, all of them are freed. `salt` is that of the digests.
+        Each item comes with the salt of its digest. Call this once, because the items get room together. On any
+        failure, all of them are freed.
 
         Raises:
             ArenaFull: There was no room in time.
@@ -44,8 +45,8 @@ class MediaStage(ABC):
     """Where media are decoded."""
 
     @abstractmethod
-    def prompt(self) -> AbstractAsyncContextManager[PromptMedia]:
-        """Open the media of one prompt. Leaving the context closes their files."""
+    def request(self) -> AbstractAsyncContextManager[RequestMedia]:
+        """Open the media of one request. Leaving the context closes their files."""
 
     @abstractmethod
     def close(self) -> None:

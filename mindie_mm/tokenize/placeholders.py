@@ -35,11 +35,11 @@ class Expansion:
         return self.spelling.runs
 
 
-def check_order(found: Sequence[object], expected: Sequence[object], num_items: int) -> None:
+def check_order(actual: Sequence[object], expected: Sequence[object], num_items: int) -> None:
     """InputError where what stands for media in a prompt is not what its items take: a template can drop an item."""
-    if [*found] != [*expected]:
+    if [*actual] != [*expected]:
         raise InputError(
-            f"the prompt has {len(found)} media placeholders for {num_items} media items that take {len(expected)}, "
+            f"the prompt has {len(actual)} media placeholders for {num_items} media items that take {len(expected)}, "
             "or in another order: its ids, or the chat template, do not go with these items"
         )
 

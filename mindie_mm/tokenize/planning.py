@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mindie_mm.errors import InputError, LimitExceeded, WorldError
+from mindie_mm.errors import InputError, LimitExceeded, OperationalError
 from mindie_mm.inputs import Embeddings, Kind, Media, MediaOptions
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import EMBEDDINGS
@@ -18,7 +18,7 @@ from mindie_mm.shm import ArraySpec
 from mindie_mm.tokenize.placeholders import Expansion
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlannedItem:
     """A media item that has been read and planned, and not preprocessed yet."""
 
@@ -60,24 +60,29 @@ class Planner:
 
         """
         counts: Counter[Kind] = Counter(item.kind for item in media)
+        taken, traits = self._processor.placeholders, self._processor.traits
         for kind in counts:
-            self._processor.placeholder(kind)
-        for kind, limit in self._processor.limits().items():
+            if kind not in taken:
+                raise InputError(f"this model takes no {kind}; it takes {', '.join(taken) or 'text alone'}")
+        for kind, limit in traits.max_items.items():
             if counts[kind] > limit:
                 raise LimitExceeded(f"the prompt has {counts[kind]} items of kind {kind}; the model's limit is {limit}")
-        self._processor.check_kinds(counts.keys())
+        if len(counts) > 1 and not traits.mixes_kinds:
+            raise InputError(
+                f"the prompt has media of the kinds {' and '.join(counts)}; this model takes one or the other"
+            )
         return counts
 
     def check_options(self, options: MediaOptions) -> None:
         """Raise InputError if the family does not take the options."""
         for name in ("min_pixels", "max_pixels"):
-            if getattr(options, name) is not None and not self._processor.bounds_pixels:
+            if getattr(options, name) is not None and not self._processor.traits.bounds_pixels:
                 raise InputError(f"{name} is given; {self._family} resizes to sizes of its own, and does not take it")
 
     def require_makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> None:
-        """Raise WorldError if the model makes no item of `kind` with so many features and this grid."""
-        if not self._processor.makes(kind, num_features, grid):
-            raise WorldError(
+        """Raise OperationalError if the model makes no item of `kind` with so many features and this grid."""
+        if self._processor.spelling(kind, num_features, grid) is None:
+            raise OperationalError(
                 f"a decoder planned {num_features} features and the grid {grid}, which the model never makes"
             )
 
@@ -85,7 +90,8 @@ class Planner:
         """Return the item that `plan` stands for."""
         processor = self._processor
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
-        return PlannedItem(Expansion(kind, processor.placeholder(kind), plan.num_features, spelling), plan, index)
+        assert spelling is not None, f"the {kind} was planned with {plan.num_features} features and {plan.grid}"
+        return PlannedItem(Expansion(kind, processor.placeholders[kind], plan.num_features, spelling), plan, index)
 
     def embeddings(self, kind: Kind, source: Embeddings) -> Plan:
         """Return the plan of features that are handed in instead of media. They are spliced without a tower.
@@ -98,7 +104,7 @@ class Planner:
         num_features, width = array.shape
         if width != self._processor.feature_width:
             raise InputError(f"the embeddings are {width} wide, the model takes {self._processor.feature_width}")
-        if not self._processor.makes(kind, num_features, source.grid):
+        if self._processor.spelling(kind, num_features, source.grid) is None:
             raise InputError(f"the model makes no {kind} of {num_features} features that has the grid {source.grid}")
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:

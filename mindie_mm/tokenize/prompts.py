@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import wraps
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Processor
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import ContentFormat
-from mindie_mm.tokenize.media_stage import MediaStage, PromptMedia
+from mindie_mm.tokenize.media_stage import MediaStage
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
 from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions, put_words
@@ -30,33 +30,21 @@ from mindie_mm.tokenize.text.text_encoder import Encoded, TextEncoder
 from mindie_mm.tokenize.truncate import truncate
 
 _PLAIN = PromptOptions()
-_Args = ParamSpec("_Args")
 
 
-def _counting_anew(
-    make: Callable[_Args, Coroutine[Any, Any, Prompt]],
-) -> Callable[_Args, Coroutine[Any, Any, Prompt]]:
-    """Decorate a method to make its prompt a second time after FramesMiscounted.
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A prompt before its media are planned."""
 
-    The second time, videos are decoded to count their frames, so that the sampled frames depend on the true count.
-    """
-
-    @wraps(make)
-    async def made(*args: _Args.args, **kwargs: _Args.kwargs) -> Prompt:
-        try:
-            return await make(*args, **kwargs)
-        except FramesMiscounted:
-            with decoding_to_count():
-                return await make(*args, **kwargs)
-
-    return made
+    media: Sequence[Media]
+    """Media items of the prompt, in order."""
+    expand: Callable[[Sequence[PlannedItem]], Prompt]
+    """Returns the whole prompt without words, for the planned media."""
+    options: PromptOptions
 
 
 class Prompts:
-    """Makes the prompts of one checkpoint. Media go through its stage; everything else happens here.
-
-    The methods suspend only while they wait for the stage.
-    """
+    """Makes the prompts of one checkpoint. Media go through its stage; everything else happens here."""
 
     def __init__(
         self,
@@ -81,17 +69,18 @@ class Prompts:
             checkpoint = family.translated(checkpoint)
             self._processor = family.processor(checkpoint)
             tokenizer = family.tokenizer(checkpoint)
-        placeholders = [self._processor.placeholder(kind) for kind in family.kinds]
+        placeholders = [self._processor.placeholders[kind] for kind in family.kinds]
         self._tokens = {placeholder.token for placeholder in placeholders}
         media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
         plain = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
         stated = checkpoint.json("tokenizer.json").get("added_tokens", ())
         self.shown_tokens = [token["content"] for token in stated if token["special"] and token["content"] in plain]
         """Tokens that tokenizer.json calls special and the family does not: text, in prompts and in answers."""
-        if self._processor.inserted:  # nothing spells them, so the tokenizer need not know them by name
+        self._inserted_at = self._processor.traits.inserted_at
+        if self._inserted_at is not None:  # nothing spells them, so the tokenizer need not know them by name
             media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
         self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor, content_format)
-        spelled = [] if self._processor.inserted else placeholders
+        spelled = placeholders if self._inserted_at is None else []
         self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
         self._markers = frozenset(self._marker_of.values())
         self.stage = make_stage(self._processor)
@@ -101,75 +90,108 @@ class Prompts:
         """Whether the checkpoint has a chat template."""
         return self._text.has_template
 
-    @_counting_anew
-    async def from_items(
-        self, items: Sequence[Item], path_file: Path | None, options: PromptOptions = _PLAIN
-    ) -> Prompt:
-        """Return the prompt of `items`, joined without a template."""
+    def draft_items(self, items: Sequence[Item], options: PromptOptions = _PLAIN) -> Draft:
+        """Return the draft of `items`, joined without a template. Raise InputError."""
         if options.max_prompt_tokens:
             self._text.check_items(items, options.max_prompt_tokens)
-        async with self.stage.prompt() as media:
-            planned = await media.plan(media_of(items))
+
+        def expand(planned: Sequence[PlannedItem]) -> Prompt:
             spelled = self._spell(planned)
             pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
             rendered = self._text.render_items(pieces)
             if not (options.add_special_tokens or planned):
-                return self._bounded(Prompt(np.array(self._text.bare_ids(rendered), np.int64)), options)
-            return await self._prompt(self._encode(rendered, planned), planned, media, path_file, options)
+                return Prompt(np.array(self._text.bare_ids(rendered), np.int64))
+            return self._expanded(self._encode(rendered, planned), planned)
 
-    @_counting_anew
-    async def from_messages(
+        return Draft(media_of(items), expand, options)
+
+    def draft_messages(
         self,
         messages: Sequence[Message],
-        path_file: Path | None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         options: PromptOptions = _PLAIN,
-    ) -> Prompt:
-        """Return the prompt of chat messages, formatted with the chat template."""
-        template_kwargs = template_kwargs or {}
+    ) -> Draft:
+        """Return the draft of chat messages, formatted with the chat template. Raise InputError."""
+        variables = template_kwargs or {}
         if options.max_prompt_tokens:
-            self._text.check_messages(messages, template_kwargs, options.max_prompt_tokens)
-        async with self.stage.prompt() as media:
-            planned = await media.plan(media_of_messages(messages))
-            items = list(self._spell(planned))
-            rendered = self._text.render_messages(messages, add_generation_prompt, template_kwargs, items)
+            self._text.check_messages(messages, variables, options.max_prompt_tokens)
+
+        def expand(planned: Sequence[PlannedItem]) -> Prompt:
+            rendered = self._text.render_messages(
+                messages, add_generation_prompt, variables, list(self._spell(planned))
+            )
             if options.max_prompt_tokens:
                 self._text.check_rendered(rendered, options.max_prompt_tokens)
-            return await self._prompt(self._encode(rendered, planned), planned, media, path_file, options)
+            return self._expanded(self._encode(rendered, planned), planned)
 
-    async def from_turn(
+        return Draft(media_of_messages(messages), expand, options)
+
+    def draft_turn(
         self,
         items: Sequence[Item],
-        path_file: Path | None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         options: PromptOptions = _PLAIN,
         *,
         chat: bool = True,
-    ) -> Prompt:
-        """Return the prompt of `items` as one user turn. Without `chat` or a chat template, join the items.
+    ) -> Draft:
+        """Return the draft of `items` as one user turn. Without `chat` or a chat template, join the items.
 
         Raises InputError if there are variables for a template but no template is used.
         """
         if chat and self.has_template:
-            messages = [Message("user", tuple(items))]
-            return await self.from_messages(messages, path_file, add_generation_prompt, template_kwargs, options)
+            return self.draft_messages([Message("user", tuple(items))], add_generation_prompt, template_kwargs, options)
         if template_kwargs or not add_generation_prompt:
             raise InputError("there are variables of a chat template, and the prompt goes through none")
-        return await self.from_items(items, path_file, options)
+        return self.draft_items(items, options)
 
-    @_counting_anew
-    async def from_ids(self, ids: Sequence[int], items: Sequence[Media], path_file: Path | None) -> Prompt:
-        """Return the prompt of ids with one placeholder per media item, or with none if the family inserts them.
+    def draft_ids(self, ids: Sequence[int], items: Sequence[Media]) -> Draft:
+        """Return the draft of ids with one placeholder per media item, or with none if the family inserts them.
 
         Raises TokenOutOfRange for an id that is not a token id. The engine checks that ids are in the vocabulary.
         """
         ids = [_token_id(index) for index in ids]
-        async with self.stage.prompt() as media:
-            planned = await media.plan(items)
+
+        def expand(planned: Sequence[PlannedItem]) -> Prompt:
             encoded = self._text.replace_marker_ids(ids, self._markers, *self._spellings(planned))
-            return await self._prompt(encoded, planned, media, path_file)
+            return self._expanded(encoded, planned)
+
+        return Draft(items, expand, _PLAIN)
+
+    async def make(self, drafts: Sequence[Draft], path_file: Path | None) -> list[Prompt]:
+        """Return the prompts of one request. Their media get room together, and are recorded in `path_file`.
+
+        After FramesMiscounted the prompts are made a second time. Then videos are decoded to count their frames, so
+        that the sampled frames depend on the true count.
+
+        Raises:
+            InputError: A prompt or an item is wrong.
+            ArenaFull: There was no room in time.
+            SharedMemoryError: Shared memory cannot be used.
+
+        """
+        try:
+            return await self._make(drafts, path_file)
+        except FramesMiscounted:
+            with decoding_to_count():
+                return await self._make(drafts, path_file)
+
+    async def _make(self, drafts: Sequence[Draft], path_file: Path | None) -> list[Prompt]:
+        prompts: list[Prompt] = []
+        kept: list[tuple[PlannedItem, str]] = []
+        async with self.stage.request() as media:
+            all_planned = await media.plan([draft.media for draft in drafts])
+            for draft, planned in zip(drafts, all_planned, strict=True):
+                if prompts:
+                    await asyncio.sleep(0)  # encoding many long texts in one go would hold up other requests
+                prompt = _bounded(draft.expand(planned), draft.options)
+                prompts.append(prompt)
+                salt = draft.options.cache_salt
+                kept += [(item, salt) for item in planned[len(planned) - len(prompt.spans) :]]
+            faults.point("planned")
+            words = iter(await media.store(kept, path_file) if kept else ())
+        return [put_words(prompt, islice(words, len(prompt.spans))) for prompt in prompts]
 
     def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem]) -> Encoded:
         rendered = Rendered(self._processor.prompt_text(rendered.text), rendered.restore)
@@ -177,49 +199,27 @@ class Prompts:
             rendered = self._text.replace_markers(rendered, self._markers, *self._spellings(planned))
         return self._text.encode(rendered)
 
-    async def _prompt(
-        self,
-        encoded: Encoded,
-        planned: Sequence[PlannedItem],
-        media: PromptMedia,
-        path_file: Path | None,
-        options: PromptOptions = _PLAIN,
-    ) -> Prompt:
-        faults.point("planned")
+    def _expanded(self, encoded: Encoded, planned: Sequence[PlannedItem]) -> Prompt:
         processor, tokens = self._processor, self._tokens
         ids = processor.frame([*encoded.ids], len(planned))
         opening = _in_common(ids, processor.frame([*self._text.opening], len(planned)))
-        if processor.inserted:
+        if self._inserted_at is not None:
             items = [item.expansion for item in planned]
-            prompt = insert(ids, processor.insert_at(ids), items, tokens, opening)
-        else:
-            reaches = zip(planned, encoded.items, strict=True)
-            items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
-            prompt = expand(ids, items, tokens, opening)
-        prompt = self._bounded(prompt, options)
-        kept = planned[len(planned) - len(prompt.spans) :]
-        return put_words(prompt, await media.store(kept, path_file, options.cache_salt) if kept else [])
-
-    def _bounded(self, prompt: Prompt, options: PromptOptions) -> Prompt:
-        """Return the prompt, truncated to its limit if allowed. Raise ContextLengthExceeded otherwise."""
-        if not 0 < options.max_prompt_tokens < len(prompt):
-            return prompt
-        if not options.truncate:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}"
-            )
-        return truncate(prompt, options.max_prompt_tokens)
+            return insert(ids, self._inserted_at, items, tokens, opening)
+        reaches = zip(planned, encoded.items, strict=True)
+        items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
+        return expand(ids, items, tokens, opening)
 
     def _spell(self, planned: Sequence[PlannedItem]) -> Iterator[str]:
         """Yield the spelling of each item in a prompt."""
         numbers: Counter[Kind] = Counter()
         for item in planned:
-            if self._processor.inserted:
+            if self._inserted_at is not None:
                 yield ""
                 continue
             numbers[item.shape.kind] += 1
-            head, tail = self._processor.caption(item.shape.kind, numbers[item.shape.kind])
             placeholder = item.expansion.placeholder
+            head, tail = (part.format(numbers[item.shape.kind]) for part in placeholder.caption)
             before, after = self._text.spell(placeholder.before), self._text.spell(placeholder.after)
             marker = self._marker_of[placeholder]
             framed = marker if before and marker.startswith(before) else before + marker + after
@@ -230,10 +230,19 @@ class Prompts:
 
     def _spellings(self, planned: Sequence[PlannedItem]) -> tuple[list[str], list[str]]:
         """The marker of each item that the prompt spells, and the text that takes its place."""
-        items = [] if self._processor.inserted else [item.expansion for item in planned]
+        items = [item.expansion for item in planned] if self._inserted_at is None else []
         markers = [self._marker_of[item.placeholder] for item in items]
         texts = [item.spelling.text for item in items]
         return markers, [marker if text is None else text for marker, text in zip(markers, texts, strict=True)]
+
+
+def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
+    """Return the prompt, truncated to its limit if allowed. Raise ContextLengthExceeded otherwise."""
+    if not 0 < options.max_prompt_tokens < len(prompt):
+        return prompt
+    if not options.truncate:
+        raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}")
+    return truncate(prompt, options.max_prompt_tokens)
 
 
 def _reaching(item: Expansion, ids: Sequence[int], start: int, stop: int) -> Expansion:

@@ -12,9 +12,6 @@ from pathlib import Path
 from mindie_mm.errors import ArenaFull, MindieMMError
 from mindie_mm.shm import Arena, ArraySpec, Block
 
-WAIT_S = 60.0
-"""Default of the time in seconds that a request waits for room."""
-
 _POLL_S = 0.002
 """Time in seconds between two looks while requests wait. Other processes free by a plain store, which wakes nobody."""
 
@@ -46,7 +43,7 @@ class Room:
     many bytes as it asks for, so it is served after that.
     """
 
-    def __init__(self, arena: Arena, wait_s: float = WAIT_S, *, is_own: bool = False) -> None:
+    def __init__(self, arena: Arena, wait_s: float, *, is_own: bool = False) -> None:
         """Manage the room of `arena`.
 
         Args:

@@ -15,13 +15,13 @@ from transformers.utils import get_json_schema
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.inputs import Item, Media, Message, media_of, media_of_messages, parse_inputs, parse_messages
+from mindie_mm.inputs import Media, media_of, media_of_messages, parse_inputs, parse_messages
 from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family, Processor
 from mindie_mm.processes.loop_thread import LoopThread
-from mindie_mm.settings.config import ContentFormat, MediaCaps
+from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
 from mindie_mm.tokenize.decoded import read_prompts
@@ -29,16 +29,14 @@ from mindie_mm.tokenize.in_process import InProcess
 from mindie_mm.tokenize.media_stage import MediaStage
 from mindie_mm.tokenize.planning import Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
-from mindie_mm.tokenize.prompt import Prompt, PromptOptions
-from mindie_mm.tokenize.prompts import Prompts
+from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompts import Draft, Prompts
 from mindie_mm.tokenize.room import Room
 from mindie_mm.tokenize.stage.answer import answer
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.wires import ARENA_BYTES, MindIEWire, NativeWire, Wire, WireName
 
 T = TypeVar("T")
-
-_PLAIN = PromptOptions()
 
 
 class Tokenizer:
@@ -49,7 +47,8 @@ class Tokenizer:
 
     def __init__(self, prompts: Prompts, loop: LoopThread | None = None, decoders: Decoders | None = None) -> None:
         """Hold the maker of prompts. Use `from_pretrained` to create one."""
-        self._prompts = prompts
+        self.prompts = prompts
+        """Makes drafts of prompts."""
         self._loop = loop
         self._end_decoders: Callable[[], object] = lambda: None
         if loop is not None and decoders is not None:
@@ -103,7 +102,7 @@ class Tokenizer:
             make = partial(_in_process, checkpoint, found, wire=wire, caps=caps)
             return cls(Prompts(checkpoint, found, make, content_format))
         with ExitStack() as undo:
-            room = Room(arena or Arena.create(ARENA_BYTES), is_own=arena is None)
+            room = Room(arena or Arena.create(ARENA_BYTES), WorkerConfig().arena_wait_s, is_own=arena is None)
             undo.callback(room.close)
             processes = Decoders(DecoderSetup(str(checkpoint.path), family, caps), room.arena.capacity_bytes)
             loop = LoopThread("tokenizer")
@@ -117,7 +116,7 @@ class Tokenizer:
     @property
     def has_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
-        return self._prompts.has_template
+        return self.prompts.has_template
 
     def tokenize(
         self, inputs: Sequence[Mapping[str, Any]], shm_name_save_path: str | Path | None = None
@@ -130,7 +129,7 @@ class Tokenizer:
         """
         items = parse_inputs(inputs)
         media = media_of(items)
-        prompt = self.prompt_from_items(items, _path_file(media, shm_name_save_path))
+        prompt = self.make(self.prompts.draft_items(items), _path_file(media, shm_name_save_path))
         return torch.from_numpy(prompt.ids)
 
     def tokenize_chat(
@@ -148,8 +147,8 @@ class Tokenizer:
         if tools := template_kwargs.get("tools"):  # described before they are escaped: what a docstring says is text
             template_kwargs["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
-        prompt = self.prompt_from_messages(parsed, path_file, add_generation_prompt, template_kwargs)
-        return torch.from_numpy(prompt.ids)
+        draft = self.prompts.draft_messages(parsed, add_generation_prompt, template_kwargs)
+        return torch.from_numpy(self.make(draft, path_file).ids)
 
     def tokenize_ids(
         self,
@@ -162,49 +161,18 @@ class Tokenizer:
         The same as the prompt's text would make. Else as `tokenize`.
         """
         items = media_of(parse_inputs(media)) if media else []
-        return torch.from_numpy(self.prompt_from_ids(ids, items, _path_file(items, shm_name_save_path)).ids)
+        draft = self.prompts.draft_ids(ids, items)
+        return torch.from_numpy(self.make(draft, _path_file(items, shm_name_save_path)).ids)
 
-    def prompt_from_items(
-        self, items: Sequence[Item], path_file: Path | None, options: PromptOptions = _PLAIN
-    ) -> Prompt:
-        """As `Prompts.from_items`."""
-        return self.run(self._prompts.from_items(items, path_file, options))
-
-    def prompt_from_messages(
-        self,
-        messages: Sequence[Message],
-        path_file: Path | None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        options: PromptOptions = _PLAIN,
-    ) -> Prompt:
-        """As `Prompts.from_messages`."""
-        return self.run(
-            self._prompts.from_messages(messages, path_file, add_generation_prompt, template_kwargs, options)
-        )
-
-    def prompt_from_turn(
-        self,
-        items: Sequence[Item],
-        path_file: Path | None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        options: PromptOptions = _PLAIN,
-        *,
-        chat: bool = True,
-    ) -> Prompt:
-        """As `Prompts.from_turn`."""
-        return self.run(
-            self._prompts.from_turn(items, path_file, add_generation_prompt, template_kwargs, options, chat=chat)
-        )
-
-    def prompt_from_ids(self, ids: Sequence[int], media: Sequence[Media], path_file: Path | None) -> Prompt:
-        """As `Prompts.from_ids`."""
-        return self.run(self._prompts.from_ids(ids, media, path_file))
+    def make(self, draft: Draft, path_file: Path | None) -> Prompt:
+        """Return the prompt of a draft of `prompts`. Errors are those of `Prompts.make`."""
+        (prompt,) = self.run(self.prompts.make([draft], path_file))
+        return prompt
 
     def answer(self, request: TokenizeRequest) -> Prompt:
         """Return the prompt of `request`."""
-        return self.run(answer(self._prompts, request))
+        (prompt,) = self.run(answer(self.prompts, [request]))
+        return prompt
 
     def close(self) -> None:
         """Remove the arena that this tokenizer made, and end its decoders. Idempotent.
@@ -217,7 +185,7 @@ class Tokenizer:
         try:
             self._end_decoders()
         finally:
-            self._prompts.stage.close()
+            self.prompts.stage.close()
 
     def __enter__(self) -> Self:
         return self
@@ -226,14 +194,15 @@ class Tokenizer:
         self.close()
 
     def run(self, making: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `making`, which suspends only if there are decoders."""
+        """Return the result of `making`, which waits for something only if there are decoders."""
         if self._closed:
             making.close()
             raise InputError("the tokenizer is closed")
         if self._loop is not None:
             return self._loop.run(making)
         try:
-            making.send(None)
+            while making.send(None) is None:  # it lets others run, of whom there are none
+                pass
         except StopIteration as done:
             result: T = done.value
             return result
@@ -244,7 +213,7 @@ def _in_process(
     checkpoint: Checkpoint, family: type[Family], processor: Processor, *, wire: WireName | Wire, caps: MediaCaps
 ) -> MediaStage:
     if wire == "mindie":
-        layouts = processor.mindie_layouts
+        layouts = processor.traits.mindie_layouts
         if missing := ", ".join(kind for kind in family.kinds if kind not in layouts):
             raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout of {missing}")
         wire = MindIEWire(layouts)

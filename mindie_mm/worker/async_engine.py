@@ -159,7 +159,7 @@ class AsyncEngine:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        await self._bury("is closed")
+        await self._reap("is closed")
         self._settled.set()
 
     @property
@@ -198,7 +198,7 @@ class AsyncEngine:
             self._send(self._start)
             self.info = await self._child.ready(Ready, "its process")
         except BaseException as error:
-            await self._bury(f"did not start: {error}")
+            await self._reap(f"did not start: {error}")
             if isinstance(error, InputError):
                 self._settled.set()
             raise
@@ -217,7 +217,7 @@ class AsyncEngine:
             with logged(f"engine process {self.pid} cannot be served"):
                 hung = await self._serve()
             with logged(f"engine process {self.pid} cannot be ended"):
-                await self._bury("process died, another is being started", hung)
+                await self._reap("process died, another is being started", hung)
             _log.warning("engine process %d %s", self.pid, hung or f"died with status {self._child.status}")
             await self._starter.again(self._launch)
 
@@ -260,7 +260,7 @@ class AsyncEngine:
                     self._parked.add(progress.request_id)
                 queue.put_nowait(progress)
 
-    async def _bury(self, why: str, hung: str = "") -> None:
+    async def _reap(self, why: str, hung: str = "") -> None:
         """End and reap the process, and fail its unfinished requests."""
         self._up = False
         self._settled.clear()

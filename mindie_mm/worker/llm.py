@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.errors import ArenaFull, InputError, MindieMMError, WorldError
+from mindie_mm.errors import ArenaFull, InputError, MindieMMError, OperationalError
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.paths import working_directory
@@ -186,7 +186,7 @@ class LLM:
                 except MindieMMError as error:
                     return Output("", [], None, error=error)
                 except Exception as error:  # noqa: BLE001 - one input fails, not all
-                    failure = WorldError(f"the answer failed: {type(error).__name__}")
+                    failure = OperationalError(f"the answer failed: {type(error).__name__}")
                     failure.__cause__ = error
                     return Output("", [], None, error=failure)
                 finally:

@@ -18,7 +18,6 @@ import numpy as np
 
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.checkpoint_digest import model_digest, weights_digest
-from mindie_mm.batch.output.mounting import renumbered, reserved
 from mindie_mm.batch.output.shard import ShardRow, arena_path
 from mindie_mm.batch.versions import versions
 from mindie_mm.device import LIBRARIES
@@ -33,6 +32,7 @@ from mindie_mm.errors import (
 )
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.shm import Arena
 from mindie_mm.worker.answer_file import Origin, continued
 from mindie_mm.worker.worker import Answer, Worker
 
@@ -124,7 +124,8 @@ async def _answers(dataset: Dataset, rows: range, worker: Worker, params: Sampli
                         yield await asking.next()
                     raise
                 mount = mounts.enter_context(ExitStack())
-                number = mount.enter_context(reserved())
+                # An arena of one page reserves a number that no other process of this machine takes.
+                number = mount.enter_context(Arena.create(1)).number
                 worker.engine.mount(arena_path(dataset.folder, first_row), number)
                 mount.callback(worker.engine.unmount, number)
                 for row in own:
@@ -204,7 +205,7 @@ class _Asking:
             asked.answer = _failed(record, record.error)
             return
         try:
-            prompt = renumbered(record, asked.number)
+            prompt = record.mounted_prompt(asked.number)
             answer = await Answer.of(self._worker.generate_once(prompt, self._params, str(record.row)))
         except _ENGINE_FAILED as error:
             asked.failure = error

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from mindie_mm.errors import ArenaFull, NoProcess, ProcessDied, SegmentMissing, SharedMemoryError
@@ -36,8 +37,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Made:
-    """A prompt as it was made once, and who needs its blocks."""
+class _HeldPrompt:
+    """A prompt as it was made once, with the number of answers that need its blocks."""
 
     prompt: Prompt
     holders: int = 0
@@ -65,7 +66,7 @@ class PromptSource:
             on_remade: Called with each prompt that was made again.
 
         """
-        self._made = _Made(prompt)
+        self._current = _HeldPrompt(prompt)
         self._again = again
         self._retried = retried
         self._on_remade = on_remade
@@ -75,7 +76,7 @@ class PromptSource:
     @property
     def prompt(self) -> Prompt:
         """The current prompt. Its blocks may be freed."""
-        return self._made.prompt
+        return self._current.prompt
 
     def share(self, num_answers: int) -> None:
         """Keep the blocks until so many answers have begun, and the engine has consumed the media of each."""
@@ -85,25 +86,25 @@ class PromptSource:
         """Return the use of the prompt by one answer."""
         return Use(self)
 
-    async def hold(self, lost: _Made | None, *, first: bool) -> _Made:
+    async def hold(self, lost: _HeldPrompt | None, *, first: bool) -> _HeldPrompt:
         """For `Use`: hold the blocks of the current prompt. Make it again if they are freed, or if it is `lost`."""
         async with self._lock:
-            if self._made is lost or self._made.freed:
-                self._made = _Made(await self._make_again(freed=self._made.freed))
+            if self._current is lost or self._current.freed:
+                self._current = _HeldPrompt(await self._make_again(freed=self._current.freed))
             if first:
                 self._reserved -= 1
-            self._made.holders += 1
-            return self._made
+            self._current.holders += 1
+            return self._current
 
-    def let_go(self, made: _Made) -> None:
+    def let_go(self, held: _HeldPrompt) -> None:
         """For `Use`: end a hold. The last one frees the blocks."""
-        made.holders -= 1
-        last = not made.holders and (made is not self._made or self._reserved <= 0)
-        if not last or self._again is None or not made.prompt.spans:
+        held.holders -= 1
+        last = not held.holders and (held is not self._current or self._reserved <= 0)
+        if not last or self._again is None or not held.prompt.spans:
             return
-        made.freed = True
+        held.freed = True
         try:
-            for ref in made.prompt.refs():
+            for ref in held.prompt.refs():
                 free(ref)
         except SharedMemoryError as error:
             _log.warning("blocks stay until the request ends: %s", error)
@@ -116,7 +117,7 @@ class PromptSource:
         self._retried = self._retried or not freed
         while True:
             try:
-                prompt = await _made(self._again)
+                prompt = await _make_twice(self._again)
                 break
             except ArenaFull:  # an answer that was begun waits for room as it waits for the engine: up to its deadline
                 if not freed:
@@ -132,8 +133,8 @@ class Use:
 
     def __init__(self, source: PromptSource) -> None:
         self._source = source
-        self._held: _Made | None = None
-        self._last: _Made | None = None
+        self._held: _HeldPrompt | None = None
+        self._last: _HeldPrompt | None = None
 
     async def take(self) -> Prompt:
         """Return the prompt, and hold its blocks. The prompt is made again if they were freed.
@@ -163,13 +164,13 @@ class Use:
         if held is not None:
             self._source.let_go(held)
 
-    async def _hold(self, lost: _Made | None) -> Prompt:
+    async def _hold(self, lost: _HeldPrompt | None) -> Prompt:
         self._held = await self._source.hold(lost, first=self._last is None)
         self._last = self._held
         return self._held.prompt
 
 
-async def _made(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
+async def _make_twice(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
     """Make a prompt. Try twice, because a tokenizer that lost its arena dies at its next request, whatever that is."""
     try:
         return await make()
@@ -180,19 +181,25 @@ async def _made(make: Callable[[], Awaitable[Prompt]]) -> Prompt:
 
 
 async def tokenized(
-    stage: TokenizerStage, request: TokenizeRequest, on_remade: Callable[[Prompt], None] | None = None
-) -> PromptSource:
-    """Tokenize a request. Raise ProcessDied if two tokenizers die during it, and the errors of the stage."""
+    stage: TokenizerStage, requests: Sequence[TokenizeRequest], on_remade: Callable[[Prompt], None] | None = None
+) -> list[PromptSource]:
+    """Tokenize the prompts of a request, whose media get room together.
 
-    def make() -> Awaitable[Prompt]:
-        return stage.tokenize(request)
+    A prompt that is made again gets room by itself. That is no deadlock: the engine can consume it without the others.
 
+    Raises ProcessDied if two tokenizers die during it, and the errors of the stage.
+    """
+    retried = False
     try:
-        return PromptSource(await make(), make, on_remade=on_remade)
+        prompts = await stage.tokenize_together(requests)
     except NoProcess:
         raise
     except ProcessDied:
-        return PromptSource(await make(), make, retried=True, on_remade=on_remade)
+        prompts, retried = await stage.tokenize_together(requests), True
+    return [
+        PromptSource(prompt, partial(stage.tokenize, request), retried=retried, on_remade=on_remade)
+        for prompt, request in zip(prompts, requests, strict=True)
+    ]
 
 
 async def generated(

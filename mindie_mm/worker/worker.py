@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -171,7 +171,7 @@ class Worker:
         await self.check_schema(params)
         with request_directory(self._spool) as directory:
             request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
-            source = await self.tokenize(request)
+            (source,) = await self.tokenize([request])
             async with aclosing(self.generate(source, params, request_id, whole=whole)) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -209,17 +209,21 @@ class Worker:
         )
         return msgspec.structs.replace(request, options=options)
 
-    async def tokenize(self, request: TokenizeRequest) -> PromptSource:
-        """Return the request's prompt, with its media in shared memory. Errors are those of AsyncTokenizer.tokenize."""
+    async def tokenize(self, requests: Sequence[TokenizeRequest]) -> list[PromptSource]:
+        """Return prompts of the same limit, with their media in shared memory.
+
+        Errors are those of TokenizerStage.tokenize_together.
+        """
         try:
-            return await tokenized(self.tokenizer_stage, request, self._count_remade)
+            return await tokenized(self.tokenizer_stage, requests, self._count_remade)
         except ContextLengthExceeded as error:
-            if request.options.truncate:  # the limit may be the request's own
+            options = requests[0].options
+            if options.truncate:  # the limit may be the request's own
                 raise
             limit = self.engine.info.max_model_len
-            wanted = limit - request.options.max_prompt_tokens
-            said = f"{wanted} to generate and the prompt do not fit: {error}"
-            raise ContextLengthExceeded.of(limit, said) from error
+            wanted = limit - options.max_prompt_tokens
+            message = f"{wanted} to generate and the prompt do not fit: {error}"
+            raise ContextLengthExceeded.of(limit, message) from error
 
     def generate(
         self, source: PromptSource, params: SamplingParams, request_id: str, *, whole: bool = False

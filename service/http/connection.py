@@ -101,7 +101,7 @@ class Connection(HttpToolsProtocol):
         descriptor = transport.get_extra_info("socket").fileno()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if descriptor >= limit - min(MOST_RESERVED_DESCRIPTORS, limit // 8):
-            _tell_of_descriptors(descriptor, limit)
+            _warn_of_descriptors(descriptor, limit)
             self._refuse(503, f"the service has too many connections: its limit of open files is {limit}")
 
     def data_received(self, data: bytes) -> None:
@@ -323,16 +323,16 @@ class Connection(HttpToolsProtocol):
             self._waiting = None
 
 
-_told_of_descriptors_s = -math.inf
+_warned_s = -math.inf
 
 
-def _tell_of_descriptors(descriptor: int, limit: int) -> None:
+def _warn_of_descriptors(descriptor: int, limit: int) -> None:
     """Log that descriptors run out, at most once in TELL_AGAIN_S."""
-    global _told_of_descriptors_s  # noqa: PLW0603 - the limit is the process's, and so is its log
+    global _warned_s  # noqa: PLW0603 - the limit is the process's, and so is its log
     now = time.monotonic()
-    if now - _told_of_descriptors_s < TELL_AGAIN_S:
+    if now - _warned_s < TELL_AGAIN_S:
         return
-    _told_of_descriptors_s = now
+    _warned_s = now
     _log.error(
         "%d of at most %d descriptors (open files) are in use: further connections are refused with 503, or reset. "
         "Raise the limit by `ulimit -n`, systemd's LimitNOFILE=, or Docker's --ulimit nofile=",

@@ -26,7 +26,7 @@ _MAX_VALUE = 40
 TABLE: Mapping[type[BaseException], int] = {
     errors.InputError: 400,
     errors.ModelNotFound: 404,
-    errors.WorldError: 500,
+    errors.OperationalError: 500,
     errors.ArenaFull: 503,
     errors.SharedMemoryError: 503,
     errors.SpoolFull: 503,
@@ -119,8 +119,8 @@ def error_response(error: Exception) -> Response:
     status = status_of(error)
     if status == 500 or isinstance(error, errors.SharedMemoryError):
         # The message of a foreign error may quote the client's input.
-        said = error if isinstance(error, errors.MindieMMError) else "internal error"
-        _log.error("request failed: %s: %s", type(error).__name__, said)
+        text = error if isinstance(error, errors.MindieMMError) else "internal error"
+        _log.error("request failed: %s: %s", type(error).__name__, text)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse(error_object(error), status_code=status, headers=headers)
 
@@ -156,7 +156,7 @@ def _detail(detail: Mapping[str, Any]) -> str:
 
 async def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = str(error.detail)
-    if error.status_code == 400 and "parsing the body" in said:  # FastAPI's words for JSON that the decoder gives up
-        said = "the body is not valid JSON, or is nested too deeply"
-    return JSONResponse(error_body(said, error.status_code), status_code=error.status_code, headers=error.headers)
+    text = str(error.detail)
+    if error.status_code == 400 and "parsing the body" in text:  # FastAPI's words for JSON that the decoder gives up
+        text = "the body is not valid JSON, or is nested too deeply"
+    return JSONResponse(error_body(text, error.status_code), status_code=error.status_code, headers=error.headers)

@@ -67,10 +67,10 @@ class Admitted(Response):
             if isinstance(error, RequestAborted):
                 return
             _note(error)
-            if (told := self._last_words(error)) is not None:
+            if (final := self._last_words(error)) is not None:
                 try:
                     async with asyncio.timeout(_LAST_WORDS_S):
-                        await sending(told, more=False)
+                        await sending(final, more=False)
                 except TimeoutError:  # left unfinished, the connection is closed
                     _log.info("the client reads nothing; its answer is dropped")
             return

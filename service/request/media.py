@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
-from mindie_mm.errors import LimitExceeded, MediaError, WorldError, naming, os_errors_as
+from mindie_mm.errors import LimitExceeded, MediaError, OperationalError, naming, os_errors_as
 from mindie_mm.inputs import KINDS, MAX_LISTED_FRAMES, Media, Paths
 from mindie_mm.media.fetch.http import fetch
 from mindie_mm.media.fetch.threads import Threads
@@ -25,7 +25,7 @@ from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64,
 from mindie_mm.processes.tasks import gather, in_thread
 from mindie_mm.settings.config import ServiceConfig
 from service.request.formats import HEAD_BYTES, extension, is_base64_media
-from service.request.quota import NO_FILES, ItemSpending, Spending
+from service.request.quota import NO_FILES, ItemQuota, MediaQuota
 
 _MAX_PATH = 4096
 _KERNELS = ("/proc", "/sys")
@@ -93,7 +93,7 @@ class MediaPolicy:
         self.config = config
         self._fetching = asyncio.Semaphore(config.max_concurrent_fetches)
         self._reading = Threads("media-file")
-        self._spending = Spending(config.max_media_bytes, config.max_spool_bytes)
+        self._quota = MediaQuota(config.max_media_bytes, config.max_spool_bytes)
 
     async def spool(self, items: Sequence[Media], directory: Path) -> list[Paths]:
         """Writes `items` under `directory` as <kind>/<n>.<ext>, n from 1 in order; the files, in the same order.
@@ -113,7 +113,7 @@ class MediaPolicy:
         if num_frames > MAX_LISTED_FRAMES:
             raise LimitExceeded(f"{num_frames} frames in the request's lists, the limit is {MAX_LISTED_FRAMES}")
         turns = asyncio.Semaphore(-(-config.max_concurrent_fetches // 4))
-        request = _Request(directory.name, partial(self._spending.spend, directory.name), turns)
+        request = _Request(directory.name, partial(self._quota.spend, directory.name), turns)
         counts: dict[str, int] = {}
         writes = []
         for index, item in enumerate(items):
@@ -126,11 +126,11 @@ class MediaPolicy:
         """Deletes a request's media files, once none is being written; its path file stays."""
         for kind in KINDS:
             shutil.rmtree(directory / kind, ignore_errors=True)
-        self._spending.give_back(directory.name)
+        self._quota.give_back(directory.name)
 
     async def _spool_item(self, what: str, source: Any, stem: Path, request: _Request) -> Paths:
         """`what` is its name in errors."""
-        request = replace(request, spend=ItemSpending(self.config.max_item_bytes, request.spend).spend)
+        request = replace(request, spend=ItemQuota(self.config.max_item_bytes, request.spend).spend)
         if not isinstance(source, tuple):
             return await self._spool_file(what, source, stem, request)
         writes = []
@@ -208,8 +208,8 @@ class MediaPolicy:
 
 
 def _piece_of(file: FileIO) -> bytes:
-    """Read the next bytes of a client's file. Raise WorldError if its file system fails, which is not the spool's."""
-    with os_errors_as(WorldError, "the file cannot be read"):
+    """Read the next bytes of a client's file. Raise OperationalError if its file system fails."""
+    with os_errors_as(OperationalError, "the file cannot be read"):
         return file.read(_PIECE_BYTES)
 
 

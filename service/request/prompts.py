@@ -26,7 +26,6 @@ from mindie_mm.inputs import (
     with_paths,
 )
 from mindie_mm.processes import faults
-from mindie_mm.processes.tasks import gather
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import RequestDirectory, request_directory
 from mindie_mm.tokenize.prompt import Prompt
@@ -70,7 +69,7 @@ async def prompts(
             faults.point("spooled")
         complete = [msgspec.structs.replace(with_files(paths), **changes) for _, with_files in parsed]
         with blaming(field):
-            sources = await gather([service.worker.tokenize(one) for one in complete])
+            sources = await service.worker.tokenize(complete)
         faults.point("tokenized")
         elapsed_s = time.perf_counter() - started
         clock.preprocess_s = elapsed_s - clock.fetch_s

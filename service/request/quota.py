@@ -1,4 +1,4 @@
-"""How much room requests' media take as files, and what is said where there is no more."""
+"""Quotas for the spooled media of requests, and the errors when the spool has no room."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBE_S = 5.0
 _PROBE_BYTES = 4096
 
 
-class Spending:
+class MediaQuota:
     """Bytes that requests have in the spool: each at most `request_limit`, all of them at most `limit`."""
 
     def __init__(self, request_limit: int, limit: int) -> None:
@@ -50,7 +50,7 @@ class Spending:
             self._requests.pop(request, None)
 
 
-class ItemSpending:
+class ItemQuota:
     """Bytes of one media item's files, of which a list of frames has many: at most `limit`."""
 
     def __init__(self, limit: int, spend: Callable[[int], None]) -> None:

@@ -38,7 +38,7 @@ class EventStream(Admitted):
         self._last = b"" if last is None else _event(last.encode())
 
     async def _answer(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
-        async with self._made() as waiting:
+        async with self._event_queue() as waiting:
             while (data := await waiting.get()) is not None:
                 await send(data)
         return self._last
@@ -47,7 +47,7 @@ class EventStream(Admitted):
         return _encode(error_object(error)) + self._last
 
     @asynccontextmanager
-    async def _made(self) -> AsyncIterator[asyncio.Queue[bytes | None]]:
+    async def _event_queue(self) -> AsyncIterator[asyncio.Queue[bytes | None]]:
         """The events, encoded, as they are made; None is behind the last. What their generator raises is raised."""
         waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
 

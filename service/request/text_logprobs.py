@@ -17,7 +17,7 @@ from service.request.token_text import in_turns, token_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReleasedLogprobs:
     """Log-probabilities of the tokens in a part of an answer's text."""
 
     logprobs: Sequence[TokenLogprob]
@@ -25,7 +25,7 @@ class Told:
     """Number of bytes of the last token in the text, if a stop string begins within that token. None: all of them."""
 
 
-class ToldLogprobs:
+class LogprobsBuffer:
     """A buffer that releases each token with its text. Unreleased text may turn out to belong to a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
@@ -35,25 +35,25 @@ class ToldLogprobs:
         self._stream = TextStream(tokenizer)
         self._text = ""
         """Text of all tokens so far."""
-        self._num_told = 0
+        self._num_released = 0
         """Number of characters of this text that were released."""
         self._waiting: list[TokenLogprob] = []
         self._stops: list[int] = []
         """Offset in characters at which the text of each waiting token ends. The last tokens have no offset while
         their character is incomplete."""
 
-    async def push(self, part: Delta | Answer) -> Told:
+    async def push(self, part: Delta | Answer) -> ReleasedLogprobs:
         """Return the log-probabilities to send with the next part of the answer, or with the whole answer."""
         logprobs = part.logprobs or []
         if not self._holds:
-            return Told(logprobs)
-        self._num_told += len(part.text)
+            return ReleasedLogprobs(logprobs)
+        self._num_released += len(part.text)
         async for some in in_turns(logprobs, 4):
             for one in some:
                 self._push(one)
         if part.finish_reason is None:
-            return Told(self._take(sum(stop <= self._num_told for stop in self._stops)))
-        if self._num_told < len(self._text):  # tokens without decoded text lie behind the cut
+            return ReleasedLogprobs(self._take(sum(stop <= self._num_released for stop in self._stops)))
+        if self._num_released < len(self._text):  # tokens without decoded text lie behind the cut
             del self._waiting[len(self._stops) :]
         else:
             self._text += self._stream.flush()
@@ -69,14 +69,14 @@ class ToldLogprobs:
         taken, self._waiting, self._stops = self._waiting[:count], self._waiting[count:], self._stops[count:]
         return taken
 
-    def _last(self) -> Told:
+    def _last(self) -> ReleasedLogprobs:
         """Return the waiting tokens without the bytes that the text lacks.
 
         Bytes are counted from the end, because the text may lack the blank at the beginning.
         """
-        excess, cut = len(self._text[self._num_told :].encode()), None
-        if excess and not self._num_told:
-            return Told([])
+        excess, cut = len(self._text[self._num_released :].encode()), None
+        if excess and not self._num_released:
+            return ReleasedLogprobs([])
         while excess and self._waiting:
             token_id = self._waiting[-1].token_id
             own = len(token_bytes(self._tokenizer, token_id)) if self._has_text(token_id) else 0
@@ -85,7 +85,7 @@ class ToldLogprobs:
             else:
                 excess -= own
                 self._waiting.pop()
-        return Told(self._take(len(self._waiting)), cut)
+        return ReleasedLogprobs(self._take(len(self._waiting)), cut)
 
     def _has_text(self, token_id: int) -> bool:
         """Return whether a token is in the text. Special tokens are not."""

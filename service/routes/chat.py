@@ -16,7 +16,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.worker import Delta
 from service.request.incoming import Form, IncomingDep
 from service.request.sse import DONE
-from service.request.text_logprobs import ToldLogprobs
+from service.request.text_logprobs import LogprobsBuffer
 from service.request.token_text import chat_logprobs
 from service.schemas.choices import Choice, Used, media_spans, usage
 from service.schemas.description import streamed
@@ -73,7 +73,7 @@ class _Chat(Form):
     async def events(self) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Yield the answer's chunks: a first one per choice, then its text, then the usage if requested."""
         choices = [Choice(index=index) for index in range(self.call.n)]
-        told = [self._told() for _ in choices]
+        buffers = [self._logprobs_buffer() for _ in choices]
         async with (
             self.call.prompts([self.request()]) as (source,),
             aclosing(self.call.deltas([source])) as deltas,
@@ -86,7 +86,7 @@ class _Chat(Form):
                     so_far = self._so_far(source.prompt, choices, len(delta.token_ids))
                     yield {**self._chunk([_first(index)]), **spans, **so_far}
                     spans = {}  # the first chunk alone has them
-                chunk = await self._delta(index, delta, told[index])
+                chunk = await self._delta(index, delta, buffers[index])
                 if delta.text or chunk["logprobs"] or delta.finish_reason:
                     yield {**self._chunk([chunk]), **self._so_far(source.prompt, choices)}
         used: Used = {"usage": usage([source.prompt], choices)} if self.body.include_usage else {}
@@ -114,29 +114,29 @@ class _Chat(Form):
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": await self._logprobs(choice, self._told()) if self.body.logprobs else None,
+            "logprobs": await self._logprobs(choice, self._logprobs_buffer()) if self.body.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
 
-    async def _delta(self, index: int, delta: Delta, told: ToldLogprobs) -> ChatChunkChoice:
+    async def _delta(self, index: int, delta: Delta, buffer: LogprobsBuffer) -> ChatChunkChoice:
         return {
             "index": index,
             "delta": {"content": delta.text},
-            "logprobs": await self._logprobs(delta, told) if self.body.logprobs else None,
+            "logprobs": await self._logprobs(delta, buffer) if self.body.logprobs else None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
 
-    def _told(self) -> ToldLogprobs:
-        return ToldLogprobs(self.call.service.worker.tokenizer, self.call.params.stop)
+    def _logprobs_buffer(self) -> LogprobsBuffer:
+        return LogprobsBuffer(self.call.service.worker.tokenizer, self.call.params.stop)
 
-    async def _logprobs(self, part: Delta | Choice, told: ToldLogprobs) -> ChatLogprobs | None:
+    async def _logprobs(self, part: Delta | Choice, buffer: LogprobsBuffer) -> ChatLogprobs | None:
         """Return the log-probabilities to send with a choice, or with its next part. None if a part has none."""
-        found = await told.push(part)
-        if not found.logprobs and isinstance(part, Delta):
+        released = await buffer.push(part)
+        if not released.logprobs and isinstance(part, Delta):
             return None
-        return await chat_logprobs(self.call.service.tokens, found.logprobs, found.cut)
+        return await chat_logprobs(self.call.service.tokens, released.logprobs, released.cut)
 
 
 def _first(index: int) -> ChatChunkChoice:

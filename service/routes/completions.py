@@ -17,7 +17,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.retry import PromptSource
 from service.request.incoming import Form, IncomingDep
 from service.request.sse import DONE
-from service.request.text_logprobs import ToldLogprobs
+from service.request.text_logprobs import LogprobsBuffer
 from service.request.token_text import TextOffsets, completion_logprobs
 from service.schemas.choices import Choice, Used, usage
 from service.schemas.description import streamed
@@ -39,7 +39,7 @@ class _Written:
     """State of a streamed choice's log-probabilities."""
 
     offsets: TextOffsets
-    told: ToldLogprobs
+    buffer: LogprobsBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class _Completion(Form):
             raise InputError("prompt is empty", param="prompt")
         n = self.call.n
         if len(given) * n > MAX_CHOICES:
-            said = f"{len(given)} prompts of {n} choices each, the limit is {MAX_CHOICES} choices"
-            raise LimitExceeded(said, param="prompt")
+            message = f"{len(given)} prompts of {n} choices each, the limit is {MAX_CHOICES} choices"
+            raise LimitExceeded(message, param="prompt")
         options = PromptOptions(add_special_tokens=self.body.add_special_tokens is not False)
         if texts := [TokenizeRequest(text=text, options=options) for text in given if isinstance(text, str)]:
             return self.call.prompts(texts)
@@ -106,7 +106,7 @@ class _Completion(Form):
 
     def _written(self) -> _Written:
         tokenizer = self.call.service.worker.tokenizer
-        return _Written(TextOffsets(tokenizer), ToldLogprobs(tokenizer, self.call.params.stop))
+        return _Written(TextOffsets(tokenizer), LogprobsBuffer(tokenizer, self.call.params.stop))
 
     async def _choice(self, choice: Choice, prompt: Prompt | None, written: _Written | None = None) -> CompletionChoice:
         """Return a choice, or its next part. Put `prompt` before it if the request asks for echo."""
@@ -115,12 +115,12 @@ class _Completion(Form):
         logprobs: CompletionLogprobs | None = None
         if self.body.logprobs is not None:
             written = written or self._written()
-            told = await written.told.push(choice)
+            released = await written.buffer.push(choice)
             positions: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in echoed[:1]]
-            positions += [(p.token_id, p) for p in (*choice.prompt_logprobs, *told.logprobs)]
+            positions += [(p.token_id, p) for p in (*choice.prompt_logprobs, *released.logprobs)]
             starts = await written.offsets.echoed(echoed)
-            starts += await written.offsets.answered([p.token_id for p in told.logprobs])
-            logprobs = await completion_logprobs(self.call.service.tokens, positions, starts, told.cut)
+            starts += await written.offsets.answered([p.token_id for p in released.logprobs])
+            logprobs = await completion_logprobs(self.call.service.tokens, positions, starts, released.cut)
         return {
             "index": choice.index,
             "text": tokenizer.decode(echoed, skip_special_tokens=False) + choice.text,

@@ -111,8 +111,8 @@ async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response
     """Answers the same in events, one a step."""
     generation = _generation(body, incoming)
     if generation.parameters.decoder_input_details:
-        said = "decoder_input_details is true, which a stream does not take"
-        raise InputError(said, param="parameters")
+        message = "decoder_input_details is true, which a stream does not take"
+        raise InputError(message, param="parameters")
     return incoming.answered(generation, stream=True, last=None, timeout_s=generation.parameters.timeout)
 
 
@@ -120,11 +120,11 @@ def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
     parameters = body.parameters or GenerateParameters()
     call = incoming.call(body.model, parameters)
     if parameters.adapter_id not in (None, _NO_ADAPTER):
-        said = f"adapter_id is {parameters.adapter_id!r}; no adapters are served"
-        raise InputError(said, param="parameters")
+        message = f"adapter_id is {parameters.adapter_id!r}; no adapters are served"
+        raise InputError(message, param="parameters")
     if parameters.return_full_text and not isinstance(body.inputs, str):
-        said = "return_full_text is true, which needs inputs to be a text"
-        raise InputError(said, param="parameters")
+        message = "return_full_text is true, which needs inputs to be a text"
+        raise InputError(message, param="parameters")
     return _Generate(call, body, parameters)
 
 

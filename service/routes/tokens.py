@@ -81,8 +81,8 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     if body.chat_template is not None and body.inputs is None:
         raise InputError(f"chat_template is {body.chat_template}, which needs inputs", param="chat_template")
     if body.add_special_tokens and body.prompt is None:
-        said = f"add_special_tokens is {body.add_special_tokens}; it is not served"
-        raise InputError(said, param="add_special_tokens")
+        message = f"add_special_tokens is {body.add_special_tokens}; it is not served"
+        raise InputError(message, param="add_special_tokens")
     offered(body.tools, body.tool_choice)
     wanted = TokenizeRequest(
         text=body.prompt,

@@ -47,14 +47,14 @@ TokenIds = Array[Annotated[int, WHOLE]]
 """A list of token ids. The vocabulary decides their range."""
 
 
-def must_be(said: str) -> WrapValidator:
+def must_be(expected: str) -> WrapValidator:
     """Return a validator for a union that reports one error, `said`, in place of one per member."""
 
     def checked(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(given)
         except ValidationError as error:
-            raise PydanticCustomError("no_member", f"must be {said}") from error
+            raise PydanticCustomError("no_member", f"must be {expected}") from error
 
     return WrapValidator(checked)
 
@@ -91,10 +91,10 @@ class Fields(BaseModel):
             if name in cls.model_fields:
                 continue
             others = " or ".join(json.dumps(one) for one in cls.not_served[name] if one not in OFF)
-            said = "{name} is not served, except {others}" if others else "{name} is not served"
+            expected = "{name} is not served, except {others}" if others else "{name} is not served"
             if instead := cls.instead.get(name, ""):
-                said += "; use {instead}"
-            raise PydanticCustomError("not_served", said, {"name": name, "others": others, "instead": instead})
+                expected += "; use {instead}"
+            raise PydanticCustomError("not_served", expected, {"name": name, "others": others, "instead": instead})
         return given
 
 
@@ -115,9 +115,9 @@ class Settings(Fields):
 
         """
 
-    def params(self, default: SamplingParams, **made: Any) -> SamplingParams:
+    def params(self, default: SamplingParams, **overrides: Any) -> SamplingParams:
         """Return `default` with the fields that have a sampler's own name, and with those in `made` in their place."""
-        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__} | made
+        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__} | overrides
         return default.stating(**given)
 
 

@@ -58,9 +58,9 @@ class _Closed(Fields, extra="forbid"):
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        told = {field.alias or name for name, field in cls.model_fields.items()}
-        told |= {*islice((name for name, one in given.items() if one is not None and name not in told), 1)}
-        return {name: one for name, one in given.items() if name in told and one is not None}
+        kept = {field.alias or name for name, field in cls.model_fields.items()}
+        kept |= {*islice((name for name, one in given.items() if one is not None and name not in kept), 1)}
+        return {name: one for name, one in given.items() if name in kept and one is not None}
 
 
 class NamedSchema(_Closed):
@@ -173,7 +173,7 @@ class GenerationBody(Body, Settings):
         """Return whether each chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def params(self, default: SamplingParams, **made: Any) -> SamplingParams:
+    def params(self, default: SamplingParams, **overrides: Any) -> SamplingParams:
         """As `Settings.params`; InputError for what is not served."""
         if self.best_of not in (None, 1, self.n):
             raise InputError(f"best_of is {self.best_of}; it is not served", param="best_of")
@@ -182,7 +182,7 @@ class GenerationBody(Body, Settings):
             "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
             "json_schema": self.response_format.schema_text() if self.response_format else None,
         }
-        return super().params(default, **(own | made))
+        return super().params(default, **(own | overrides))
 
 
 class ChatBody(GenerationBody):
@@ -213,8 +213,8 @@ class ChatBody(GenerationBody):
                 param="max_tokens",
             )
         if self.top_logprobs and not self.logprobs:
-            said = f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true"
-            raise InputError(said, param="top_logprobs")
+            message = f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true"
+            raise InputError(message, param="top_logprobs")
         return self.params(
             default,
             max_tokens=self.max_completion_tokens or self.max_tokens,
@@ -282,6 +282,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 def _by_id(biases: dict[str, float]) -> dict[int, float]:
     if (bad := next((token for token in biases if not _ID.fullmatch(token)), None)) is not None:
-        said = f"logit_bias has the key {bad[:40]!r}; keys must be token ids in digits, each below {2**31}"
-        raise InputError(said, param="logit_bias")
+        message = f"logit_bias has the key {bad[:40]!r}; keys must be token ids in digits, each below {2**31}"
+        raise InputError(message, param="logit_bias")
     return {int(token): bias for token, bias in biases.items()}

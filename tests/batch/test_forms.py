@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from mindie_mm.batch import Dataset, Sample
-from mindie_mm.batch.input.gather import gather, gathered_path, is_gathered, told
+from mindie_mm.batch.input.gather import gather, gathered_path, is_gathered, left_out_summary
 from mindie_mm.batch.input.source import chunks, open_source
 from mindie_mm.batch.settings import Run
 from mindie_mm.batch.stage import Stage
@@ -456,17 +456,17 @@ def test_what_a_folder_has_beside_media_is_told_and_changes_no_byte(folder: Path
     (media / "nowhere.jpg").symlink_to("gone")
     (media / "tree").symlink_to("below")
     beside = tokenize(media, "--output", tmp_path / "beside", "--workers", 1)
-    told = "; left out: 8 files (.txt 2, .heic 1, .jpg 1, others 4); no row failed"
-    assert beside.stdout == alone.stdout.replace("; no row failed", told).replace("alone", "beside")
+    left_out_summary = "; left out: 8 files (.txt 2, .heic 1, .jpg 1, others 4); no row failed"
+    assert beside.stdout == alone.stdout.replace("; no row failed", left_out_summary).replace("alone", "beside")
     assert content(tmp_path / "beside") == content(tmp_path / "alone")
     again = tokenize(media, "--output", tmp_path / "beside")
     assert again.stdout == beside.stdout, "a run that goes on tells it, too"
 
 
 def test_endings_beyond_the_eighth_are_others() -> None:
-    assert told(Counter({".one": 1})) == "1 file (.one 1)"
+    assert left_out_summary(Counter({".one": 1})) == "1 file (.one 1)"
     many = Counter({f".e{number}": 20 - number for number in range(10)})
-    assert told(many).endswith(".e6 14, .e7 13, others 23)")
+    assert left_out_summary(many).endswith(".e6 14, .e7 13, others 23)")
 
 
 def test_a_folder_without_media_is_told_by_what_it_has(tmp_path: Path) -> None:

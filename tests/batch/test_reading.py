@@ -26,13 +26,12 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.output.mounting import renumbered, reserved
 from mindie_mm.batch.output.shard import arena_path, read_table
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
-from mindie_mm.shm import mount, release
+from mindie_mm.shm import Arena, mount, release
 from mindie_mm.tokenize import Tokenizer
 from tests import warm
 from tests.batch.conftest import CLI, made, settings, written
@@ -207,13 +206,13 @@ def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(
     model, dataset = load_model(None, device="cpu"), Dataset(folder)
     record = dataset.record(1)
     with (
-        reserved() as first,
-        mount(arena_path(folder, 0), first),
-        reserved() as second,
-        mount(arena_path(linked, 0), second),
+        Arena.create(1) as first,
+        mount(arena_path(folder, 0), first.number),
+        Arena.create(1) as second,
+        mount(arena_path(linked, 0), second.number),
     ):
-        assert first != second
-        one, other = (renumbered(record, number).ids for number in (first, second))
+        assert first.number != second.number
+        one, other = (record.mounted_prompt(arena.number).ids for arena in (first, second))
         assert one.tolist() != other.tolist()
         logits = model.logits(torch.from_numpy(one))
         assert torch.equal(logits, model.logits(torch.from_numpy(other)))

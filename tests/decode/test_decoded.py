@@ -50,7 +50,9 @@ class Pair:
 
     def prompt(self, tokenizer: Tokenizer, *items: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Return the ids and places of a prompt, and the digest and the arrays of each block. The blocks are freed."""
-        prompt = tokenizer.prompt_from_items(parse_inputs([{"text": "What?"}, *items]), self.path_file)
+        prompt = tokenizer.make(
+            tokenizer.prompts.draft_items(parse_inputs([{"text": "What?"}, *items])), self.path_file
+        )
         blocks = []
         for ref in prompt.refs():
             with attach(ref) as view:
@@ -139,7 +141,7 @@ def test_items_of_many_kinds_keep_their_order(pair: Pair, tmp_path: Path) -> Non
 
 
 def test_embeddings_go_beside_pictures(pair: Pair) -> None:
-    width = pair.alone._prompts._processor.feature_width
+    width = pair.alone.prompts._processor.feature_width
     embeddings = Embeddings(np.ones((4, width), np.float32), (1, 4, 4))
     pair.assert_same({"image": encoded(CAT)}, {"image": embeddings})
 

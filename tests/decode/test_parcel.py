@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,24 @@ def test_a_parcel_holds_what_reading_gives_under_the_same_digest(media: Media, s
         assert parcel_digest("settings", parcel, salt) == digest
         assert parcel_digest("other settings", parcel, salt) != digest
         assert parcel_digest("settings", parcel, f"{salt}x") != digest
+
+
+def write_to(descriptor: int) -> None:
+    os.pwrite(descriptor, b"other", 0)
+
+
+def map_to_write(descriptor: int) -> None:
+    mmap.mmap(descriptor, 0).close()
+
+
+def shorten(descriptor: int) -> None:
+    os.ftruncate(descriptor, 1)
+
+
+@pytest.mark.parametrize("change", [write_to, map_to_write, shorten])
+def test_a_decoder_cannot_change_a_parcel(media: Media, change: Callable[[int], None]) -> None:
+    with packed(media) as parcel, pytest.raises(OSError, match=r"not permitted|denied|Bad file|Invalid argument"):
+        change(parcel.descriptor)
 
 
 def test_frames_that_join_to_equal_bytes_have_other_digests() -> None:

@@ -36,12 +36,12 @@ def validate(file: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, str(file)], capture_output=True, text=True, check=False, timeout=300)
 
 
-def test_it_is_one() -> None:
+def test_the_file_is_valid_by_the_compose_specification() -> None:
     said = validate(FILE)
     assert said.returncode == 0, said.stdout
 
 
-def test_the_schema_would_speak(tmp_path: Path) -> None:
+def test_the_schema_refuses_a_misspelt_key(tmp_path: Path) -> None:
     bad = tmp_path / "compose.yaml"
     bad.write_text(FILE.read_text().replace("shm_size:", "shm_sise:"))
     said = validate(bad)

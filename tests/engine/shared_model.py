@@ -1,13 +1,11 @@
-"""What several ranks make of prompts: `torchrun -m tests.engine.shared_model CASES DEVICE`, in float32.
+"""What several ranks make of prompts, in float32: `run_rank` in each of them.
 
-CASES is a folder of folders, each with a checkpoint's `path` and prompts <name>.npy, ids with words. Each gets
+`cases` is a folder of folders, each with a checkpoint's `path` and prompts <name>.npy, ids with words. Each gets
 <name>.<rank>.logits.npy, and <way>.<rank>.json with greedy tokens of all prompts at once, for each way of the towers;
 or refused.<rank>.txt.
 """
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -41,11 +39,12 @@ def main(case: Path, device: str, ranks: Ranks) -> None:
         (case / f"{way}.{ranks.number}.json").write_text(json.dumps(dict(zip(prompts, outputs.values(), strict=True))))
 
 
-if __name__ == "__main__":
-    name = sys.argv[2]
-    joined = join(int(os.environ["LOCAL_RANK"]), name, 1)
-    for folder in sorted(Path(sys.argv[1]).iterdir()):
-        main(folder, name, joined)
+def run_rank(number: int, count: int, cases: Path, device: str) -> None:
+    """All checkpoints, in a process of its own."""
+    torch.set_num_threads(1)
+    ranks = join(number, count, str(cases / "store"), device)
+    for case in sorted(path for path in cases.iterdir() if path.is_dir()):
+        main(case, device, ranks)
     # Threads of the group that are still there as Python ends may abort the process.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

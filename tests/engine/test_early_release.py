@@ -185,7 +185,7 @@ def test_other_media_or_ids_fail_the_request_alone(model, desk, tokenizer):
         park(engine, desk)
         ids = tokenizer.tokenize(changed, desk.path_file("1")).numpy()
         progress = engine.refill(Refill("1", ids.tobytes()))
-        assert progress.error.name == "WorldError"
+        assert progress.error.name == "OperationalError"
         assert "have changed since" in progress.error.message
         release(desk.path_file("1"))
         assert engine.stats.num_waiting == 0

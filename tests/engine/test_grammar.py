@@ -5,9 +5,15 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+import torch
 
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.requests.engine_messages import Add, TokenLogprob
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
+from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.structured.grammar import Constraint, Grammars
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 from tests.processor_time import processor_time_below
@@ -17,15 +23,15 @@ VOCABULARY = 792
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(load_tokenizer(Checkpoint.open(None)), (779, 777))
+    return Grammars(load_tokenizer(Checkpoint.open(None)), (779, 777), num_threads=2)
 
 
-def walk(constraint: Constraint, seed: int, most: int = 200) -> list[int]:
+def walk(grammars: Grammars, constraint: Constraint, seed: int, most: int = 200) -> list[int]:
     """Tokens drawn evenly from what is allowed, up to the first end-of-sequence token."""
     rng = np.random.default_rng(seed)
     drawn: list[int] = []
     while len(drawn) < most:
-        allowed = np.flatnonzero(~constraint.refused(VOCABULARY))
+        allowed = np.flatnonzero(~grammars.refused([constraint], VOCABULARY)[0])
         assert len(allowed)
         token = int(rng.choice(allowed))
         constraint.accept(token)
@@ -44,22 +50,60 @@ def test_whatever_is_drawn_fits(grammars: Grammars, seed: int) -> None:
         "required": ["a"],
         "additionalProperties": False,
     }
-    text = load_tokenizer(Checkpoint.open(None)).decode(walk(grammars.constraint(json.dumps(schema)), seed))
+    text = load_tokenizer(Checkpoint.open(None)).decode(walk(grammars, grammars.constraint(json.dumps(schema)), seed))
     assert text in ('{"a": 1}', '{"a": 22}')
 
 
 def test_ids_beyond_the_tokenizers_own_are_refused(grammars: Grammars) -> None:
-    refused = grammars.constraint('{"type": "string"}').refused(VOCABULARY)
-    assert refused.shape == (VOCABULARY,)
-    assert refused[780:].all()
-    assert len(grammars.constraint('{"type": "string"}').refused(500)) == 500
+    constraint = grammars.constraint('{"type": "string"}')
+    refused = grammars.refused([constraint], VOCABULARY)
+    assert refused.shape == (1, VOCABULARY)
+    assert refused[0, 780:].all()
+    assert (grammars.refused([constraint], 500) == refused[:, :500]).all()
 
 
 def test_a_token_that_does_not_fit_is_an_error(grammars: Grammars) -> None:
     constraint = grammars.constraint('{"type": "boolean"}')
     constraint.accept(90)
     assert constraint.error
-    assert not constraint.refused(VOCABULARY).any()
+    assert not grammars.refused([constraint], VOCABULARY).any()
+
+
+def test_each_constraint_has_its_own_row(grammars: Grammars) -> None:
+    """Also where one of them has an error, and whatever their order and number."""
+    schemas = ['{"type": "boolean"}', '{"type": "string"}', '{"enum": ["x", "yz"]}', "{}"]
+    constraints = [grammars.constraint(schema) for schema in schemas for _ in range(8)]
+    walk(grammars, constraints[9], 0, most=3)
+    constraints[2].accept(90)
+    alone = [grammars.refused([constraint], VOCABULARY)[0] for constraint in constraints]
+    assert len({row.tobytes() for row in alone}) > len(schemas)
+    for order in (range(32), range(31, -1, -1), range(1, 32, 3)):
+        together = grammars.refused([constraints[i] for i in order], VOCABULARY)
+        assert (together == np.stack([alone[i] for i in order])).all()
+
+
+def test_rows_with_and_without_a_schema_are_drawn_as_alone(grammars: Grammars, device: str) -> None:
+    model = load_model(None, device=device)
+    settings = (None, '{"type": "boolean"}', None, '{"enum": ["x", "yz"]}')
+    logits = torch.randn(4, model.spec.vocab_size, generator=torch.Generator().manual_seed(0)).to(model.spec.device)
+
+    def drawn(rows: list[int]) -> list[tuple[int, list[TokenLogprob] | None] | None]:
+        engine = Engine(model, EngineConfig(), kv_cache_bytes=2**22)
+        engine.grammars = grammars
+        for row in rows:
+            params = SamplingParams(temperature=0, logprobs=1, json_schema=settings[row])
+            assert engine.add(Add(str(row), np.arange(5, dtype=np.int64).tobytes(), params)) is None
+        return engine._draw(logits[rows].clone(), [*engine._sequences.values()])
+
+    whole = drawn([0, 1, 2, 3])
+    assert [drawn([row]) for row in range(4)] == [[draw] for draw in whole]
+    assert drawn([3, 2, 1, 0]) == whole[::-1]
+    tokens = [draw[0] for draw in whole if draw]
+    free = logits.argmax(dim=1).tolist()
+    assert [token == likeliest for token, likeliest in zip(tokens, free, strict=True)] == [True, False, True, False]
+    for row in (1, 3):
+        refused = grammars.refused([grammars.constraint(settings[row] or "")], model.spec.vocab_size)[0]
+        assert tokens[row] == logits[row].cpu().masked_fill(torch.from_numpy(refused), -torch.inf).argmax()
 
 
 def test_a_schema_is_compiled_once(grammars: Grammars) -> None:
@@ -67,8 +111,8 @@ def test_a_schema_is_compiled_once(grammars: Grammars) -> None:
     first = grammars.constraint(schema)
     with processor_time_below(0.5):  # compiling it 64 times takes seconds
         further = [grammars.constraint(schema) for _ in range(64)]
-    assert walk(first, 0) == walk(further[0], 0)
-    assert walk(further[1], 1) != walk(further[2], 2), "each goes its own way"
+    assert walk(grammars, first, 0) == walk(grammars, further[0], 0)
+    assert walk(grammars, further[1], 1) != walk(grammars, further[2], 2), "each goes its own way"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +129,7 @@ def test_what_a_step_takes_is_bounded(grammars: Grammars, schema: dict[str, obje
     rng = np.random.default_rng(0)
     for _ in range(100):
         with processor_time_below(0.5):
-            allowed = np.flatnonzero(~constraint.refused(VOCABULARY))
+            allowed = np.flatnonzero(~grammars.refused([constraint], VOCABULARY)[0])
         if constraint.error or constraint.accept(int(rng.choice(allowed))):
             break
 

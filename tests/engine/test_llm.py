@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from mindie_mm import LLM, SamplingParams, Tokenizer
-from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, ProcessDied, WorldError
+from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, OperationalError, ProcessDied
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import arenas_of
 from mindie_mm.worker import worker as worker_module
@@ -82,7 +82,7 @@ def test_what_nobody_foresaw_leaves_the_others(llm, monkeypatch):
 
     monkeypatch.setattr(llm, "_answer", answer)
     bad, good = llm.generate(["a", "b"], GREEDY, on_error="return")
-    assert isinstance(bad.error, WorldError)
+    assert isinstance(bad.error, OperationalError)
     assert isinstance(bad.error.__cause__, ZeroDivisionError)
     assert (good.error, bool(good.text)) == (None, True)
 
@@ -151,15 +151,15 @@ def test_a_small_arena_is_waited_for_and_a_removed_one_is_replaced(random_checkp
         remove_arenas_but(others)
         assert llm.generate(inputs, GREEDY)[-1].token_ids == first[-1].token_ids
 
-        own, left = llm._worker.tokenizer_stage.tokenize, iter([True])
+        own, left = llm._worker.tokenizer_stage.tokenize_together, iter([True])
 
-        async def tokenize(request):
-            prompt = await own(request)
+        async def tokenize(requests):
+            prompts = await own(requests)
             if next(left, False):
                 remove_arenas_but(others)
-            return prompt
+            return prompts
 
-        monkeypatch.setattr(llm._worker.tokenizer_stage, "tokenize", tokenize)
+        monkeypatch.setattr(llm._worker.tokenizer_stage, "tokenize_together", tokenize)
         assert llm.generate(inputs[:1], GREEDY)[0].token_ids == first[0].token_ids, "before the engine has seen it"
 
 

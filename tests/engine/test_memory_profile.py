@@ -51,7 +51,7 @@ class Recording(Sized):
 
 
 class Weightless(Recording):
-    """One on which work takes nothing: what is reckoned beside it is left, to the byte."""
+    """One on which work takes nothing: what is extrapolated beside it is left, to the byte."""
 
     def peak_bytes(self, work):
         super().peak_bytes(work)
@@ -106,9 +106,11 @@ def test_an_item_is_as_large_as_a_prompt_can_hold(random_checkpoint, own_room):
 
 
 def test_fewer_trials_come_near_the_whole(random_checkpoint, own_room):
-    """Or above it: from small work more is reckoned, since the allocator keeps what the work has freed."""
-    none, whole, reckoned = (own_room(random_checkpoint, max_tower_tokens=4096, measure_s=s) for s in (0, 600, 0.01))
-    assert 0.6 * (none - whole) < none - reckoned < 2 * (none - whole)
+    """Or above it: from small work more is extrapolated, since the allocator keeps what the work has freed."""
+    none, whole, extrapolated = (
+        own_room(random_checkpoint, max_tower_tokens=4096, measure_s=s) for s in (0, 600, 0.01)
+    )
+    assert 0.6 * (none - whole) < none - extrapolated < 2 * (none - whole)
 
 
 def test_trials_begin_with_little_of_a_large_picture(random_checkpoint):

@@ -53,7 +53,7 @@ def test_a_request_without_numbers_fails_alone_and_is_nobodys_prefix(model, prom
     assert engine.add(Add("other", prompts[0].numpy().tobytes(), params)) is None
     news = engine.step().progress
     assert {one.request_id: one.error for one in news if one.error} == {
-        "lost": Failure("WorldError", "the model gives no numbers for this request")
+        "lost": Failure("OperationalError", "the model gives no numbers for this request")
     }
     assert [one.token_ids for one in news if one.request_id == "other" and one.token_ids]
     while engine.has_work():
@@ -70,7 +70,7 @@ def test_a_prompt_that_failed_once_is_computed_anew(model, prompts):
     spoil(engine)
     while engine.has_work():
         *_, lost = engine.step().progress or [None]
-    assert lost.error.name == "WorldError"
+    assert lost.error.name == "OperationalError"
     assert run(engine, prompts[1:2], max_tokens=3) == (expected, {})
     assert engine.stats.prefix_cache_hits == 0
 
@@ -85,7 +85,7 @@ def test_features_that_may_have_failed_a_request_are_made_anew(model, random_che
         with torch.inference_mode():
             features.fill_(torch.nan)
         _, errors = run(engine, ids, max_tokens=3)
-        assert errors[0].name == "WorldError"
+        assert errors[0].name == "OperationalError"
         assert run(engine, ids, max_tokens=3) == (expected, {})
         release(tmp_path / "shm_name.txt")
 

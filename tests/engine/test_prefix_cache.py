@@ -16,6 +16,7 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.inputs import parse_inputs
 from mindie_mm.models import load_model
 from mindie_mm.nn.model import Positions
+from mindie_mm.nn.traits import Traits
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import free, release
 from mindie_mm.tokenize import Tokenizer
@@ -87,7 +88,9 @@ def test_requests_of_another_salt_share_nothing(model, tokenizer, path_file, ite
     engine = Engine(model, EngineConfig(**SMALL))
     digests = set()
     for salt, shares in (("", False), ("a", False), ("b", False), ("a", True), ("", True)):
-        prompt = tokenizer.prompt_from_items(parse_inputs(items), path_file, PromptOptions(cache_salt=salt))
+        prompt = tokenizer.make(
+            tokenizer.prompts.draft_items(parse_inputs(items), PromptOptions(cache_salt=salt)), path_file
+        )
         params = msgspec.structs.replace(GREEDY, cache_salt=salt)
         assert (ask(engine, torch.from_numpy(prompt.ids), params)[0].cached_tokens > 0) == shares
         digests |= {item.digest for item in model.read(prompt.ids)}
@@ -312,18 +315,18 @@ def variant(model, **attributes):
     return made
 
 
-def one_group(self, length, items):
-    groups = torch.full((length,), -1)
+def one_span(self, length, items):
+    spans = torch.full((length,), -1)
     for item in items:
-        groups[item.slots] = 0
-    return groups
+        spans[item.slots] = 0
+    return spans
 
 
-def a_group_each(self, length, items):
-    groups = torch.full((length,), -1)
+def a_span_each(self, length, items):
+    spans = torch.full((length,), -1)
     for number, item in enumerate(items):
-        groups[item.slots] = number
-    return groups
+        spans[item.slots] = number
+    return spans
 
 
 def greedy(model, ids, count):
@@ -333,7 +336,7 @@ def greedy(model, ids, count):
     return out
 
 
-@pytest.mark.parametrize("groups", [a_group_each, one_group])
+@pytest.mark.parametrize("spans", [a_span_each, one_span])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -342,13 +345,13 @@ def greedy(model, ids, count):
         {"max_num_batched_tokens": 1},
         {"kv_cache_bytes": 40 * 4 * 2 * 2 * 2 * 16 * 4},
     ],
-    ids=["one step", "chunks smaller than a group", "token by token", "few blocks"],
+    ids=["one step", "chunks smaller than a span", "token by token", "few blocks"],
 )
-def test_groups_are_never_cut(groups, settings, model, prompts):
-    grouped = variant(model, attention_groups=groups)
-    expected = [greedy(grouped, ids, 8) for ids in prompts]
-    assert expected != [greedy(model, ids, 8) for ids in prompts], "the groups matter"
-    engine = Engine(grouped, EngineConfig(**SMALL, **settings))
+def test_spans_are_never_cut(spans, settings, model, prompts):
+    spanned = variant(model, bidirectional_spans=spans)
+    expected = [greedy(spanned, ids, 8) for ids in prompts]
+    assert expected != [greedy(model, ids, 8) for ids in prompts], "the spans matter"
+    engine = Engine(spanned, EngineConfig(**SMALL, **settings))
     for _ in range(2):
         outputs, errors = run(engine, prompts, max_tokens=8, ignore_eos=True)
         assert not errors
@@ -359,7 +362,7 @@ def test_groups_are_never_cut(groups, settings, model, prompts):
 
 def test_of_a_group_all_must_be_equal(model, tokenizer, path_file):
     """Its first tokens see the last ones, which stand in other blocks."""
-    engine = Engine(variant(model, attention_groups=one_group), EngineConfig(**SMALL))
+    engine = Engine(variant(model, bidirectional_spans=one_span), EngineConfig(**SMALL))
     for second in (RED, BLUE):
         ids = tokenizer.tokenize([{"text": "0123"}, {"image": RED}, {"text": "and"}, {"image": second}], path_file)
         start = model.read(ids.numpy())[0].start
@@ -368,7 +371,7 @@ def test_of_a_group_all_must_be_equal(model, tokenizer, path_file):
 
 
 def test_media_behind_a_prefix_count_where_the_model_sees_them(model, tokenizer, path_file):
-    seeing = variant(model, prefix_sees_later_media=True)
+    seeing = variant(model, traits=Traits(prefix_sees_later_media=True))
     for made, expected in ((seeing, [0, 0]), (model, [0, 32])):
         engine = Engine(made, EngineConfig(**SMALL))
         ids = [tokenizer.tokenize([{"text": "0123456789abcdef" * 2}, {"image": one}], path_file) for one in (RED, BLUE)]
@@ -381,7 +384,11 @@ def test_a_prompts_length_counts_where_the_model_sees_it(model):
         return Positions(torch.stack([torch.arange(length)] * 3) + length)
 
     short, long = torch.arange(100, 130), torch.arange(100, 131)
-    for attributes, expected in (({}, 28), ({"prefix_sees_length": True}, 0), ({"positions": positions}, 0)):
+    for attributes, expected in (
+        ({}, 28),
+        ({"traits": Traits(prefix_sees_length=True)}, 0),
+        ({"positions": positions}, 0),
+    ):
         engine = Engine(variant(model, **attributes), EngineConfig(**SMALL))
         assert cached(engine, short) == 0
         assert cached(engine, long) == expected

@@ -35,6 +35,9 @@ class Script:
     async def tokenize(self, request):
         return self.next(request)
 
+    async def tokenize_together(self, requests):
+        return [self.next(request) for request in requests]
+
     async def generate(self, prompt, use):
         for output in self.next(prompt):
             if isinstance(output, BaseException):
@@ -55,13 +58,13 @@ async def outputs(source, engine):
 async def test_a_tokenizer_that_died_over_a_request_gives_it_to_another_once():
     request = TokenizeRequest(text="a")
     stage = Script(DIED, FIRST)
-    source = await tokenized(stage, request)
+    (source,) = await tokenized(stage, [request])
     assert source.prompt is FIRST
     assert stage.seen == [request, request]
     with pytest.raises(ProcessDied):
-        await tokenized(Script(DIED, DIED), request)
+        await tokenized(Script(DIED, DIED), [request])
     with pytest.raises(MediaError):
-        await tokenized(Script(MediaError("no picture")), request)
+        await tokenized(Script(MediaError("no picture")), [request])
     with pytest.raises(ProcessDied):  # its second try it has had
         await lost(source)
 
@@ -69,10 +72,10 @@ async def test_a_tokenizer_that_died_over_a_request_gives_it_to_another_once():
 async def test_who_has_waited_in_vain_for_a_process_does_not_wait_again():
     absent = NoProcess("none came back")
     with pytest.raises(NoProcess):
-        await tokenized(Script(absent), TokenizeRequest(text="a"))
+        await tokenized(Script(absent), [TokenizeRequest(text="a")])
     with pytest.raises(NoProcess):
         await outputs(PromptSource(FIRST), Script(absent))
-    source = await tokenized(Script(FIRST, absent), TokenizeRequest(text="a"))
+    (source,) = await tokenized(Script(FIRST, absent), [TokenizeRequest(text="a")])
     with pytest.raises(NoProcess):
         await outputs(source, Script([LOST]))
 
@@ -87,23 +90,24 @@ async def test_an_engine_that_died_before_the_first_output_is_asked_again_once()
 
 async def test_blocks_that_were_lost_are_made_again_once():
     stage, engine = Script(FIRST, SECOND), Script([LOST], ["a"])
-    source = await tokenized(stage, TokenizeRequest(text="a"))
+    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     assert await outputs(source, engine) == ["a"]
     assert engine.seen == [FIRST, SECOND]
-    source = await tokenized(Script(FIRST, SECOND), TokenizeRequest(text="a"))
+    (source,) = await tokenized(Script(FIRST, SECOND), [TokenizeRequest(text="a")])
     with pytest.raises(ProcessDied, match="no third try"):
         await outputs(source, Script([LOST], [LOST]))
 
 
 async def test_a_tokenizer_that_lost_its_arena_ends_over_the_next_request_at_no_cost_of_the_request():
-    source = await tokenized(Script(FIRST, DIED, SECOND), TokenizeRequest(text="a"))
+    (source,) = await tokenized(Script(FIRST, DIED, SECOND), [TokenizeRequest(text="a")])
     assert await outputs(source, Script([LOST], ["a"])) == ["a"]
+    (source,) = await tokenized(Script(FIRST, DIED, DIED), [TokenizeRequest(text="a")])
     with pytest.raises(ProcessDied, match="dead"):
-        await outputs(await tokenized(Script(FIRST, DIED, DIED), TokenizeRequest(text="a")), Script([LOST]))
+        await outputs(source, Script([LOST]))
 
 
 async def test_both_may_die_once():
-    source = await tokenized(Script(FIRST, SECOND), TokenizeRequest(text="a"))
+    (source,) = await tokenized(Script(FIRST, SECOND), [TokenizeRequest(text="a")])
     assert await outputs(source, Script([DIED], [LOST], ["a"])) == ["a"]
 
 
@@ -122,7 +126,7 @@ async def test_output_that_nobody_has_read_starts_again_once():
     with pytest.raises(ProcessDied):
         [one async for one in generated(source, Script(["a", DIED], ["a", DIED]).generate, "void")]
     engine = Script(["a", DIED], [LOST], ["b"])
-    source = await tokenized(Script(FIRST, SECOND), TokenizeRequest(text="a"))
+    (source,) = await tokenized(Script(FIRST, SECOND), [TokenizeRequest(text="a")])
     assert [one async for one in generated(source, engine.generate, "void")] == ["a", "void", "b"]
 
 
@@ -141,7 +145,7 @@ def test_a_restarted_answer_is_empty():
 
 async def test_choices_of_one_prompt_share_its_second_one():
     stage = Script(FIRST, SECOND)
-    source = await tokenized(stage, TokenizeRequest(text="a"))
+    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
 
     async def generate(prompt, use):
         await asyncio.sleep(0)  # all have begun with the first one
@@ -168,14 +172,19 @@ class Stage:
     def __init__(self, arena):
         self.arena = arena
         self.prompts = []
+        self.seen = []
 
     async def tokenize(self, request):
+        self.seen.append(request and request.text)
         await asyncio.sleep(0)
         with self.arena.allocate({"pixel_values": ArraySpec((4,), "uint8")}, path_file=None) as block:
             block["pixel_values"][...] = 7
             words = block.publish().to_words()
         self.prompts.append(Prompt(np.array([1, *words, 5]), (MediaSpan(1, 4, "image", 5),)))
         return self.prompts[-1]
+
+    async def tokenize_together(self, requests):
+        return [await self.tokenize(request) for request in requests]
 
     def held(self):
         """Whether each prompt's block can be read."""
@@ -191,7 +200,7 @@ def can_be_read(prompt):
 
 async def test_blocks_are_freed_when_every_answer_has_consumed_them_or_ended(arena):
     stage = Stage(arena)
-    source = await tokenized(stage, TokenizeRequest(text="a"))
+    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     source.share(3)
     first, second = source.use(), source.use()
     await first.take()
@@ -212,7 +221,7 @@ async def test_blocks_are_freed_when_every_answer_has_consumed_them_or_ended(are
 
 async def test_answers_that_need_media_again_at_the_same_time_get_one_prompt_and_its_blocks_are_freed_again(arena):
     stage, remade = Stage(arena), []
-    source = await tokenized(stage, TokenizeRequest(text="a"), remade.append)
+    (source,) = await tokenized(stage, [TokenizeRequest(text="a")], remade.append)
     source.share(2)
     uses = [source.use(), source.use()]
     for use in uses:
@@ -231,7 +240,7 @@ async def test_answers_that_need_media_again_at_the_same_time_get_one_prompt_and
 
 async def test_blocks_lost_while_another_answer_holds_them_are_made_again_once(arena):
     stage = Stage(arena)
-    source = await tokenized(stage, TokenizeRequest(text="a"))
+    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     source.share(2)
     uses = [source.use(), source.use()]
     for use in uses:
@@ -244,7 +253,7 @@ async def test_blocks_lost_while_another_answer_holds_them_are_made_again_once(a
 
 async def test_an_answer_that_starts_again_gets_its_freed_blocks_made_again(arena):
     stage = Stage(arena)
-    source = await tokenized(stage, TokenizeRequest(text="a"))
+    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     engine = Script(["a", DIED], ["a", "b"])
 
     async def generate(prompt, use):
@@ -258,17 +267,44 @@ async def test_an_answer_that_starts_again_gets_its_freed_blocks_made_again(aren
     assert stage.held() == [False, False]
 
 
+async def test_a_prompt_of_a_request_is_made_again_alone(arena):
+    """The others stay as they are, whether their blocks are held or freed."""
+    stage, texts = Stage(arena), ["a", "b", "c"]
+    sources = await tokenized(stage, [TokenizeRequest(text=text) for text in texts])
+    assert stage.seen == texts
+    uses = [source.use() for source in sources]
+    assert [await use.take() for use in uses] == stage.prompts
+    uses[0].release()
+    uses[1].release()
+    assert stage.held() == [False, False, True]
+    assert await uses[1].renew() is stage.prompts[3]
+    assert stage.seen == [*texts, "b"]
+    assert stage.held() == [False, False, True, True]
+    assert [source.prompt for source in sources] == [stage.prompts[0], stage.prompts[3], stage.prompts[2]]
+
+
+async def test_prompts_that_were_lost_with_a_tokenizer_are_made_again_together_and_then_not_again():
+    requests = [TokenizeRequest(text=text) for text in "ab"]
+    stage = Script(DIED, FIRST, SECOND)
+    sources = await tokenized(stage, requests)
+    assert stage.seen == [requests[0], *requests]
+    assert [source.prompt for source in sources] == [FIRST, SECOND]
+    for source in sources:
+        with pytest.raises(ProcessDied, match="no third try"):
+            await lost(source)
+
+
 async def test_room_for_media_that_were_freed_is_waited_for(arena):
     made = Stage(arena)
     full = ArenaFull("no room")
     stage = Script(await made.tokenize(None), full, full, await made.tokenize(None))
-    source = await tokenized(stage, TokenizeRequest(text="a"))
+    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     use = source.use()
     await use.take()
     use.release()
     assert await use.renew() is made.prompts[1]
     stage = Script(await made.tokenize(None), full)
-    source = await tokenized(stage, TokenizeRequest(text="a"))
+    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     with pytest.raises(ArenaFull):
         await lost(source)
 

@@ -28,7 +28,7 @@ def sequence(prompt=(5, 6), output=(), **settings) -> Sequence:
         num_prompt=len(prompt),
         items=(),
         prompt_positions=Positions(torch.arange(len(prompt)).expand(3, -1)),
-        groups=None,
+        span_ids=None,
         max_tokens=10,
         generator=generator,
     )

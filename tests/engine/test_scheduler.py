@@ -1,4 +1,4 @@
-"""What each step computes: budgets, groups, media, preemption, prefixes and room, by hand-made sequences."""
+"""What each step computes: budgets, spans, media, preemption, prefixes and room, by hand-made sequences."""
 
 import sys
 from types import SimpleNamespace
@@ -41,9 +41,9 @@ def sequence(
 
     `joined`: spans whose first and last tokens attend to each other both ways.
     """
-    groups = torch.full((length,), -1) if joined else None
+    span_ids = torch.full((length,), -1) if joined else None
     for number, (start, stop) in enumerate(joined):
-        groups[[start, stop - 1]] = number
+        span_ids[[start, stop - 1]] = number
     made = Sequence(
         request_id=name,
         params=SamplingParams(temperature=0, **settings),
@@ -51,7 +51,7 @@ def sequence(
         num_prompt=length,
         items=items,
         prompt_positions=Positions(torch.arange(length).unsqueeze(0)),
-        groups=groups,
+        span_ids=span_ids,
         max_tokens=max_tokens,
         generator=None,
     )
@@ -152,21 +152,21 @@ def test_one_that_waits_is_removed_too():
     assert step(made) == [("a", 2, 3)]
 
 
-def test_a_group_is_not_cut():
+def test_a_span_is_not_cut():
     made = scheduler(sequence("a", 12, joined=((4, 9),)), max_num_batched_tokens=6)
     assert [step(made) for _ in range(3)] == [[("a", 0, 4)], [("a", 4, 10)], [("a", 10, 12)]]
 
 
-def test_groups_that_overlap_are_one():
+def test_spans_that_overlap_are_one():
     made = scheduler(sequence("a", 12, joined=((2, 8), (5, 10))), max_num_batched_tokens=5)
     assert [step(made) for _ in range(3)] == [[("a", 0, 2)], [("a", 2, 10)], [("a", 10, 12)]]
 
 
-def test_a_group_of_more_than_the_budget_is_a_steps_only_prompt():
+def test_a_span_of_more_than_the_budget_is_a_steps_only_prompt():
     """It overdraws the step that it comes first in, beside next tokens alone; what cannot be cut must run at last."""
     large = sequence("large", 12, joined=((0, 12),))
     made = scheduler(sequence("a", 3), large, sequence("b", 2), max_num_batched_tokens=5)
-    assert step(made) == [("a", 0, 3)], "the group does not come behind another prompt"
+    assert step(made) == [("a", 0, 3)], "the span does not come behind another prompt"
     assert step(made) == [("a", 3, 4), ("large", 0, 12)]
     assert step(made) == [("a", 4, 5), ("large", 12, 13), ("b", 0, 2)]
 
@@ -187,7 +187,7 @@ def test_media_behind_another_requests_wait_for_the_next_step():
     assert step(made) == [("a", 6, 7), ("b", 2, 6)]
 
 
-def test_media_and_groups_out_of_view_are_not_walked():
+def test_media_and_spans_out_of_view_are_not_walked():
     """Every step asks for every sequence's, and each block of a prompt for its own."""
 
     class Unread(list):

@@ -31,7 +31,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 def takes(grammars: Grammars, tokenizer: Tokenizer, schema: Any, text: str) -> bool:
     constraint = grammars.constraint(schema if isinstance(schema, str) else json.dumps(schema))
     for token in [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]:
-        if constraint.refused(VOCABULARY)[token]:
+        if grammars.refused([constraint], VOCABULARY)[0, token]:
             return False
         constraint.accept(token)
     return True

@@ -7,7 +7,7 @@ import pytest
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.media.image.encoded_image import RESAMPLES
-from mindie_mm.media.image.preprocess import Preprocess, Size, check_made, check_settings
+from mindie_mm.media.image.preprocess import Preprocess, Size, check_output_size, check_settings
 
 BICUBIC = RESAMPLES[3]
 
@@ -25,15 +25,15 @@ BICUBIC = RESAMPLES[3]
 )
 def test_what_is_made_of_every_picture_is_known_where_it_is_one_size(steps, made):
     sizes = {steps.apply(np.zeros((height, width, 3), np.uint8)).shape[:2] for height, width in ((40, 50), (60, 33))}
-    assert steps.made == made
+    assert steps.output_size == made
     assert sizes == {made} if made else len(sizes) == 2
 
 
 @pytest.mark.parametrize(("made", "named"), [(None, "of several sizes"), ((20, 30), r"\(20, 30\), the tower takes 20")])
 def test_other_sizes_than_the_towers_are_refused(made, named):
-    check_made((20, 20), 20, "here")
+    check_output_size((20, 20), 20, "here")
     with pytest.raises(UnsupportedCheckpoint, match=rf"here: images become {named}"):
-        check_made(made, 20, "here")
+        check_output_size(made, 20, "here")
 
 
 def test_a_setting_is_refused_where_it_is_another_one():

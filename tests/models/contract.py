@@ -47,7 +47,7 @@ from mindie_mm.media.video.encoded_video import EncodedVideo
 from mindie_mm.models import family_named, family_of, load_model
 from mindie_mm.nn.checkpoint.directory import VOCABULARIES, Checkpoint
 from mindie_mm.nn.family import Plan, Processor
-from mindie_mm.nn.model import Model
+from mindie_mm.nn.model import Model, packed_logits
 from mindie_mm.nn.placement import Placement, parts
 from mindie_mm.nn.splice import MediaItem, plain_ids
 from mindie_mm.processes.ipc import Failure
@@ -320,12 +320,13 @@ class FamilyContract:
             self.test_logits_equal_the_references(reference, model, tokenized)
 
     def assert_a_slot_for_each_feature(self, processor: Processor, kind: Kind, plan: Plan) -> None:
-        """What `plan`, `spelling` and `makes` say of an item is one and the same."""
-        token = processor.placeholder(kind).token
-        runs = processor.spelling(kind, plan.num_features, plan.grid).runs
+        """What `plan` and `spelling` say of an item is one and the same."""
+        token = processor.placeholders[kind].token
+        spelling = processor.spelling(kind, plan.num_features, plan.grid)
+        assert spelling is not None, (kind, plan.num_features, plan.grid)
+        runs = spelling.runs
         slots = plan.num_features if runs is None else sum([*run].count(token) for run in runs)
         assert slots == plan.num_features, f"{kind} of grid {plan.grid}: {slots} slots, {plan.num_features} features"
-        assert processor.makes(kind, plan.num_features, plan.grid), (kind, plan.num_features, plan.grid)
 
     def tokenize(self, tokenizer: Tokenizer, name: str, items: Items, path_file: Path) -> torch.Tensor:
         """The prompt `name`, or one whose `items` have other media in the same places; chat families override."""
@@ -452,7 +453,7 @@ class FamilyContract:
         names = [*self.prompts]
         expected = {name: reference.logits(self.prompts[name]) for name in names}
         for order in (names, names[::-1]):
-            for name, logits in zip(order, model.packed_logits([tokenized[name] for name in order]), strict=True):
+            for name, logits in zip(order, packed_logits(model, [tokenized[name] for name in order]), strict=True):
                 assert (logits.cpu() - expected[name]).abs().max() <= self.tolerance, (name, order)
 
     @pytest.mark.parametrize(
@@ -558,8 +559,8 @@ class FamilyContract:
             shapes = [item.shape for item in model.read(tokenized[name].numpy())]
             for kind, shape in zip(kinds, shapes, strict=True):
                 rows, width = shape.num_features, processor.feature_width
-                assert processor.makes(kind, rows, shape.grid)
-                assert not processor.makes(kind, rows, (*shape.grid, 7))
+                assert processor.spelling(kind, rows, shape.grid) is not None
+                assert processor.spelling(kind, rows, (*shape.grid, 7)) is None
                 for height, columns in ((rows, width + 1), (rows, width - 1), (rows - 1, width), (rows + 1, width)):
                     if height:
                         features = Embeddings(np.zeros((height, columns), np.float32), shape.grid)
@@ -580,7 +581,7 @@ class FamilyContract:
             assert plain_ids(found, model.read(found)).tolist() == plain_ids(expected, model.read(expected)).tolist()
 
     def test_kinds_without_a_mindie_layout_are_named_in_order(self, path, processor):
-        missing = [kind for kind in family_named(self.name).kinds if kind not in processor.mindie_layouts]
+        missing = [kind for kind in family_named(self.name).kinds if kind not in processor.traits.mindie_layouts]
         if missing:
             with pytest.raises(UnsupportedCheckpoint, match=f"has no MindIE layout of {', '.join(missing)}$"):
                 Tokenizer.from_pretrained(path, wire="mindie")
@@ -588,7 +589,9 @@ class FamilyContract:
     def test_a_text_may_omit_special_tokens(self, path, tokenizer):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         for text in ("hello  world", " a", ""):
-            prompt = tokenizer.prompt_from_items([Text(text)], None, PromptOptions(add_special_tokens=False))
+            prompt = tokenizer.make(
+                tokenizer.prompts.draft_items([Text(text)], PromptOptions(add_special_tokens=False)), None
+            )
             assert prompt.ids.tolist() == encode(text, add_special_tokens=False)["input_ids"]
 
     def test_ids_whose_placeholders_are_not_the_medias_are_refused(self, path, reference, tokenizer, path_file):
@@ -605,11 +608,11 @@ class FamilyContract:
 
     def test_truncation_removes_whole_items(self, model, tokenizer, path_file):
         for items in self.prompts.values():
-            whole = tokenizer.prompt_from_items(parse_inputs(items), path_file)
+            whole = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items)), path_file)
             for limit in {1, len(whole) // 2, len(whole) - 1} - {0}:
                 try:
                     options = PromptOptions(limit, truncate=True)
-                    prompt = tokenizer.prompt_from_items(parse_inputs(items), path_file, options)
+                    prompt = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items), options), path_file)
                 except ContextLengthExceeded:  # the last item alone is longer
                     continue
                 assert len(prompt) <= limit
@@ -618,12 +621,12 @@ class FamilyContract:
     def test_truncation_leaves_nothing_of_an_item_and_the_opening(self, path, processor, tokenizer, path_file):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         kinds = family_named(self.name).kinds
-        placeholders = [processor.placeholder(kind) for kind in kinds]
+        placeholders = [processor.placeholders[kind] for kind in kinds]
         control = {index for index, token in encode.added_tokens_decoder.items() if token.special}
         control |= {index for one in placeholders for index in (*one.before, one.token, *one.after)}
-        control |= set(processor.control_pieces)
+        control |= {index for placeholder in placeholders for index in placeholder.control_ids}
         for name, items in self.prompts.items():
-            whole = tokenizer.prompt_from_items(parse_inputs(items), path_file)
+            whole = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items)), path_file)
             # What stands around every prompt, whatever its items.
             around = {*encode("")["input_ids"], *processor.frame([], len(whole.spans))}
             first, last = whole.opening
@@ -645,15 +648,15 @@ class FamilyContract:
     def test_the_text_that_spells_an_item_goes_with_it(self, path, model, processor, tokenizer, path_file):
         """Also where a text spells control tokens, and is encoded in pieces."""
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
-        spelled = encode.convert_ids_to_tokens(processor.placeholder(family_named(self.name).kinds[0]).token)
+        spelled = encode.convert_ids_to_tokens(processor.placeholders[family_named(self.name).kinds[0]].token)
         for name, items in self.prompts.items():
             others = [{"text": f"{item['text']} {spelled} {spelled}"} if "text" in item else item for item in items]
             for given in () if self.unspelled else (items, others):
-                prompt = tokenizer.prompt_from_items(parse_inputs(given), path_file)
+                prompt = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(given)), path_file)
                 for item, span in zip(model.read(prompt.ids), prompt.spans, strict=True):
                     shape = item.shape
-                    text = processor.spelling(shape.kind, shape.num_features, shape.grid).text
-                    if text is None:
+                    spelling = processor.spelling(shape.kind, shape.num_features, shape.grid)
+                    if spelling is None or (text := spelling.text) is None:
                         continue
                     parts = text.split(encode.convert_ids_to_tokens(span.token))
                     lead = encode.decode(prompt.ids[span.start - span.lead : span.start])
@@ -666,7 +669,7 @@ class FamilyContract:
     def test_parts_have_a_precision_of_their_own(self, what, path, device, model, tokenized):
         """Those that the family names; where it names none, the setting is refused."""
         half = {what: Placement(device, bits=16)}
-        if not (names := getattr(model, f"{what}_parts")):
+        if not (names := getattr(model.traits, f"{what}_parts")):
             with pytest.raises(InputError, match=f"{what}_device or {what}_bits is given, but this model has no part"):
                 load_model(path, device=device, dtype="float32", **half)
             return
@@ -713,7 +716,7 @@ class FamilyContract:
         ):
             planned(**({"sample_fps": 10.0} if encoded else {"fps": 1.0}))
         bounds = {"min_pixels": 4096, "max_pixels": 8192}
-        if processor.bounds_pixels:
+        if processor.traits.bounds_pixels:
             assert planned(**bounds).num_features < planned().num_features
             return
         for name, bound in bounds.items():

@@ -202,7 +202,7 @@ class TestLatentAttention(DeepseekVL2Contract):
     prompts: ClassVar = {name: case.items for name, case in cases.items()}
 
     def test_the_cache_keeps_one_latent_a_token(self, model):
-        cache = model.allocate_cache(2, 16)
+        cache = model.spec.allocate_cache(2, 16)
         keys, values = cache.keys[0].shape, cache.values[0].shape
         assert (keys, values) == ((3, 16, 1, 16 + 32), (3, 16, 1, 32)), "two blocks, and one that pads"
 

@@ -165,14 +165,14 @@ class TestGemma3(ExtremeShapes, FamilyContract):
 
     def test_the_tokens_of_a_run_are_a_group(self, model, tokenizer, path_file):
         ids = tokenizer.tokenize(self.prompts["two images"], path_file)
-        groups = model.attention_groups(len(ids), model.read(ids.numpy())).tolist()
+        span_ids = model.bidirectional_spans(len(ids), model.read(ids.numpy())).tolist()
         token = model.module.config.image_token_id
         first = [-1] * 4 + [0] * FEATURES
-        assert groups[: len(first)] == first
-        assert groups.count(1) == FEATURES
+        assert span_ids[: len(first)] == first
+        assert span_ids.count(1) == FEATURES
         plain = plain_ids(ids.numpy(), model.read(ids.numpy())).tolist()
-        assert [group >= 0 for group in groups] == [index == token for index in plain]
-        assert model.attention_groups(len(ids), []) is None
+        assert [group >= 0 for group in span_ids] == [index == token for index in plain]
+        assert model.bidirectional_spans(len(ids), []) is None
 
     def test_crops_are_the_references(self, path, tmp_path):
         other = shutil.copytree(path, tmp_path / "other")
@@ -212,7 +212,7 @@ class TestGemma3(ExtremeShapes, FamilyContract):
 
     @pytest.mark.parametrize("grid", [(0, 0), (1,), (-1,)])
     def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, grid, processor):
-        assert not processor.makes("image", FEATURES, grid)
+        assert processor.spelling("image", FEATURES, grid) is None
 
     @pytest.mark.parametrize(
         ("file", "change", "named"),

@@ -100,7 +100,7 @@ class TestIdefics3(ExtremeShapes, FamilyContract):
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, processor):
-        assert not processor.makes("image", 4, (1, 1))
+        assert processor.spelling("image", 4, (1, 1)) is None
 
     @pytest.mark.parametrize(
         ("file", "change", "named"),

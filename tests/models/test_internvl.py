@@ -207,7 +207,7 @@ class TestInternVL(ExtremeShapes, FamilyContract):
             processor.plan(Media("video", video), video, {"video": 1})
 
     def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, processor):
-        assert not processor.makes("video", 8, (3,))
+        assert processor.spelling("video", 8, (3,)) is None
 
     @pytest.mark.parametrize(
         ("file", "change", "named"),

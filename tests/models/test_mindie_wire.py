@@ -24,6 +24,7 @@ from mindie_mm.errors import (
 from mindie_mm.models import load_model
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.model import packed_logits
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import Arena, release, request_directory
 from mindie_mm.shm.mindie import (
@@ -245,7 +246,7 @@ def test_logits_are_those_of_the_native_wire(name, model, native, mindie, path_f
 
 def test_both_wires_in_one_flat_batch(model, native, mindie, path_file):
     ids = [tokenizer.tokenize(items, path_file) for items in PROMPTS.values() for tokenizer in (native, mindie)]
-    logits = model.packed_logits(ids)
+    logits = packed_logits(model, ids)
     for ours, theirs in zip(logits[::2], logits[1::2], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 

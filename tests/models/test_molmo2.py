@@ -159,9 +159,9 @@ class TestMolmo2(FamilyContract):
     def test_groups_are_the_references_token_types(self, model, reference, tokenized):
         for name, items in self.prompts.items():
             types = reference.inputs(items)["mm_token_type_ids"][0]
-            groups = model.attention_groups(len(types), model.read(tokenized[name].numpy()))
+            span_ids = model.bidirectional_spans(len(types), model.read(tokenized[name].numpy()))
             expected = None if name == "text" else (types - 1).tolist()
-            assert (None if groups is None else groups.tolist()) == expected, name
+            assert (None if span_ids is None else span_ids.tolist()) == expected, name
 
     def test_a_prefix_is_not_reused_where_later_images_differ(self, model, tokenizer, reference, path_file):
         """Not even the text in front of the first one; of the same images it is."""
@@ -306,7 +306,7 @@ class TestMolmo2(FamilyContract):
         [("image", 18, ()), ("image", 18, (1, 2)), ("image", 18, (0, 1)), ("video", 8, (3,)), ("video", 4, (-1,))],
     )
     def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, kind, num_features, grid, processor):
-        assert not processor.makes(kind, num_features, grid)
+        assert processor.spelling(kind, num_features, grid) is None
 
     def test_embeddings_of_images_and_a_video_are_refused_too(self, tokenizer, processor, path_file):
         features = np.zeros((4, processor.feature_width), np.float32)

@@ -214,8 +214,6 @@ def test_limits_name_value_and_limit(processor):
             preprocess(processor, kind, data, **options)
     with pytest.raises(InputError, match="num_frames 20 is more than the video's 8 frames"):
         preprocess(processor, "video", video, num_frames=20)
-    with pytest.raises(InputError, match="takes no audio"):
-        processor.placeholder("audio")
     with pytest.raises(MediaError):
         preprocess(processor, "image", b"junk")
 
@@ -254,7 +252,7 @@ def test_configuration_files(tmp_path):
 def test_special_ids(tmp_path):
     ids = {"image_token_id": 6, "video_token_id": 7, "vision_start_token_id": 3, "vision_end_token_id": 4}
     processor = make_processor(tmp_path / "checkpoint", config={"model_type": "qwen2_vl", **ids})
-    image, video = processor.placeholder("image"), processor.placeholder("video")
+    image, video = processor.placeholders["image"], processor.placeholders["video"]
     assert (image.before, image.token, image.after) == ((3,), 6, (4,))
     assert (video.before, video.token, video.after) == ((3,), 7, (4,))
 

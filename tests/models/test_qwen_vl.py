@@ -16,6 +16,7 @@ from mindie_mm.engine.core import Engine
 from mindie_mm.errors import CorruptReference, UnsupportedCheckpoint
 from mindie_mm.models import family_named, family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.model import packed_logits
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm.mindie import decode_shape_from_int64, encode_shape_to_int64, is_segment_word
 from mindie_mm.tokenize import Tokenizer
@@ -141,7 +142,7 @@ class TestQwenVL(FamilyContract):
         assert [positions.prompt[1].unique().tolist() for positions in kept] == [[3], [1]]
         assert np.unique(kept[1].of(290, 600)[1]).tolist() == [1]
         alone = [model.logits(ids) for ids in (long, short)]
-        for own, together in zip(alone, model.packed_logits([long, short]), strict=True):
+        for own, together in zip(alone, packed_logits(model, [long, short]), strict=True):
             assert (own - together).abs().max() <= 1e-4
 
     def test_text_alone_cannot_make_a_picture(self, tokenizer, path_file):

@@ -186,7 +186,7 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
             processor.plan(Media("video", video, options=MediaOptions(**options)), video, {"video": 1})
 
     def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, processor):
-        assert not processor.makes("video", 8, (3, 0))
+        assert processor.spelling("video", 8, (3, 0)) is None
 
     @pytest.mark.parametrize(
         ("file", "change", "named"),

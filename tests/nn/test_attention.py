@@ -18,13 +18,13 @@ class Layer(torch.nn.Module):
     layer_idx = 0
 
 
-def reference(query, key, value, window=None, groups=None):
+def reference(query, key, value, window=None, span_ids=None):
     """Attention of one whole sequence: tensors (heads, T, head_dim)."""
     length = query.shape[1]
     at, to = torch.arange(length)[:, None], torch.arange(length)
     mask = to <= at
-    if groups is not None:
-        mask = mask | ((groups[:, None] == groups) & (groups >= 0))
+    if span_ids is not None:
+        mask = mask | ((span_ids[:, None] == span_ids) & (span_ids >= 0))
     if window is not None:
         mask = mask & (to > at - window)
     key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], 0) for x in (key, value))
@@ -97,16 +97,16 @@ def test_a_batch_without_a_cache_is_whole_sequences():
 def test_groups_and_windows_in_chunks(window):
     """A group of 7 tokens, one of 4, and causal ones between; the same whole as in chunks that cut no group."""
     generator = torch.Generator().manual_seed(0)
-    groups = torch.tensor([-1] * 4 + [0] * 7 + [-1] + [1] * 4 + [-1] * 4)
-    length = len(groups)
+    span_ids = torch.tensor([-1] * 4 + [0] * 7 + [-1] + [1] * 4 + [-1] * 4)
+    length = len(span_ids)
     query, key, value = (torch.randn(HEADS, length + 2, HEAD_DIM, generator=generator) for _ in range(3))
-    expected = reference(query, key, value, window, torch.nn.functional.pad(groups, (0, 2), value=-1))
+    expected = reference(query, key, value, window, torch.nn.functional.pad(span_ids, (0, 2), value=-1))
     sizes = {"head_dim": HEAD_DIM, "value_head_dim": HEAD_DIM, "dtype": torch.float32, "device": CPU}
     for cuts in ([0, length], [0, 2, 11, 12, 16, 18, length], [0, 4, 11, 20]):
         cache = PagedCache.allocate(num_layers=1, num_blocks=6, block_size=BLOCK, num_kv_heads=HEADS, **sizes)
         outs = []
         for start, stop in itertools.pairwise([*cuts, length + 1, length + 2]):
-            batch = PagedBatch([Chunk(start, stop, range(6), groups)], cache, CPU)
+            batch = PagedBatch([Chunk(start, stop, range(6), span_ids)], cache, CPU)
             flat = [x[None, :, start:stop] for x in (query, key, value)]
             outs.append(attend(Layer(), *flat, None, scaling=HEAD_DIM**-0.5, paged=batch, sliding_window=window)[0][0])
         torch.testing.assert_close(torch.cat(outs).transpose(0, 1), expected, rtol=1e-5, atol=1e-5)

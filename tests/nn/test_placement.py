@@ -13,6 +13,7 @@ from mindie_mm.errors import DeviceError, InputError
 from mindie_mm.models import load_model
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.placement import Placement, place
+from mindie_mm.nn.traits import Traits
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import photograph
@@ -78,11 +79,9 @@ def test_a_device_that_is_not_there_is_refused(random_checkpoint):
 class Bare:
     """A model with a tower, or with none."""
 
-    projector_parts = ()
-
     def __init__(self, **parts: nn.Module) -> None:
         self.module = nn.ModuleDict(parts)
-        self.vision_parts = tuple(name for name in parts if name == "visual")
+        self.traits = Traits(vision_parts=tuple(name for name in parts if name == "visual"))
         self.spec = ModelSpec(8, 8, 8, 1, 1, 8, (), torch.device("cpu"), torch.float32)
 
 

@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 
+from mindie_mm import errors
 from mindie_mm.errors import ArenaFull, LimitExceeded, MindieMMError, ProcessDied
 from mindie_mm.processes import ipc
 from mindie_mm.processes.ipc import Channel, Child, ChildChannel, Failure, open_channel
@@ -38,6 +39,14 @@ class NoRoom(ArenaFull):
 def test_an_error_crosses_as_the_nearest_class_of_the_tree(error: MindieMMError, kind: type | None) -> None:
     crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(Failure.of(error)), type=Failure).exception()
     assert (type(crossed), str(crossed)) == (kind or MindieMMError, str(error))
+
+
+def test_the_old_name_of_an_error_is_still_known() -> None:
+    assert errors.WorldError is errors.OperationalError
+    with pytest.raises(errors.WorldError):
+        raise Failure("OperationalError", "a disk failed").exception()
+    with pytest.raises(errors.OperationalError):
+        raise Failure("WorldError", "a disk failed").exception()
 
 
 async def test_messages_both_ways():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx2
 import psutil
 import pytest
 
-from tests.media_samples import photograph
+from tests.media_samples import encoded, photograph
 from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools.demo import data_url, image
@@ -21,8 +23,15 @@ SIZE = 448
 """Side of a picture in pixels. The embedded model sees it smaller."""
 BLOCK_BYTES = 40960
 """Size of its block."""
-SETTINGS = {"arena_bytes": 4 * BLOCK_BYTES, "kv_cache_bytes": 64 * 2**20, "decoders": 2, "grace_s": 0.2}
 NUM_ANSWERS = 4
+SETTINGS = {
+    "arena_bytes": NUM_ANSWERS * BLOCK_BYTES,
+    "arena_request_bytes": NUM_ANSWERS * BLOCK_BYTES,
+    "arena_wait_s": 30,
+    "kv_cache_bytes": 64 * 2**20,
+    "decoders": 2,
+    "grace_s": 0.2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +51,19 @@ def ask(service: RunningService, *media: dict[str, Any], stream: bool = False, m
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens, "ignore_eos": True}
     answer = httpx2.post(service.url + CHAT, json=body | {"stream": stream}, timeout=300)
     return answer.status_code, answer.text
+
+
+def complete(service: RunningService, *nums_pictures: int) -> httpx2.Response:
+    """Complete a list of prompts, each with a number of pictures."""
+    data = base64.b64encode(encoded(photograph(size=(SIZE, SIZE)))).decode()
+    tag = f'<img src="data:image/jpeg;base64,{data}">'
+    prompts = [f"{tag * count}What is in the image?" for count in nums_pictures]
+    return httpx2.post(f"{service.url}/v1/completions", json={"prompt": prompts, "max_tokens": 4}, timeout=300)
+
+
+def waits_for(service: RunningService, num_blocks: int) -> bool:
+    """Return whether requests wait for so many blocks, or more."""
+    return metric(service, "shm_waiting_bytes") >= num_blocks * BLOCK_BYTES
 
 
 def engine_of(service: RunningService) -> psutil.Process:
@@ -78,3 +100,48 @@ def test_text_passes_pictures_that_wait_for_room(narrow: RunningService) -> None
     assert metric(narrow, "shm_waits_total") == waits + 2
     assert metric(narrow, "shm_full_total") == 0
     assert metric(narrow, "shm_waiting_bytes") == 0
+
+
+def test_the_prompts_of_a_request_get_room_together_or_wait_holding_nothing(narrow: RunningService) -> None:
+    """Each of two requests needs the whole arena, and there is room for the first prompt of each."""
+    assert complete(narrow, 1).status_code == 200
+    waits, full = (metric(narrow, name) for name in ("shm_waits_total", "shm_full_total"))
+    engine = engine_of(narrow)
+    with ThreadPoolExecutor(3) as pool:
+        engine.suspend()
+        try:
+            tasks = [pool.submit(complete, narrow, 2)]
+            wait_until(lambda: narrow.shm()["blocks"] == 2 or tasks[0].done())
+            for number in (1, 2):
+                tasks.append(pool.submit(complete, narrow, 1, 3))
+                wait_until(partial(waits_for, narrow, 3 * number))
+            num_held = narrow.shm()["blocks"]
+        finally:
+            engine.resume()
+        answers = [task.result() for task in tasks]
+    assert [answer.status_code for answer in answers] == [200] * 3, [answer.text for answer in answers]
+    assert num_held == 2, "who waits holds nothing"
+    assert [len(answer.json()["choices"]) for answer in answers] == [1, 2, 2]
+    assert metric(narrow, "shm_waits_total") == waits + 2
+    assert metric(narrow, "shm_full_total") == full
+
+
+def test_prompts_that_exceed_the_arena_together_are_refused_at_once(narrow: RunningService) -> None:
+    """They are refused as one prompt with all their pictures is, while the arena is in use."""
+    assert complete(narrow, 1).status_code == 200
+    waits, engine = metric(narrow, "shm_waits_total"), engine_of(narrow)
+    with ThreadPoolExecutor(1) as pool:
+        engine.suspend()
+        try:
+            held = pool.submit(complete, narrow, 1)
+            wait_until(lambda: narrow.shm()["blocks"] == 1 or held.done())
+            together, alone = complete(narrow, 3, 2), complete(narrow, NUM_ANSWERS + 1)
+            assert narrow.shm()["blocks"] == 1
+        finally:
+            engine.resume()
+        assert held.result().status_code == 200
+    assert together.status_code == 400
+    assert together.json() == alone.json()
+    said = f"the request's media take {5 * BLOCK_BYTES} bytes of shared memory; the arena has {4 * BLOCK_BYTES}"
+    assert said in together.json()["error"]["message"]
+    assert metric(narrow, "shm_waits_total") == waits

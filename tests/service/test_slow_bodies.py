@@ -16,10 +16,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from mindie_mm.settings.config import ServiceConfig
-from service import middleware as border
+from service import middleware
 from service.http import errors
 from service.http.connection import Connection
-from service.middleware import Border
+from service.middleware import Middleware
 from service.request.admission import Admission
 from service.telemetry.metrics import Metrics
 from tools.serving import running_service
@@ -37,14 +37,14 @@ class Asked(BaseModel):
 @pytest.fixture
 async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
     """Of what answers with the body's `a`."""
-    monkeypatch.setattr(border, "BODY_IDLE_S", IDLE_S)
+    monkeypatch.setattr(middleware, "BODY_IDLE_S", IDLE_S)
     app = FastAPI()
 
     @app.post("/")
     async def answer(asked: Asked) -> str:
         return asked.a
 
-    app.add_middleware(Border, config=ServiceConfig(), admission=Admission(9, 60), metrics=Metrics("x"))
+    app.add_middleware(Middleware, config=ServiceConfig(), admission=Admission(9, 60), metrics=Metrics("x"))
     errors.install(app)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))

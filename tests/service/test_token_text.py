@@ -13,7 +13,7 @@ from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.text.detokenizer import Detokenizer
 from mindie_mm.worker.worker import Delta
-from service.request.text_logprobs import ToldLogprobs
+from service.request.text_logprobs import LogprobsBuffer
 from service.request.token_text import (
     TextOffsets,
     TokenTexts,
@@ -145,7 +145,7 @@ async def test_an_answer_of_many_log_probabilities_is_written_in_turns(byte_leve
 
 async def told(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], at_once: int) -> tuple[str, bytes]:
     """Return the text that a Detokenizer outputs, and the bytes of the tokens that are released with it."""
-    detokenizer, found, text, spelled = Detokenizer(tokenizer, stop), ToldLogprobs(tokenizer, stop), "", b""
+    detokenizer, found, text, spelled = Detokenizer(tokenizer, stop), LogprobsBuffer(tokenizer, stop), "", b""
     for start in range(0, len(ids), at_once):
         some = ids[start : start + at_once]
         piece = detokenizer.push(some)
@@ -181,7 +181,7 @@ async def test_bytes_of_tokens_end_with_the_text(
 
 async def test_special_tokens_before_the_cut_are_kept(byte_level: Tokenizer) -> None:
     end, red = byte_level.token_to_id("<|im_end|>"), byte_level.encode("red", add_special_tokens=False).ids
-    found = ToldLogprobs(byte_level, ("red", "x"))
+    found = LogprobsBuffer(byte_level, ("red", "x"))
     ids = [*byte_level.encode("a ", add_special_tokens=False).ids, end, *red, end]
     part = await found.push(Delta("a ", ids, [TokenLogprob(i, -1.0, []) for i in ids], finish_reason="stop"))
     assert [one.token_id for one in part.logprobs] == ids[: ids.index(end) + 1]

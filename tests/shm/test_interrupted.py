@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import random
 import signal
 import sys
@@ -14,15 +15,19 @@ from typing import Any
 
 import pytest
 
-from mindie_mm.shm import Arena, ArraySpec, attach, collect, free, release, survey
+from mindie_mm.errors import SharedMemoryError
+from mindie_mm.shm import Arena, ArraySpec, Ref, attach, collect, free, release, survey
+from mindie_mm.shm.format import layout
+from mindie_mm.shm.memory import block
 from mindie_mm.shm.owner import arena as arena_module
+from mindie_mm.shm.owner import arena_file, heap, inventory, quota, table, waiting
+from mindie_mm.tokenize import Tokenizer
+from tests.models.contract import picture
 
 SPECS = {"x": ArraySpec((100 << 10,), "uint8")}
 SMALL = {"x": ArraySpec((15 << 10,), "uint8")}
-FILES = {
-    f"{Path(arena_module.__file__).parent / name}.py"
-    for name in ("arena", "arena_file", "block", "heap", "inventory", "layout", "quota", "table", "waiting")
-}
+MODULES = (arena_module, arena_file, block, heap, inventory, layout, quota, table, waiting)
+FILES = {module.__file__ for module in MODULES}
 
 
 class Interrupt(BaseException):
@@ -74,55 +79,134 @@ def fragmented(arena: Arena) -> None:
         free(ref)
 
 
+class Kept:
+    """An arena with a published block that nobody frees."""
+
+    def __init__(self, in_pieces: bool) -> None:
+        self.arena = Arena.create(1 << 20)
+        with self.arena.allocate(SMALL, path_file=None) as kept:
+            kept["x"][...] = 7
+            self.ref = kept.publish()
+        if in_pieces:
+            fragmented(self.arena)
+        self.before = self.state()
+
+    def state(self) -> tuple[int, ...]:
+        inventory = self.arena._inventory
+        return self.arena.num_blocks, self.arena.used_bytes, inventory._table.num_free, inventory._heap.largest_bytes
+
+
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("how", ["free", "sweep", "leave"])
-def test_an_interrupt_at_any_line_costs_no_room(arena: Arena, path_file: Path, how: str, in_pieces: bool) -> None:
+def test_an_interrupt_at_any_line_leaks_nothing(path_file: Path, how: str, in_pieces: bool) -> None:
+    """The arena is as it was before, or it is lost, takes no block, and goes when it is closed."""
+
     def work() -> None:
-        with arena.allocate(SPECS, path_file=path_file) as block:
+        with kept.arena.allocate(SPECS, path_file=path_file) as block:
             if how == "leave":
                 return
             ref = block.publish()
         if how == "free":
-            arena.free(block)
+            kept.arena.free(block)
         else:
             free(ref)
+            kept.arena.sweep()
+
+    kept, number, lost = Kept(in_pieces), 0, 0
+    try:
+        while interrupted(work, number):
+            interrupted(kept.arena.sweep, number % 101)
+            release(path_file)
+            path_file.unlink(missing_ok=True)
+            assert (attach(kept.ref)["x"] == 7).all(), number
+            if kept.arena.lost:
+                lost += 1
+                with pytest.raises(SharedMemoryError, match=r"interrupted a change .* make a new one"):
+                    kept.arena.allocate(SMALL, path_file=None)
+                with pytest.raises(SharedMemoryError, match="interrupted"):
+                    kept.arena.try_allocate([SMALL], path_file=path_file)
+                assert kept.arena.sweep() == 0
+                kept.arena.close()
+                assert not kept.arena.path.exists()
+                kept = Kept(in_pieces)
+            else:
+                assert kept.state() == kept.before, number
+            number += 1
+        work()
+        assert not kept.arena.lost
+        assert number > 60
+        assert 10 < lost < number - 10, "both happen"
+    finally:
+        kept.arena.close()
+
+
+def test_what_is_filled_meanwhile_is_published_whole_or_refused(path_file: Path) -> None:
+    refused = 0
+    for number in range(0, 200, 3):
+        with Arena.create(1 << 20) as arena:
+            fragmented(arena)
+            with arena.allocate(SPECS, path_file=path_file) as kept:
+                kept["x"][...] = 7
+                interrupted(lambda: arena.discard(arena.allocate(SPECS, path_file=path_file)), number)
+                if arena.lost:
+                    refused += 1
+                    with pytest.raises(SharedMemoryError, match="interrupted"):
+                        kept.publish()
+                    continue
+                with arena.allocate(SMALL, path_file=None) as other:
+                    other["x"][...] = 1
+                    assert (other.entry, other.generation) != (kept.entry, kept.generation)
+                ref = kept.publish()
+            assert (attach(ref)["x"] == 7).all()
             arena.sweep()
+            assert arena._inventory._quotas._held[str(path_file).encode()] == kept.nbytes
+    assert 5 < refused < 60
 
-    if in_pieces:
-        fragmented(arena)
-    before = arena.num_blocks, arena.used_bytes, arena._inventory._table.num_free, arena._inventory._heap.largest_bytes
+
+def test_a_thread_that_waits_hears_of_an_interrupted_change(arena: Arena) -> None:
+    with arena.allocate({"x": ArraySpec((1000 << 10,), "uint8")}, path_file=None) as block:
+        block.publish()
+    errors: list[SharedMemoryError] = []
+
+    def wait() -> None:
+        with pytest.raises(SharedMemoryError, match="interrupted") as caught:
+            arena.allocate(SPECS, path_file=None, timeout_s=60)
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not arena._line.tickets:
+        pass
     number = 0
-    while interrupted(work, number):
-        interrupted(arena.sweep, number % 101)  # what it mends may be broken off, too
-        release(path_file)
-        path_file.unlink(missing_ok=True)
-        assert (
-            arena.num_blocks,
-            arena.used_bytes,
-            arena._inventory._table.num_free,
-            arena._inventory._heap.largest_bytes,
-        ) == before, number
+    while not arena.lost:
+        interrupted(lambda: arena.free(block), number)
         number += 1
-    assert number > 60
-    work()
+    thread.join()
+    assert errors
 
 
-def test_what_is_filled_elsewhere_survives_a_broken_change(arena: Arena, path_file: Path) -> None:
-    """Its bytes, its entries and what it counts for; and no reference to what was lost holds for another block."""
-    fragmented(arena)
-    with arena.allocate(SPECS, path_file=path_file) as kept:
-        kept["x"][...] = 7
-        seen = {(kept.entry, kept.generation)}
-        for number in range(0, 200, 3):
-            interrupted(lambda: arena.discard(arena.allocate(SPECS, path_file=path_file)), number)
-            with arena.allocate(SMALL, path_file=None) as other:
-                other["x"][...] = 1
-                assert (other.entry, other.generation) not in seen
-                seen.add((other.entry, other.generation))
-        ref = kept.publish()
-    assert (attach(ref)["x"] == 7).all()
-    assert arena._inventory._quotas._held[str(path_file).encode()] == kept.nbytes
-    free(ref)
+def test_a_tokenizer_makes_another_arena_after_an_interrupted_change(path_file: Path) -> None:
+    replaced, number = 0, 0
+
+    def tokenize() -> Ref:
+        ids = tokenizer.tokenize([{"image": picture(30, 40)}], path_file)
+        return Ref.from_words(*ids[ids < 0].tolist())
+
+    def own() -> list[int]:
+        return [info.number for info in survey() if info.owner and info.owner.pid == os.getpid()]
+
+    with Tokenizer.from_pretrained() as tokenizer:
+        last = tokenize().arena
+        while interrupted(tokenize, number):
+            ref = tokenize()
+            attach(ref).verify()
+            release(path_file)
+            assert own() == [ref.arena]
+            replaced += ref.arena != last
+            last = ref.arena
+            number += 4
+    assert 2 < replaced < number // 4
+    assert not own()
 
 
 def test_a_block_that_is_dropped_is_free_again(arena: Arena) -> None:

@@ -17,7 +17,7 @@ from mindie_mm.shm import Arena, ArraySpec, DiskArena, Ref, attach, free, mount
 from mindie_mm.shm.disk import disk_arena as disk
 from mindie_mm.shm.disk import disk_writer
 from mindie_mm.shm.disk.disk_digest import digest_of
-from mindie_mm.shm.memory.liveness_lock import LifeLock
+from mindie_mm.shm.memory.liveness_lock import LivenessLock
 
 SPECS = {"pixel_values": ArraySpec((37, 588), "uint8"), "grid": ArraySpec((3,), "int64")}
 CAPACITY = 1 << 20
@@ -209,9 +209,9 @@ class TestDiskArena(StoreContract):
 
         assert write("a", also=True) == write("b", also=False)
 
-    def test_blocks_of_many_lots_are_what_was_written(self, tmp_path: Path) -> None:
-        """Some rolled back or left after the lot that they were in was written, some larger than any lot."""
-        sizes = [disk_writer.LOT_BYTES * share // 10 for share in (3, 4, 9, 1, 12, 2, 2, 8, 11, 5)]
+    def test_blocks_of_many_write_batches_are_what_was_written(self, tmp_path: Path) -> None:
+        """Some are rolled back or left after their write batch was written, some are larger than any write batch."""
+        sizes = [disk_writer.WRITE_BATCH_BYTES * share // 10 for share in (3, 4, 9, 1, 12, 2, 2, 8, 11, 5)]
 
         def fill(arena: DiskArena, value: int) -> Ref:
             with arena.allocate({"x": ArraySpec((sizes[value],), "uint8")}) as block:
@@ -225,7 +225,7 @@ class TestDiskArena(StoreContract):
                 for again in range(value % 4):
                     fill(arena, (value + again) % len(sizes))
                 arena.roll_back(kept)
-                with arena.allocate({"x": ArraySpec((disk_writer.LOT_BYTES,), "uint8")}) as left:
+                with arena.allocate({"x": ArraySpec((disk_writer.WRITE_BATCH_BYTES,), "uint8")}) as left:
                     left["x"][...] = 255
                 refs.append(fill(arena, value))
         assert digest_of(tmp_path / "a") == arena.digest
@@ -237,7 +237,7 @@ class TestDiskArena(StoreContract):
                 assert (view["x"] == value).all()
 
     def test_files_that_share_memory_have_nothing_of_one_another(self, tmp_path: Path) -> None:
-        def write(name: str, memory: disk_writer.LotMemory, value: int, size: int) -> bytes:
+        def write(name: str, memory: disk_writer.WriteBatchMemory, value: int, size: int) -> bytes:
             with DiskArena.create(tmp_path / name, 7, CAPACITY, memory=memory) as arena:
                 for _ in range(2):
                     with arena.allocate({"x": ArraySpec((size,), "uint8"), "y": ArraySpec((1,), "int64")}) as block:
@@ -246,17 +246,17 @@ class TestDiskArena(StoreContract):
                 arena.flush()
             return (tmp_path / name).read_bytes()
 
-        memory = disk_writer.LotMemory()
+        memory = disk_writer.WriteBatchMemory()
         write("full", memory, 255, 4001)
         taken = [memory.take(1)]
         memory.give_back(taken[0])
-        assert write("a", memory, 3, 101) == write("b", disk_writer.LotMemory(), 3, 101)
+        assert write("a", memory, 3, 101) == write("b", disk_writer.WriteBatchMemory(), 3, 101)
         assert memory.take(1) is taken[0]
 
-    def test_a_lot_waits_for_the_last_of_its_blocks(self, tmp_path: Path) -> None:
-        """Which is filled while the next lot is written."""
-        quarter = {"x": ArraySpec((disk_writer.LOT_BYTES // 4,), "uint8")}
-        with DiskArena.create(tmp_path / "a", 7, 4 * disk_writer.LOT_BYTES) as arena:
+    def test_a_write_batch_waits_for_the_last_of_its_blocks(self, tmp_path: Path) -> None:
+        """Which is filled while the next write batch is written."""
+        quarter = {"x": ArraySpec((disk_writer.WRITE_BATCH_BYTES // 4,), "uint8")}
+        with DiskArena.create(tmp_path / "a", 7, 4 * disk_writer.WRITE_BATCH_BYTES) as arena:
             refs = []
             with arena.allocate(quarter) as slow, arena.allocate(quarter) as left:
                 for value in range(6):
@@ -272,7 +272,7 @@ class TestDiskArena(StoreContract):
             assert [int(attach(ref)["x"].max()) for ref in refs] == [0, 1, 2, 3, 4, 5, 6]
 
     def test_a_large_block_that_is_published_takes_no_memory(self, tmp_path: Path) -> None:
-        nbytes = disk_writer.LOT_BYTES + 1
+        nbytes = disk_writer.WRITE_BATCH_BYTES + 1
 
         def fill(arena: DiskArena) -> None:
             with arena.allocate({"frames": ArraySpec((nbytes,), "uint8")}) as block:
@@ -294,7 +294,7 @@ class TestDiskArena(StoreContract):
         def refuse(*_: object, **__: object) -> None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-        nbytes = 2 * disk_writer.LOT_BYTES
+        nbytes = 2 * disk_writer.WRITE_BATCH_BYTES
         with DiskArena.create(tmp_path / "a", 7, nbytes + CAPACITY, 3) as arena:
             with monkeypatch.context() as patched:
                 patched.setattr(disk_writer.mmap, "mmap", refuse)
@@ -338,13 +338,13 @@ class TestDiskArena(StoreContract):
         """Opened under its unfinished name, locked when it has its own."""
         with store.allocate(SPECS) as block:
             block.publish()
-        lock = disk.LifeLock
+        lock = disk.LivenessLock
 
-        def close_first(descriptor: int, **options: bool) -> LifeLock:
+        def close_first(descriptor: int, **options: bool) -> LivenessLock:
             store.close()
             return lock(descriptor, **options)
 
-        monkeypatch.setattr(disk, "LifeLock", close_first)
+        monkeypatch.setattr(disk, "LivenessLock", close_first)
         with pytest.raises(SharedMemoryError, match="just finished"):
             DiskArena.create(store.path, 7, CAPACITY)
         monkeypatch.undo()

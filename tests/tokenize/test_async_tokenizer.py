@@ -71,7 +71,7 @@ async def test_prompts_are_those_of_the_library(tokenizer, request_path, checkpo
     assert np.array_equal(chat.plain_ids, same.plain_ids)
     text = await tokenizer.tokenize(TokenizeRequest(text="what is it?"))
     with Tokenizer.from_pretrained(checkpoint_path, arena=arena) as library:
-        expected = library.prompt_from_items(parse_inputs(items), path_file)
+        expected = library.make(library.prompts.draft_items(parse_inputs(items)), path_file)
         assert np.array_equal(raw.plain_ids, expected.plain_ids)
         assert raw.spans == expected.spans
         assert text.ids.tolist() == library.tokenize([{"text": "what is it?"}]).tolist()
@@ -79,6 +79,33 @@ async def test_prompts_are_those_of_the_library(tokenizer, request_path, checkpo
     span = raw.spans[0]
     with attach(Ref.from_words(*raw.ids[span.start : span.start + 2].tolist())) as view:
         assert view["pixel_values"].shape == (4 * (span.stop - span.start), 588)
+
+
+async def test_prompts_of_a_request_are_those_that_each_would_be_alone(tokenizer, request_path):
+    path_file = request_path / "shm_name.txt"
+    text, picture, video = items_of(request_path)
+    given = [[text], [picture, text, picture], [video, text], [text, text]]
+    requests = [TokenizeRequest(items=items, path_file=str(path_file)) for items in given]
+    together = await tokenizer.tokenize_together(requests)
+    assert blocks(tokenizer, "published") == release(path_file) == 3
+    for prompt, request in zip(together, requests, strict=True):
+        alone = await tokenizer.tokenize(request)
+        assert np.array_equal(prompt.plain_ids, alone.plain_ids)
+        assert prompt.spans == alone.spans
+
+
+async def test_a_wrong_prompt_leaves_nothing_of_the_others(tokenizer, request_path):
+    text, picture, _ = items_of(request_path)
+    (request_path / "image" / "1.jpg").write_bytes((request_path / "image" / "0.jpg").read_bytes()[:-3000])
+    broken = {"image": str(request_path / "image" / "1.jpg")}
+    path_file = str(request_path / "shm_name.txt")
+    requests = [TokenizeRequest(items=items, path_file=path_file) for items in ([picture], [text], [picture, broken])]
+    with pytest.raises(MediaError, match=r"^media item 1 \(image\): "):
+        await tokenizer.tokenize_together(requests)
+    assert blocks(tokenizer) == 0
+    other = TokenizeRequest(items=[picture], path_file=str(request_path / "other.txt"))
+    with pytest.raises(InputError, match="share one path file"):
+        await tokenizer.tokenize_together([*requests[:2], other])
 
 
 async def test_sources_can_be_bytes(tokenizer, request_path):
@@ -238,7 +265,7 @@ async def test_a_request_that_is_cancelled_before_it_has_begun_is_forgotten(toke
         with pytest.raises(asyncio.CancelledError):
             await task
     async with asyncio.timeout(300):
-        while tokenizer._jobs:  # noqa: ASYNC110 - replies that nobody waits for
+        while tokenizer._replies:  # noqa: ASYNC110 - replies that nobody waits for
             await asyncio.sleep(0.01)
 
 

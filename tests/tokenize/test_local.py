@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import mindie_mm
 from mindie_mm.settings.config import WorkerConfig
-from mindie_mm.shm import request_directory
+from mindie_mm.shm import release, request_directory
 from mindie_mm.tokenize.local import LocalTokenizer
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
 KILLED = """
@@ -27,6 +29,22 @@ with request_directory(Path(sys.argv[1])):
 async def start_and_close() -> None:
     tokenizer = await LocalTokenizer.start(TINY, WorkerConfig(arena_bytes=2**20))
     await tokenizer.close()
+
+
+async def test_prompts_of_a_request_are_those_that_each_would_be_alone(tmp_path: Path) -> None:
+    picture, text = {"image": Image.new("RGB", (60, 90))}, {"text": "What?"}
+    given = [[text], [picture, text, picture], [picture]]
+    requests = [TokenizeRequest(items=items, path_file=str(tmp_path / "shm_name.txt")) for items in given]
+    tokenizer = await LocalTokenizer.start(TINY, WorkerConfig(arena_bytes=2**20))
+    try:
+        together = await tokenizer.tokenize_together(requests)
+        assert release(tmp_path / "shm_name.txt") == 3
+        for prompt, request in zip(together, requests, strict=True):
+            alone = await tokenizer.tokenize(request)
+            assert prompt.plain_ids.tolist() == alone.plain_ids.tolist()
+            assert prompt.spans == alone.spans
+    finally:
+        await tokenizer.close()
 
 
 def test_it_removes_spool_files_of_killed_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

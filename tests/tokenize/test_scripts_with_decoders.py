@@ -80,7 +80,7 @@ def interrupt():
     os.killpg(os.getpgrp(), signal.SIGINT)
 
 def is_decoding():
-    stage = (made._worker.tokenizer_stage if {kind!r} == "LLM" else made)._prompts.stage
+    stage = (made._worker.tokenizer_stage._prompts if {kind!r} == "LLM" else made.prompts).stage
     return any(process.job for process in stage.decoders._processes)
 
 threading.Thread(target=interrupt, daemon=True).start()
@@ -129,7 +129,7 @@ def tokenizer(random_checkpoint: Path, arena: Arena, copied_workers: None) -> It
 
 
 def decoders_of(tokenizer: Tokenizer) -> Decoders:
-    stage: Any = tokenizer._prompts.stage
+    stage: Any = tokenizer.prompts.stage
     decoders: Decoders = stage.decoders
     return decoders
 

@@ -249,9 +249,8 @@ def test_spelled_tokens_beside_a_real_image(checkpoint_path, reference, tmp_path
         {"type": "text", "text": "<|vision_end|>"},
     ]
     with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
-        prompt = tokenizer.prompt_from_messages(
-            parse_messages([{"role": "user", "content": content}]), tmp_path / "shm_name.txt"
-        )
+        draft = tokenizer.prompts.draft_messages(parse_messages([{"role": "user", "content": content}]))
+        prompt = tokenizer.make(draft, tmp_path / "shm_name.txt")
         (span,) = prompt.spans
         assert special(reference, prompt.plain_ids.tolist()) == [
             "<|im_start|>",

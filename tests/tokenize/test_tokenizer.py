@@ -276,7 +276,7 @@ def test_what_does_not_fit_the_arena(tokenizer, arena, spool):
 def test_a_long_prompt_is_refused_before_anything_is_preprocessed(tokenizer, arena, spool):
     items = parse_inputs([{"image": str(spool / "image" / "0.jpg")}, {"text": "what is it?"}])
     with pytest.raises(ContextLengthExceeded, match=r"the prompt has \d+ tokens; the limit is 20"):
-        tokenizer.prompt_from_items(items, spool / "shm_name.txt", PromptOptions(20))
+        tokenizer.make(tokenizer.prompts.draft_items(items, PromptOptions(20)), spool / "shm_name.txt")
     assert not (spool / "shm_name.txt").exists()
     assert arena.num_blocks == 0
 
@@ -291,22 +291,25 @@ def test_what_a_template_makes_is_no_longer_than_what_is_encoded(tmp_path):
     messages = parse_messages([{"role": "user", "content": "hello"}])
     with Tokenizer.from_pretrained(folder) as tokenizer:
         few, many = ([{"n": [10**17] * times}] for times in (10, 20_000))
-        prompt = tokenizer.prompt_from_messages(messages, None, True, {"tools": few}, PromptOptions(4096))
+        prompt = tokenizer.make(
+            tokenizer.prompts.draft_messages(messages, True, {"tools": few}, PromptOptions(4096)), None
+        )
         assert len(prompt) > 100
         for options in (PromptOptions(4096), PromptOptions(4096, truncate=True)):
             with pytest.raises(ContextLengthExceeded, match=r"the prompt has \d{6} characters; with a limit of 4096"):
-                tokenizer.prompt_from_messages(messages, None, True, {"tools": many}, options)
+                tokenizer.make(tokenizer.prompts.draft_messages(messages, True, {"tools": many}, options), None)
 
 
 def test_a_long_prompt_is_truncated_by_option(tokenizer, arena, spool):
     image = {"image": str(spool / "image" / "0.jpg"), "max_pixels": 8000}
     items = parse_inputs([{"text": "old" * 50}, image, {"text": "middle"}, image, {"text": "what is it?"}])
-    whole = tokenizer.prompt_from_items(items, spool / "shm_name.txt")
+    whole = tokenizer.make(tokenizer.prompts.draft_items(items), spool / "shm_name.txt")
     assert arena.num_blocks == 2
     release(spool / "shm_name.txt")
     first = whole.spans[0]
     for max_tokens in range(len(whole) - first.stop - 1, len(whole) - first.start + 2):
-        prompt = tokenizer.prompt_from_items(items, spool / "shm_name.txt", PromptOptions(max_tokens, truncate=True))
+        draft = tokenizer.prompts.draft_items(items, PromptOptions(max_tokens, truncate=True))
+        prompt = tokenizer.make(draft, spool / "shm_name.txt")
         assert len(prompt) <= max_tokens
         assert len(prompt.spans) == (2 if max_tokens >= len(whole) - first.start + 1 else 1)
         assert np.array_equal(prompt.plain_ids, whole.plain_ids[-len(prompt) :])

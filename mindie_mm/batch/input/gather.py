@@ -110,7 +110,7 @@ def gather(
     return left_out
 
 
-def told(left_out: Counter[str]) -> str:
+def left_out_summary(left_out: Counter[str]) -> str:
     """Such as "12 files (.txt 7, .dng 3, others 2)": the commonest endings by name."""
     total = left_out.total()
     named = Counter({ending: count for ending, count in left_out.items() if _NAMED.fullmatch(ending)})
@@ -154,7 +154,7 @@ def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
     if not found:
         tables = [ending for ending in left_out if ending in _ROWS]
         advice = f". Name files of rows directly: {root}/*{tables[0]}" if tables else ""
-        raise InputError(f"{root} has no file with a media extension; it has {told(left_out)}{advice}")
+        raise InputError(f"{root} has no file with a media extension; it has {left_out_summary(left_out)}{advice}")
     return left_out
 
 

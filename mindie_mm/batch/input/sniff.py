@@ -26,7 +26,7 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 def packing(data: bytes) -> str | None:
     """Return the compression or archive format of a file by its first bytes, with advice, or None if there is none."""
-    return next((said for magic, said in _MAGICS.items() if data.startswith(magic)), None)
+    return next((message for magic, message in _MAGICS.items() if data.startswith(magic)), None)
 
 
 def no_lines(head: bytes) -> str | None:

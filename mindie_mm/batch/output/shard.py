@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -22,10 +22,10 @@ from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, Shared
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.processes import faults
 from mindie_mm.shm import ArraySpec, DiskArena
-from mindie_mm.shm.disk.disk_writer import LotMemory
+from mindie_mm.shm.disk.disk_writer import WriteBatchMemory
 from mindie_mm.shm.format.layout import DISK_PAGE, ArenaHeader
 from mindie_mm.shm.format.words import MAX_ARENA
-from mindie_mm.tokenize.prompt import MediaSpan, Prompt
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words
 
 MAX_ROW_BYTES = 1 << 34
 """Most bytes that the row which fills a shard may add to it."""
@@ -154,6 +154,13 @@ class ShardRow:
         assert self.prompt is not None
         return Prompt(self.prompt.plain_ids, self.prompt.spans)
 
+    def mounted_prompt(self, arena: int) -> Prompt:
+        """Return its prompt with words that lead to the arena of that number. Raise CorruptReference."""
+        assert self.prompt is not None
+        refs = [replace(ref, arena=arena) for ref in self.prompt.refs()]
+        words = [(ref.name_word,) if ref.shape is None else ref.to_words() for ref in refs]
+        return put_words(self.plain_prompt(), words)
+
 
 def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) -> pa.Table:
     """Return the rows of a shard, with all columns or with `columns`. Raise CorruptReference for another file."""
@@ -171,7 +178,13 @@ class ShardWriter:
     """One shard being written. A context manager: left by an error, or not finished, it leaves nothing."""
 
     def __init__(
-        self, folder: Path, run: str, number: int, first_row: int, shard_bytes: int, memory: LotMemory | None = None
+        self,
+        folder: Path,
+        run: str,
+        number: int,
+        first_row: int,
+        shard_bytes: int,
+        memory: WriteBatchMemory | None = None,
     ) -> None:
         """For the run of that digest.
 

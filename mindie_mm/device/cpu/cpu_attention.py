@@ -1,7 +1,7 @@
 """The attention of towers in bfloat16, a few queries at a time by plain products.
 
 torch's own multiplies bfloat16 on the CPU as slowly as float32, unless the processor has AMX; a product of matrices
-takes the processor's instructions for bfloat16 (docs/decisions.md).
+takes the processor's instructions for bfloat16 (docs/decisions/0020-cpu-speed.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 torch multiplies float32 on the CPU by MKL, which takes a slower path on processors that are not Intel's. Weights that
 were laid out for oneDNN once are up to 2.2 times as fast there, and on Intel's own as fast, less what the call costs:
-which it is here is tried (docs/decisions.md).
+which it is here is tried (docs/decisions/0020-cpu-speed.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keys of a sequence's blocks in the KV cache: blocks of one key hold the same keys and values.
 
 A block's key is a hash over all that its keys and values depend on, with the key of the block before it: the ids,
-which item's features stand on which slots, positions, and groups with whatever lies in them.
+which item's features stand on which slots, positions, and bidirectional spans with whatever lies in them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def share(sequence: Sequence, model: Model) -> None:
     if not sequence.num_shareable:
         return
     root = salted(sequence.params.cache_salt)
-    if model.prefix_sees_length:
+    if model.traits.prefix_sees_length:
         root.update(sequence.num_prompt.to_bytes(8))
-    if model.prefix_sees_later_media:
+    if model.traits.prefix_sees_later_media:
         for item in sequence.items:
             root.update(_identity(item))
     sequence.root_key = root.digest(KEY_BYTES)
@@ -39,7 +39,7 @@ def _num_shareable(model: Model, sequence: Sequence) -> int:
     for item in sequence.items:
         if item.digest is None:
             first = next((start for start, stop in sequence.spans if start <= item.start < stop), item.start)
-            return 0 if model.prefix_sees_later_media else first
+            return 0 if model.traits.prefix_sees_later_media else first
     return sys.maxsize
 
 
@@ -57,16 +57,16 @@ def extend_keys(sequence: Sequence, block_size: int, stop: int) -> None:
         block.update(rows[start - known * block_size : end - known * block_size].tobytes())
         block.update(_media(sequence, start, end))
         for span in sequence.spans_in(start, end):
-            block.update(_span_key(sequence, span))  # its tokens see those of the group behind the block, too
+            block.update(_span_key(sequence, span))  # its tokens see those of the span behind the block, too
         key = block.digest(KEY_BYTES)
         sequence.keys.append(key)
 
 
 def _rows(sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
-    """What each of tokens [start, stop) is by itself: its id, its positions, its group; int64 [tokens, columns]."""
+    """What each of tokens [start, stop) is by itself: its id, its positions, its span; int64 [tokens, columns]."""
     columns = [sequence.ids(start, stop), *sequence.positions(start, stop)]
-    if sequence.groups is not None:
-        known = sequence.groups[start:stop].numpy()
+    if sequence.span_ids is not None:
+        known = sequence.span_ids[start:stop].numpy()
         columns.append(np.pad(known, (0, stop - start - len(known)), constant_values=-1))
     return np.stack(columns, axis=1)
 

@@ -64,7 +64,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> Non
 
 def serve(channel: ChildChannel, ranks: Ranks) -> None:
     """Loads what the first message names, then steps as long as there is work, and waits when there is none."""
-    start = msgspec.msgpack.decode(ranks.same(bytes, channel.recv), type=Start)
+    start = msgspec.msgpack.decode(ranks.broadcast(bytes, channel.recv), type=Start)
 
     def send(message: Ready | Failure | Stepped) -> None:
         if ranks.number == 0:
@@ -80,12 +80,12 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
     mounts: dict[int, ExitStack] = {}
     while True:
-        told: list[Progress] = []
-        messages = ranks.same(list[bytes], lambda: received(channel, engine, decoder))
+        updates: list[Progress] = []
+        messages = ranks.broadcast(list[bytes], lambda: received(channel, engine, decoder))
         for message in messages:
-            told += _take(decoder.decode(message), engine, mounts)
-        if told or (messages and not engine.has_work()):
-            send(Stepped(told, engine.stats))
+            updates += _take(decoder.decode(message), engine, mounts)
+        if updates or (messages and not engine.has_work()):
+            send(Stepped(updates, engine.stats))
         if engine.has_work():
             stepped = engine.step()
             faults.point("before-reply")
@@ -118,8 +118,8 @@ def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -
             faults.point("aborting")
             engine.abort(message)
         case Refill():
-            told = engine.refill(message)
-            return [told] if told else []
+            update = engine.refill(message)
+            return [update] if update else []
         case Mount():
             _mount(message, mounts)
         case Unmount():
@@ -139,9 +139,9 @@ def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
 def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
     config = start.config
     # If one rank fails, the others must learn it before they wait for that rank in a collective operation.
-    device = ranks.together(lambda: ranks.open_device(config.device))
+    device = ranks.run_on_all(lambda: ranks.open_device(config.device))
     torch.set_num_threads(config.num_threads or ranks.num_threads())
-    model = ranks.together(
+    model = ranks.run_on_all(
         lambda: load_model(
             Path(start.model) if start.model else None,
             config.device,
@@ -153,15 +153,16 @@ def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
         ),
         LOADING_PATIENCE,
     )
-    if ranks.number == 0 and (said := slow_dtype(model.module)):
-        _log.warning("%s; --dtype float32, or 32 bits for that part, is faster", said)
+    if ranks.number == 0 and (detail := slow_dtype(model.module)):
+        _log.warning("%s; --dtype float32, or 32 bits for that part, is faster", detail)
     checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):
         processor = family.processor(checkpoint)
-    kv_bytes = ranks.together(lambda: kv_cache_bytes(model, processor, family.kinds, device, config, ranks))
+    kv_bytes = ranks.run_on_all(lambda: kv_cache_bytes(model, processor, family.kinds, device, config, ranks))
     if isinstance(model, Seq2SeqModel):
         return Seq2SeqEngine(model, config, kv_bytes)
-    engine = Engine(model, config, ranks.least(kv_bytes), ranks)
-    engine.grammars = Grammars(load_tokenizer(checkpoint, start.family), model.spec.eos_token_ids)
+    engine = Engine(model, config, ranks.all_reduce_min(kv_bytes), ranks)
+    tokenizer = load_tokenizer(checkpoint, start.family)
+    engine.grammars = Grammars(tokenizer, model.spec.eos_token_ids, torch.get_num_threads())
     return engine

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mindie_mm.device import Device, upload
 from mindie_mm.engine.cache.kv_cache_size import MORE_ROOM, block_size, context_length, useful_bytes
-from mindie_mm.engine.decode_graphs import are_recorded, most_blocks, most_rows
+from mindie_mm.engine.decode_graphs import captures_graphs, most_blocks, most_rows
 from mindie_mm.engine.process.trials import Trial, Trials, mib
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.runner import PROMPT_ROWS
@@ -21,8 +22,8 @@ from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.nn.family import Plan, Processor
-from mindie_mm.nn.model import Model
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache, RecordedBatch
+from mindie_mm.nn.model import MediaModel, Model
+from mindie_mm.nn.paged_batch import Chunk, GraphBatch, PagedBatch, PagedCache
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice
 from mindie_mm.settings.config import EngineConfig
@@ -100,19 +101,21 @@ class WorstCase:
         if not seconds:
             return 0
         model, device = self._model, type(self._device)
-        recorded = not isinstance(model, Seq2SeqModel) and are_recorded(device, self._config, self._ranks)
-        seconds /= 1 + len(kinds) + recorded
+        captured = not isinstance(model, Seq2SeqModel) and captures_graphs(device, self._config, self._ranks)
+        seconds /= 1 + len(kinds) + captured
         decoder = self._decoder_bytes(kinds, seconds)
         # All together: a step's features are there while the decoder runs, and recordings keep their memory.
         towers = max((self._tower_bytes(kind, seconds) for kind in kinds), default=0)
         fetched = 0 if model.spec.device.type == "cpu" else fetched_bytes(self._config.max_tower_bytes)
-        return decoder + towers + fetched + (self._recorded_bytes(cast("Model", model), seconds) if recorded else 0)
+        return decoder + towers + fetched + (self._graph_bytes(cast("Model", model), seconds) if captured else 0)
 
     def _decoder_bytes(self, kinds: tuple[Kind, ...], seconds: float) -> int:
         most = self._max_model_len
-        if not isinstance(self._model, Seq2SeqModel) and not self._model.joins_items:  # which take a prompt whole
+        if (
+            not isinstance(self._model, Seq2SeqModel) and not self._model.traits.joins_items
+        ):  # which take a prompt whole
             most = min(self._config.max_num_batched_tokens, most)
-            if self._model.has_groups:  # the last of them may go beyond what the step may have
+            if _has_bidirectional_spans(self._model):  # the last of them may go beyond what the step may have
                 most = min(most + max(map(self._processor.max_tokens, kinds), default=0), self._max_model_len)
         sizes = [-(-most // part) for part in _PARTS]
         return self._trials.measure(
@@ -128,24 +131,25 @@ class WorstCase:
         size = block_size(spec, self._config)
         num_blocks = -(-stop // size)
         # All layers have one layer's pages: what they hold does not matter, and more may not be there.
-        layer = model.allocate_cache(num_blocks, size, num_layers=1)
+        layer = spec.allocate_cache(num_blocks, size, num_layers=1)
         cache = PagedCache(layer.keys * spec.num_layers, layer.values * spec.num_layers, layer.block_size)
         features = torch.zeros(num_tokens, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
-        groups = torch.zeros(stop, dtype=torch.int64) if model.has_groups else None
-        return lambda: model.forward(
+        span_ids = torch.zeros(stop, dtype=torch.int64) if _has_bidirectional_spans(model) else None
+        return lambda: _logits(
+            model,
             torch.zeros(num_tokens, dtype=torch.int64, device=spec.device),
             upload(model.positions(stop, ()).of(start, stop), spec.device),
             [Splice(np.arange(num_tokens), features)],
-            PagedBatch([Chunk(start, stop, range(num_blocks), groups)], cache, spec.device),
+            PagedBatch([Chunk(start, stop, range(num_blocks), span_ids)], cache, spec.device),
             torch.arange(min(num_tokens, max(self._config.max_num_seqs, PROMPT_ROWS)), device=spec.device),
         )
 
-    def _recorded_bytes(self, model: Model, seconds: float) -> int:
+    def _graph_bytes(self, model: Model, seconds: float) -> int:
         """Bytes that the recordings of decode steps keep: all work in one memory, of which nothing else is taken."""
         spec, size = model.spec, block_size(model.spec, self._config)
         most = most_rows(self._config.max_num_seqs, size)
         blocks = most_blocks(most, self._max_model_len, size)
-        cache = model.allocate_cache(1, size, num_layers=1)
+        cache = spec.allocate_cache(1, size, num_layers=1)
         cache = PagedCache(cache.keys * spec.num_layers, cache.values * spec.num_layers, size)
         sizes = [-(-most // part) for part in _PARTS]
         trials = (Trial(n, partial(self._decode, model, cache, n, blocks)) for n in sizes)
@@ -155,13 +159,13 @@ class WorstCase:
 
     @staticmethod
     def _decode(model: Model, cache: PagedCache, num_rows: int, num_blocks: int) -> Callable[[], object]:
-        """A step of one token each, as it is recorded, of sequences with so many blocks."""
+        """A step of one token each, as it is captured, of sequences with so many blocks."""
         device = model.spec.device
         position = upload(model.positions(1, ()).of(0, 1), device)
         ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         table, lengths = ids[:, None].expand(-1, num_blocks), ids + num_blocks * cache.block_size
-        return lambda: model.forward(
-            ids, position.repeat(1, num_rows), (), RecordedBatch(cache, ids, table, lengths), None
+        return lambda: _logits(
+            model, ids, position.repeat(1, num_rows), (), GraphBatch(cache, ids, table, lengths), None
         )
 
     @staticmethod
@@ -197,7 +201,7 @@ class WorstCase:
     def _encode(self, kind: Kind, plan: Plan, number: int) -> Callable[[], object]:
         arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
         plan.write(arrays)
-        shape = MediaShape(kind, self._processor.placeholder(kind).token, plan.num_features, plan.grid)
+        shape = MediaShape(kind, self._processor.placeholders[kind].token, plan.num_features, plan.grid)
         # A tower looks arrays up by name and asks nothing else of a view.
         slots, view = np.arange(plan.num_features), cast("ItemView", arrays)
         items = [MediaItem(slots, view, shape) for _ in range(number)]
@@ -223,6 +227,16 @@ class WorstCase:
             return self._plan(kind, data)
         except MindieMMError:  # the family takes none that short
             return None
+
+
+def _has_bidirectional_spans(model: MediaModel) -> bool:
+    """Return whether the family says which tokens attend to each other both ways."""
+    return isinstance(model, Model) and type(model).bidirectional_spans is not Model.bidirectional_spans
+
+
+@torch.inference_mode()
+def _logits(model: Model, *batch: Any) -> Tensor:
+    return model.head(model.states(*batch))
 
 
 def _cut(data: Data, wanted: int, num_features: int) -> Data:

@@ -1,7 +1,7 @@
-"""What work takes of a device's memory, tried at growing sizes and reckoned for larger ones.
+"""What work takes of a device's memory, tried at growing sizes and extrapolated to larger ones.
 
-Trials grow until all are done or the next one would take too long; what a larger size would take is reckoned from the
-line through the first trial and the last.
+Trials grow until all are done or the next one would take too long. What a larger size would take is extrapolated from
+the line through the first trial and the last.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class Trials:
             elif trial.size <= tried[-1][0]:
                 continue
             else:
-                enough = _reckon(tried, trial.size) > self.device.free_bytes() or (
+                enough = _extrapolate(tried, trial.size) > self.device.free_bytes() or (
                     # Two are tried in any case: one alone would not tell what grows from what does not.
                     len(tried) > 1 and took * trial.size / tried[-1][0] > deadline - time.monotonic()
                 )
-                if not self.ranks.least(int(not enough)):  # all do the next one, or none
+                if not self.ranks.all_reduce_min(int(not enough)):  # all do the next one, or none
                     break
             start = time.monotonic()
             tried.append((trial.size, self._tried(trial, what, unit)))
             took = time.monotonic() - start
-        reckoned = _reckon(tried, most)
-        says = "%s of %d %s: %.2f s and %s; reckoned for %d: %s"
-        _log.debug(says, what, tried[-1][0], unit, took, mib(tried[-1][1]), most, mib(reckoned))
-        return reckoned
+        extrapolated = _extrapolate(tried, most)
+        says = "%s of %d %s: %.2f s and %s; extrapolated for %d: %s"
+        _log.debug(says, what, tried[-1][0], unit, took, mib(tried[-1][1]), most, mib(extrapolated))
+        return extrapolated
 
     def _tried(self, trial: Trial, what: str, unit: str) -> int:
         """What fails on one rank alone is heard by all, before any of them waits for the others' next step."""
-        return self.ranks.together(lambda: self._peak_bytes(trial, what, unit))
+        return self.ranks.run_on_all(lambda: self._peak_bytes(trial, what, unit))
 
     def _peak_bytes(self, trial: Trial, what: str, unit: str) -> int:
         try:
@@ -78,7 +78,7 @@ class Trials:
             ) from error
 
 
-def _reckon(tried: list[tuple[int, int]], size: int) -> int:
+def _extrapolate(tried: list[tuple[int, int]], size: int) -> int:
     """Bytes of work of `size` on the line through the first and the last (size, bytes), or in proportion to the one."""
     (first, low), (last, high) = (0, 0) if len(tried) == 1 else tried[0], tried[-1]
     return high + max(0, (high - low) * (size - last) // (last - first))

@@ -195,10 +195,10 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
         raise InputError(f"logit_bias is {bad_bias[0]}, it must be in [-100, 100]", param="logit_bias")
 
 
-def _mistyped(given: Mapping[str, Any], said: str) -> InputError:
+def _mistyped(given: Mapping[str, Any], message: str) -> InputError:
     """Return the error for `said`, which gets the setting's value if that is short."""
-    name = said.removeprefix("a key of ").partition(" ")[0].partition("[")[0]
+    name = message.removeprefix("a key of ").partition(" ")[0].partition("[")[0]
     value = given.get(name)
-    if said.startswith(f"{name} ") and isinstance(value, str | int | float) and len(repr(value)) <= _MAX_SHOWN:
-        said = f"{name} is {value!r}: it{said.removeprefix(name)}"
-    return InputError(said, param=name if name in given else None)
+    if message.startswith(f"{name} ") and isinstance(value, str | int | float) and len(repr(value)) <= _MAX_SHOWN:
+        message = f"{name} is {value!r}: it{message.removeprefix(name)}"
+    return InputError(message, param=name if name in given else None)

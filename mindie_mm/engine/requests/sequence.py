@@ -33,7 +33,7 @@ class Sequence:
     """Media of the prompt, in order."""
     prompt_positions: Positions
     """Where its tokens stand, those of the output too."""
-    groups: Tensor | None
+    span_ids: Tensor | None
     """int64 [num_prompt]: numbers of the tokens that attend to each other both ways; None where all are causal."""
     max_tokens: int
     """Most tokens of output, from the request or from what the context holds."""
@@ -65,7 +65,7 @@ class Sequence:
     first_token_s: float = 0.0
     tower_s: float = 0.0
     spans: list[tuple[int, int]] = field(init=False)
-    """Spans [start, stop) of the prompt that no chunk may end within, ascending: a group's first token to its last."""
+    """Spans [start, stop) of the prompt that no chunk may end within, ascending: the bidirectional ones."""
     unique_prompt_ids: NDArray[np.int64] = field(init=False)
     """The different ids of the prompt, int64, ascending; none where no penalty asks for them."""
     output_counts: Counter[int] = field(init=False)
@@ -76,7 +76,7 @@ class Sequence:
     """The slots behind the last ones of each item and of those before it, ascending."""
 
     def __post_init__(self) -> None:
-        self.spans = _spans(self.groups)
+        self.spans = _spans(self.span_ids)
         penalised = self.token_ids[: self.num_prompt] if self.params.repetition_penalty != 1 else []
         self.unique_prompt_ids = np.unique(np.array(penalised, dtype=np.int64))
         self.output_counts = Counter(self.output_ids)
@@ -149,12 +149,12 @@ class Sequence:
         )
 
 
-def _spans(groups: Tensor | None) -> list[tuple[int, int]]:
-    """From the first to the last token of each group; those that overlap are joined."""
-    if groups is None:
+def _spans(span_ids: Tensor | None) -> list[tuple[int, int]]:
+    """From the first to the last token of each bidirectional span; those that overlap are joined."""
+    if span_ids is None:
         return []
-    numbers, first = np.unique(groups.numpy(), return_index=True)
-    last = len(groups) - np.unique(groups.numpy()[::-1], return_index=True)[1]
+    numbers, first = np.unique(span_ids.numpy(), return_index=True)
+    last = len(span_ids) - np.unique(span_ids.numpy()[::-1], return_index=True)[1]
     spans: list[tuple[int, int]] = []
     for start, stop in sorted(zip(first[numbers >= 0].tolist(), last[numbers >= 0].tolist(), strict=True)):
         if spans and start < spans[-1][1]:

@@ -51,11 +51,11 @@ def check_tables(data: bytes) -> None:
     stated = max(_stated_samples(data, spans), num_pieces, _grouped_samples(data, spans))
     if stated > len(data):
         raise LimitExceeded(f"the container states {stated} samples; its {len(data)} bytes cannot hold them")
-    edits = sum(_number(data, place + 4) for place in _found(data, b"elst", spans))
-    num_sized = (_number(data, place + 8) for kind in (b"stsz", b"stz2") for place in _found(data, kind, spans))
+    edits = sum(_number(data, place + 4) for place in _places(data, b"elst", spans))
+    num_sized = (_number(data, place + 8) for kind in (b"stsz", b"stz2") for place in _places(data, kind, spans))
     if edits * (num_samples := num_pieces + sum(num_sized)) > EDITS_OF_ALL * len(data):
         raise LimitExceeded(f"the container states {edits} edits of {num_samples} samples; it has {len(data)} bytes")
-    if any(True for _ in _found(data, b"cmov", spans)):
+    if any(True for _ in _places(data, b"cmov", spans)):
         raise MediaError("the container's index is compressed, which is not read")
 
 
@@ -66,7 +66,7 @@ def may_be_turned(data: bytes) -> bool:
         return True
     spans = _read_spans(data)
     for kind, place_of_matrix in ((b"tkhd", (40, 52)), (b"mvhd", (36, 48))):
-        for place in _found(data, kind, spans):
+        for place in _places(data, kind, spans):
             matrix = place + place_of_matrix[data[place : place + 1] == b"\1"]
             if data[matrix : matrix + 20] != _UPRIGHT:
                 return True
@@ -75,19 +75,19 @@ def may_be_turned(data: bytes) -> bool:
 
 def _stated_samples(data: bytes, spans: Sequence[Span]) -> int:
     """Samples that tables state; each takes a byte at least, as data or in its table. LimitExceeded."""
-    stated = sum(_number(data, place + 4) for place in _found(data, b"trun", spans))
-    stated += sum(_number(data, place + 8) for place in _found(data, b"stz2", spans))
-    for place in _found(data, b"stsz", spans):
+    stated = sum(_number(data, place + 4) for place in _places(data, b"trun", spans))
+    stated += sum(_number(data, place + 8) for place in _places(data, b"stz2", spans))
+    for place in _places(data, b"stsz", spans):
         stated += (_number(data, place + 4) or 1) * _number(data, place + 8)
     return stated
 
 
 def _stated_pieces(data: bytes, spans: Sequence[Span]) -> int:
     """At most so many pieces of sound without sizes: FFmpeg reads none where all samples last 1. LimitExceeded."""
-    times = ((_number(data, place + 4), _number(data, place + 12)) for place in _found(data, b"stts", spans))
+    times = ((_number(data, place + 4), _number(data, place + 12)) for place in _places(data, b"stts", spans))
     if not any(count == 1 and (lasts == 1 or lasts >= 2**31) for count, lasts in times):  # it takes those below 0 for 1
         return 0
-    num_chunks = sum(_number(data, place + 4) for kind in (b"stco", b"co64") for place in _found(data, kind, spans))
+    num_chunks = sum(_number(data, place + 4) for kind in (b"stco", b"co64") for place in _places(data, kind, spans))
     num_chunks = min(num_chunks, len(data) // 4)
     tables = _tables(data, b"stsc", 3, spans)
     return sum(num_chunks * int(table[:, 1].max(initial=0)) // _PIECE for table in tables)
@@ -104,7 +104,7 @@ def _grouped_samples(data: bytes, spans: Sequence[Span]) -> int:
 def _tables(data: bytes, kind: bytes, width: int, spans: Sequence[Span]) -> Iterator[NDArray[np.uint32]]:
     """What boxes of a kind hold, [entries, width]. LimitExceeded for more than there can be."""
     num_entries = 0
-    for place in _found(data, kind, spans):
+    for place in _places(data, kind, spans):
         begin = place + 8
         if kind == b"sbgp":
             begin += 8 if data[place : place + 1] == b"\1" else 4
@@ -116,15 +116,15 @@ def _tables(data: bytes, kind: bytes, width: int, spans: Sequence[Span]) -> Iter
             yield np.frombuffer(data, ">u4", width * count, begin).reshape(count, width)
 
 
-def _found(data: bytes, kind: bytes, spans: Sequence[Span]) -> Iterator[int]:
+def _places(data: bytes, kind: bytes, spans: Sequence[Span]) -> Iterator[int]:
     """Where what a box holds may begin, for all that looks like one of that kind. LimitExceeded."""
-    num_found = 0
+    num_places = 0
     for start, stop in spans:
         place = start
         while (place := data.find(kind, place, stop)) >= 0:
             place += 4
-            num_found += 1
-            if num_found > MAX_TABLES:
+            num_places += 1
+            if num_places > MAX_TABLES:
                 raise LimitExceeded(f"the container has more than {MAX_TABLES} tables of samples, the limit")
             yield place
 
@@ -163,10 +163,10 @@ def _stays_within(data: bytes, spans: Sequence[Span]) -> bool:
     """Whether what FFmpeg does not cut at the end of the box around it ends in the span: sample entries, properties."""
     num_entries = 0
     for start, stop in spans:
-        for place in _found(data, b"ipco", [(start, stop)]):
+        for place in _places(data, b"ipco", [(start, stop)]):
             if place - 8 + _number(data, place - 8) > stop:
                 return False
-        for place in _found(data, b"stsd", [(start, stop)]):
+        for place in _places(data, b"stsd", [(start, stop)]):
             entry = place + 8
             for _ in range(_number(data, place + 4)):
                 entry += max(8, _number(data, entry))

@@ -71,7 +71,7 @@ class Preprocess:
     """What a picture is padded to a square with, before it is resized; None: not padded."""
 
     @property
-    def made(self) -> tuple[int, int] | None:
+    def output_size(self) -> tuple[int, int] | None:
         """Height and width of every picture that is made, where all are of one size."""
         if self.crop is not None or self.size is None:
             return self.crop
@@ -138,11 +138,11 @@ def resample_of(config: Mapping[str, Any], where: str, name: str = "resample") -
     return RESAMPLES[number]
 
 
-def check_made(made: tuple[int, int] | None, side: int, where: str) -> None:
+def check_output_size(output_size: tuple[int, int] | None, side: int, where: str) -> None:
     """UnsupportedCheckpoint unless every picture that is made has the tower's `side`, in pixels, and is a square."""
-    if made != (side, side):
+    if output_size != (side, side):
         raise UnsupportedCheckpoint(
-            f"{where}: images become {made or 'of several sizes'}, the tower takes {side} pixels a side"
+            f"{where}: images become {output_size or 'of several sizes'}, the tower takes {side} pixels a side"
         )
 
 

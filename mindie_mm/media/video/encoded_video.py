@@ -157,14 +157,14 @@ class EncodedVideo:
         scaler = VideoReformatter()  # shared, because its setup takes longer than scaling a small frame
         wanted = self._up_to_end(indices)
         with reading(broken):
-            for frame in self._found(wanted):
+            for frame in self._frames_at(wanted):
                 if taken < len(indices):
                     yield self._upright(frame, scaler)
                 taken += 1
         if taken < len(wanted):
             raise broken()
 
-    def _found(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
+    def _frames_at(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
         """Yield the frames of `indices` up to the first one that is missing.
 
         PyAV's errors are not translated.

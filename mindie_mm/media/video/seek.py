@@ -29,12 +29,13 @@ class Keyframes:
     """Ascending indices of keyframes, [keyframes]. No frame from a keyframe on depends on a frame before it."""
 
     @classmethod
-    def of(cls, times: NDArray[np.int64], key_times: Sequence[int]) -> Keyframes | None:
+    def of(cls, times: NDArray[np.int64], key_times: NDArray[np.int64]) -> Keyframes | None:
         """Build from the times of all frames and of keyframes in decoding order. Return None unless both ascend."""
-        keys = np.array(key_times, np.int64)
-        if not len(times) or not len(keys) or not (np.diff(times) > 0).all() or not (np.diff(keys) > 0).all():
+        if not len(times) or not len(key_times):
             return None
-        return cls(times, np.flatnonzero(np.isin(times, keys)))
+        if not (np.diff(times) > 0).all() or not (np.diff(key_times) > 0).all():
+            return None
+        return cls(times, np.flatnonzero(np.isin(times, key_times)))
 
     def before(self, indices: Sequence[int]) -> NDArray[np.int64]:
         """Return the index of the last keyframe at or before each of `indices`, or -1 if there is none."""

@@ -7,12 +7,12 @@ each of them certainly becomes one frame. Otherwise all packets are decoded once
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
+from operator import add
 
 import av
 import numpy as np
@@ -43,6 +43,17 @@ _LONGEST_PAUSE_S = 10.0
 _ROUNDING = 2
 """Maximum difference, in units of the time base, between rounded frame times and a constant rate."""
 
+_NO_TIME = -(2**63)
+"""FFmpeg's value for a time that is not known."""
+_FACTS = np.dtype(
+    [("time", "i8"), ("decoded_at", "i8"), ("duration", "i8"), ("is_shown", "?"), ("starts", "?"), ("is_frame", "?")]
+)
+"""What is kept of each packet.
+
+The times are those of presentation and decoding, in units of the time base. `starts` is whether no picture from this
+one on refers to an earlier one. `is_frame` is false if the packet may become no frame, or half of one.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packets:
@@ -59,7 +70,7 @@ class Packets:
     """Number of packets whose picture is shown."""
     are_frames: bool
     """Whether each shown packet certainly becomes one frame."""
-    key_times: Sequence[int]
+    key_times: NDArray[np.int64]
     """Presentation times of keyframes in decoding order. No picture from a keyframe on refers to an earlier one."""
     end: int
     """End of the last shown packet, in units of the time base."""
@@ -78,44 +89,55 @@ class Packets:
         """
         side = math.isqrt(max_pixels)  # the size in the container may differ from that of each JPEG
         codec, extradata = context.name, context.extradata
-        is_h264 = codec == "h264"
-        are_frames = codec in _ONE_FRAME_EACH and not (is_h264 and has_fields(None, extradata))
-        number = num_shown = 0
-        in_order = True
-        key_time = None
-        times, key_times = array("q"), array("q")
-        last = last_shown = end = -(2**63)
-        first = 2**63
-        for packet in islice(packets, max_packets + 1):
-            number += 1
-            if codec == "mjpeg":
-                check_scans(bytes(packet), side, side)
-            time, decoded_at = packet.pts, packet.dts
-            if decoded_at is not None:
-                first, last = min(first, decoded_at), max(last, decoded_at)
-            is_new = packet.is_keyframe and (not is_h264 or is_idr(memoryview(packet), extradata))
-            if packet.is_keyframe and is_h264 and are_frames:
-                are_frames = not has_fields(memoryview(packet), extradata)
-            if number == 1:
-                key_time, are_frames = time, are_frames and is_new
-            # Frames that an edit list hides, and VP8 frames without the show bit, are only decoded as references.
-            if packet.is_discard or (codec == "vp8" and not memoryview(packet)[0] & 0x10):
-                continue
-            num_shown += 1
-            are_frames = are_frames and not packet.is_corrupt and is_whole(memoryview(packet), codec, extradata)
-            if time is None or (decoded_at is not None and decoded_at < last_shown):
-                in_order = False
-                continue
+        read = islice(packets, max_packets + 1)
+        facts = np.fromiter((_facts(packet, codec, extradata, side) for packet in read), _FACTS)
+        shown = facts[facts["is_shown"]]
+        timed = shown[shown["time"] != _NO_TIME]
+        decoded_at = timed["decoded_at"]
+        timed = timed[(decoded_at == _NO_TIME) | (decoded_at >= np.maximum.accumulate(decoded_at))]
+        times, first = np.sort(timed["time"]), facts[:1]
+        in_order = len(timed) == len(shown)
+        are_frames = (
+            codec in _ONE_FRAME_EACH
+            and not (codec == "h264" and has_fields(None, extradata))
+            and in_order
+            and bool(facts["is_frame"].all() and (np.diff(times) > 0).all())
             # A picture shown before the first keyframe may refer to a picture that was cut off.
-            are_frames = are_frames and key_time is not None and time >= key_time
-            times.append(time)
-            if is_new:
-                key_times.append(time)
-            end = max(end, time + (packet.duration or 0))
-            last_shown = last_shown if decoded_at is None else decoded_at
-        ordered = np.sort(np.array(times, np.int64)) if in_order else None
-        are_frames = are_frames and ordered is not None and bool((np.diff(ordered) > 0).all())
-        return cls(number, ordered, num_shown, are_frames, key_times, end, max(0, last - first + 1))
+            and bool(first["starts"].all() and (first["time"] != _NO_TIME).all() and (times >= first["time"]).all())
+        )
+        ends = map(add, timed["time"].tolist(), timed["duration"].tolist())  # as Python's integers, which do not wrap
+        chunks = facts["decoded_at"][facts["decoded_at"] != _NO_TIME].tolist()
+        return cls(
+            number=len(facts),
+            times=times if in_order else None,
+            num_shown=len(shown),
+            are_frames=are_frames,
+            key_times=timed["time"][timed["starts"]],
+            end=max(ends, default=_NO_TIME),
+            num_chunks=max(chunks) - min(chunks) + 1 if chunks else 0,
+        )
+
+
+def _facts(
+    packet: av.Packet[VideoStream], codec: str, extradata: bytes | None, side: int
+) -> tuple[int, int, int, bool, bool, bool]:
+    """Return the row of `_FACTS` for a packet. Raise LimitExceeded if a JPEG has too many scans."""
+    data, is_h264 = memoryview(packet), codec == "h264"
+    if codec == "mjpeg":
+        check_scans(bytes(packet), side, side)
+    # Frames that an edit list hides, and VP8 frames without the show bit, are only decoded as references.
+    is_shown = not packet.is_discard and (codec != "vp8" or bool(data[0] & 0x10))
+    is_frame = not (is_h264 and packet.is_keyframe and has_fields(data, extradata))
+    if is_shown:
+        is_frame = is_frame and not packet.is_corrupt and is_whole(data, codec, extradata)
+    return (
+        _NO_TIME if packet.pts is None else packet.pts,
+        _NO_TIME if packet.dts is None else packet.dts,
+        packet.duration or 0,
+        is_shown,
+        packet.is_keyframe and (not is_h264 or is_idr(data, extradata)),
+        is_frame,
+    )
 
 
 def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: int) -> Iterator[av.VideoFrame]:

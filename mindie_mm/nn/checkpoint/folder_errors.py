@@ -65,15 +65,15 @@ def check_adapter(root: Path) -> None:
 
 def no_checkpoint(root: Path) -> UnsupportedCheckpoint:
     """Return the error for a path that is no directory with a config.json, with the path to give instead."""
-    said = f"{root} is no checkpoint directory: it has no config.json"
+    message = f"{root} is no checkpoint directory: it has no config.json"
     if root.is_file():
         return UnsupportedCheckpoint(f"{root} is no checkpoint directory: {_file(root)}")
     if not root.is_dir():
-        return UnsupportedCheckpoint(said + _download(root))
+        return UnsupportedCheckpoint(message + _download(root))
     with os_errors_as(UnsupportedCheckpoint, f"{root} cannot be read"):
         names = sorted(entry.name for entry in root.iterdir())
     found = _cached(root, names) or _other_format(root, names) or _incomplete(root, names)
-    return UnsupportedCheckpoint(f"{said}; {found}" if found else said)
+    return UnsupportedCheckpoint(f"{message}; {found}" if found else message)
 
 
 def _other_format(root: Path, names: list[str]) -> str | None:

@@ -242,10 +242,10 @@ def check_weights(
 ) -> None:
     """UnsupportedCheckpoint names the first weight that is missing, or is there and no part of the model."""
     if missing:
-        said = f"{checkpoint.path} lacks {len(missing)} weights, the first is {min(missing)}"
+        message = f"{checkpoint.path} lacks {len(missing)} weights, the first is {min(missing)}"
         if all(name.endswith("lm_head.weight") for name in missing):
-            said += "; a model without a head generates no text, such as one that makes embeddings"
-        raise UnsupportedCheckpoint(said)
+            message += "; a model without a head generates no text, such as one that makes embeddings"
+        raise UnsupportedCheckpoint(message)
     unknown = [name for name in unexpected if not any(fnmatch(name, pattern) for pattern in unused)]
     if unknown:
         raise UnsupportedCheckpoint(

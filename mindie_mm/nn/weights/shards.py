@@ -123,16 +123,16 @@ def _refuse_adapters(checkpoint: Checkpoint, names: Iterable[str]) -> None:
 
 def _without_weights(checkpoint: Checkpoint) -> str:
     """Return the error for a checkpoint without weights, with the files that it has instead and what to do."""
-    said = f"{checkpoint.path} has no weights: neither model.safetensors nor pytorch_model.bin"
+    why = f"{checkpoint.path} has no weights: neither model.safetensors nor pytorch_model.bin"
     names = sorted(file.name for file in checkpoint.path.iterdir() if file.suffix in _OTHER_SUFFIXES)
     if shards := [name for name in names if name.startswith(("model-0", "pytorch_model-0"))]:
         index = f"{'model.safetensors' if shards[0].endswith('.safetensors') else 'pytorch_model.bin'}.index.json"
-        return f"{said}; it has {shards[0]} and lacks {index}, the list of such files; download that"
+        return f"{why}; it has {shards[0]} and lacks {index}, the list of such files; download that"
     if gguf := [name for name in names if name.endswith(".gguf")]:
-        return f"{said}; {gguf[0]} is a GGUF file, a format of llama.cpp that is not served; take the original weights"
+        return f"{why}; {gguf[0]} is a GGUF file, a format of llama.cpp that is not served; take the original weights"
     if names:
         return (
-            f"{said}; it has {names[0]}, which is not read. Load it with the program that it was written for, and save "
+            f"{why}; it has {names[0]}, which is not read. Load it with the program that it was written for, and save "
             "it for transformers: model.save_pretrained(FOLDER) writes model.safetensors"
         )
-    return said
+    return why

@@ -73,7 +73,7 @@ def shared(
     def on_our_mesh(_: type[Any], config: Any, device_map: None = None) -> tuple[Any, object, Any]:
         return config, device.torch_device, TransformersDeviceMesh(mesh, mesh)
 
-    # transformers' own takes whatever accelerator there is, also where --device says cpu.
+    # transformers' own takes the accelerator that torch sees, also where --device says cpu. No argument names another.
     namespace = {"prepare_distribute_model": classmethod(on_our_mesh), "__module__": cls.__module__}
     return type(cls.__name__, (cls,), namespace), {"distributed_config": DistributedConfig(tp_size=shares)}
 

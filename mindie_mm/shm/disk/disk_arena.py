@@ -1,6 +1,6 @@
 """A file of blocks on disk: written once, block after block, then mounted and read like an arena.
 
-Blocks are filled in memory, and written when there is a lot of them. To fill one in the file's own pages costs two to
+Blocks are filled in memory, and written when there is a batch of them. To fill one in the file's own pages costs two to
 four times as much: the file system makes each of them, fills it with zeros and notes that it is written to.
 """
 
@@ -18,7 +18,14 @@ from typing import Self
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, os_errors_as
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm.disk.disk_digest import combined
-from mindie_mm.shm.disk.disk_writer import LOT_BYTES, DiskWriter, Lot, LotMemory, sync_folder, write_all
+from mindie_mm.shm.disk.disk_writer import (
+    WRITE_BATCH_BYTES,
+    DiskWriter,
+    WriteBatch,
+    WriteBatchMemory,
+    sync_folder,
+    write_all,
+)
 from mindie_mm.shm.format.block_header import BlockPlan, check_digest
 from mindie_mm.shm.format.extent import Extent
 from mindie_mm.shm.format.layout import (
@@ -38,7 +45,7 @@ from mindie_mm.shm.format.layout import (
 from mindie_mm.shm.format.spec import ArraySpec
 from mindie_mm.shm.format.words import MAX_ARENA, MAX_BLOCK
 from mindie_mm.shm.memory.block import Block
-from mindie_mm.shm.memory.liveness_lock import LifeLock, is_same
+from mindie_mm.shm.memory.liveness_lock import LivenessLock, is_same
 
 GENERATION = 1
 """Every block's: no entry of the table is used twice."""
@@ -53,7 +60,7 @@ class DiskArena:
     complete and synced; leaving it by an error leaves none. The same blocks in the same order make the same bytes.
     """
 
-    def __init__(self, path: Path, header: ArenaHeader, lock: LifeLock, memory: LotMemory) -> None:
+    def __init__(self, path: Path, header: ArenaHeader, lock: LivenessLock, memory: WriteBatchMemory) -> None:
         """For `create`."""
         self.path = path
         self.number = header.arena
@@ -65,10 +72,10 @@ class DiskArena:
         self._entries = array("Q", bytes(header.releases_offset - DISK_PAGE))
         self._offsets: list[int] = []  # of the blocks themselves none is kept: they hold what they were filled in
         self._writer = DiskWriter(_unfinished(path), lock.descriptor, memory)
-        self._lot: Lot | None = None  # that takes the next block
+        self._batch: WriteBatch | None = None  # that takes the next block
         self.digest = ""
         """Once it is closed: `combined`, of the pages before the blocks and each block's digest."""
-        self._filling: dict[int, tuple[Block, Lot]] = {}
+        self._filling: dict[int, tuple[Block, WriteBatch]] = {}
         self._end = header.data_offset
         self._mutex = Lock()
 
@@ -79,7 +86,7 @@ class DiskArena:
         number: int,
         capacity_bytes: int,
         num_entries: int | None = None,
-        memory: LotMemory | None = None,
+        memory: WriteBatchMemory | None = None,
     ) -> Self:
         """Begins the file that will be `path`; what an earlier writer left unfinished there is written anew.
 
@@ -108,7 +115,7 @@ class DiskArena:
             unfinished.unlink(missing_ok=True)
             lock.release()
             raise
-        return cls(path, header, lock, memory or LotMemory())
+        return cls(path, header, lock, memory or WriteBatchMemory())
 
     @property
     def used_bytes(self) -> int:
@@ -144,12 +151,12 @@ class DiskArena:
                     f"bytes and {entry} of {self._header.num_entries} entries are used"
                 )
             with self._writing():
-                lot = self._lot_for(nbytes)
+                batch = self._batch_for(nbytes)
             pieces = (Extent(offset, nbytes),)
-            block = Block(self, plan, b"", entry, GENERATION, pieces, nbytes, lot.memory, lot.used_bytes)
-            lot.used_bytes += nbytes
-            lot.num_filling += 1
-            self._filling[entry] = block, lot
+            block = Block(self, plan, b"", entry, GENERATION, pieces, nbytes, batch.memory, batch.used_bytes)
+            batch.used_bytes += nbytes
+            batch.num_filling += 1
+            self._filling[entry] = block, batch
             self._offsets.append(offset)
             self._end += nbytes
             at = WORDS_PER_ENTRY * entry
@@ -158,7 +165,7 @@ class DiskArena:
         return block
 
     def publish(self, block: Block, digest: bytes | None) -> None:
-        """For `Block.publish`: the block is written once its lot is full. ArenaFull if the disk is, or was before."""
+        """For `Block.publish`: the block is written once its batch is full. ArenaFull if the disk is, or was before."""
         if digest is not None:
             check_digest(digest)
         with self._mutex:
@@ -169,9 +176,9 @@ class DiskArena:
             data = self._memory(block)
             for start, stop in block.plan.gaps(block.nbytes):  # nothing of an earlier block is written
                 data[start:stop] = bytes(stop - start)
-            _, lot = self._filling[block.entry]
-            start = block.pieces[0].offset - lot.offset
-            lot.blocks[block.entry] = slice(start, start + block.nbytes)
+            _, batch = self._filling[block.entry]
+            start = block.pieces[0].offset - batch.offset
+            batch.blocks[block.entry] = slice(start, start + block.nbytes)
             self._entries[WORDS_PER_ENTRY * block.entry + STATE] = state_word(GENERATION, PUBLISHED)
             with self._writing():
                 self._end_filling(block)
@@ -215,7 +222,7 @@ class DiskArena:
         with self._mutex:
             self._require_open()
             with self._writing():
-                self._write_lot()
+                self._write_batch()
 
     def close(self) -> None:
         """Gives the file its name, complete and synced. Idempotent.
@@ -229,7 +236,7 @@ class DiskArena:
                 raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
             header = replace(self._header, capacity_bytes=self.used_bytes)
             try:
-                self._write_lot()
+                self._write_batch()
                 self._writer.wait()
                 head = header.pack().ljust(DISK_PAGE, b"\0") + self._entries.tobytes() + bytes(header.releases_bytes)
                 write_all(self._lock.descriptor, memoryview(head), 0)
@@ -275,46 +282,46 @@ class DiskArena:
 
     def _memory(self, block: Block) -> memoryview:
         """The memory in which a block is filled."""
-        _, lot = self._filling[block.entry]
+        _, batch = self._filling[block.entry]
         ((offset, nbytes),) = block.pieces
-        return memoryview(lot.memory)[offset - lot.offset :][:nbytes]
+        return memoryview(batch.memory)[offset - batch.offset :][:nbytes]
 
     def _writing(self) -> AbstractContextManager[None]:
         return os_errors_as(ArenaFull, f"{self.path} cannot be written")
 
-    def _lot_for(self, nbytes: int) -> Lot:
-        """The lot that has room for the next block: the last one, or a new one. OSError, LimitExceeded."""
-        if self._lot is None or self._lot.room_bytes < nbytes:
-            self._write_lot()
-            self._lot = self._writer.lot(nbytes, self._end)
-        return self._lot
+    def _batch_for(self, nbytes: int) -> WriteBatch:
+        """The batch that has room for the next block: the last one, or a new one. OSError, LimitExceeded."""
+        if self._batch is None or self._batch.room_bytes < nbytes:
+            self._write_batch()
+            self._batch = self._writer.batch(nbytes, self._end)
+        return self._batch
 
-    def _write_lot(self) -> None:
-        """Ends the lot that takes blocks; it is written when none of its blocks is being filled. OSError."""
-        lot, self._lot = self._lot, None
-        if lot is not None and not lot.num_filling:
-            self._writer.write(lot)
+    def _write_batch(self) -> None:
+        """Ends the batch that takes blocks; it is written when none of its blocks is being filled. OSError."""
+        batch, self._batch = self._batch, None
+        if batch is not None and not batch.num_filling:
+            self._writer.write(batch)
 
     def _end_filling(self, block: Block) -> None:
         """OSError."""
-        _, lot = self._filling.pop(block.entry)
-        lot.num_filling -= 1
-        if lot is not self._lot and not lot.num_filling:
-            self._writer.write(lot)
-        elif lot is self._lot and len(lot.memory) > LOT_BYTES:  # written at once: it is large
-            self._write_lot()
+        _, batch = self._filling.pop(block.entry)
+        batch.num_filling -= 1
+        if batch is not self._batch and not batch.num_filling:
+            self._writer.write(batch)
+        elif batch is self._batch and len(batch.memory) > WRITE_BATCH_BYTES:  # written at once: it is large
+            self._write_batch()
 
     def _cut(self, end: int) -> None:
         """The next block begins at `end`; what was written behind it is written over, or cut off."""
         self._end = end
-        for lot in filter(None, [self._lot, *(lot for _, lot in self._filling.values())]):
-            lot.cut(end - lot.offset)
-        if self._lot is not None and self._lot.offset > end:
-            self._lot = None
+        for batch in filter(None, [self._batch, *(batch for _, batch in self._filling.values())]):
+            batch.cut(end - batch.offset)
+        if self._batch is not None and self._batch.offset > end:
+            self._batch = None
 
     def _let_go(self) -> None:
         self._writer.close()
-        self._lot = None
+        self._batch = None
         self._lock.release()
 
 
@@ -322,12 +329,12 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + _UNFINISHED)
 
 
-def _locked(unfinished: Path) -> LifeLock:
+def _locked(unfinished: Path) -> LivenessLock:
     """The lock of that file, which is made if there is none. SharedMemoryError if another process writes it."""
     with os_errors_as(SharedMemoryError, f"{unfinished} cannot be made"):
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        lock = LifeLock(descriptor, needed=False)  # the run has its own lock, and warns if locks are missing
+        lock = LivenessLock(descriptor, needed=False)  # the run has its own lock, and warns if locks are missing
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):

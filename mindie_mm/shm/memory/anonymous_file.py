@@ -16,15 +16,15 @@ _HOW_TO_GET_ROOM = (
 )
 
 
-def make_nameless() -> int:
+def make_anonymous() -> int:
     """Create an empty file of mode 0600 without a name, and return its descriptor."""
     try:
         return os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         full = error.errno == errno.ENOSPC
         why = (ShmSpace.now().why_no_file() or _HOW_TO_GET_ROOM) if full else None
-        said = f"{error.strerror}: {why}" if why else error.strerror
-        raise SharedMemoryError(f"cannot create a file in {SHM_DIRECTORY}: {said}") from error
+        message = f"{error.strerror}: {why}" if why else error.strerror
+        raise SharedMemoryError(f"cannot create a file in {SHM_DIRECTORY}: {message}") from error
 
 
 def reserve(descriptor: int, nbytes: int, what: str) -> None:

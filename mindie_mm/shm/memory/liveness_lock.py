@@ -13,7 +13,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Error numbers of flock on a file system without locks, such as Lustre without `-o flock` or NFS without lockd."""
 
 
-class LifeLock:
+class LivenessLock:
     """An flock of this process on an open file; takes over the descriptor.
 
     The lock belongs to the open file description: whoever maps the file must do so through another one, since a
@@ -53,7 +53,7 @@ class LifeLock:
             os.close(descriptor)
 
 
-_held: set[LifeLock] = set()
+_held: set[LivenessLock] = set()
 
 
 def _release_in_child() -> None:
@@ -84,7 +84,7 @@ def unlink_same(path: Path, descriptor: int) -> bool:
 
 
 def lock_of_the_dead(descriptor: int) -> bool:
-    """Takes the lock of a file that no living process holds a LifeLock on; False if one does.
+    """Takes the lock of a file that no living process holds a LivenessLock on; False if one does.
 
     Whoever asks `is_locked` holds a shared lock meanwhile, which is waited for, a second at most: it may sleep.
     """
@@ -100,7 +100,7 @@ def lock_of_the_dead(descriptor: int) -> bool:
 
 
 def is_locked(descriptor: int) -> bool:
-    """Whether some process holds a LifeLock on the file of this descriptor."""
+    """Whether some process holds a LivenessLock on the file of this descriptor."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, SegmentMissing, SharedMemoryError
 from mindie_mm.shm.format.layout import SHM_DIRECTORY
 from mindie_mm.shm.format.mindie_words import PREFIX, is_segment_name
-from mindie_mm.shm.memory.anonymous_file import make_nameless, reserve
+from mindie_mm.shm.memory.anonymous_file import make_anonymous, reserve
 
 MAX_SEGMENT_BYTES = 10**9
 
@@ -41,7 +41,7 @@ def reserved(size: int) -> Iterator[int]:
         raise InputError(f"a segment of {size!r} bytes; it takes a whole number of at least 1")
     if size > MAX_SEGMENT_BYTES:
         raise LimitExceeded(f"a segment of {size} bytes; the limit is {MAX_SEGMENT_BYTES}")
-    descriptor = make_nameless()
+    descriptor = make_anonymous()
     try:
         reserve(descriptor, size, "the segment")
         yield descriptor
@@ -81,10 +81,10 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def require_size(name: str, found: int, size: int) -> None:
+def require_size(name: str, actual: int, size: int) -> None:
     """SegmentMissing for a segment with fewer bytes than its words and dtype make."""
-    if found < size:
-        raise SegmentMissing(f"segment {SHM_DIRECTORY / name} has {found} bytes, its words and dtype make {size}")
+    if actual < size:
+        raise SegmentMissing(f"segment {SHM_DIRECTORY / name} has {actual} bytes, its words and dtype make {size}")
 
 
 def map_segment(name: str, size: int) -> mmap.mmap:

@@ -35,7 +35,8 @@ class Arena:
 
     One writer, many readers: only the owner changes the state of a block; others ask by a release word. A forked
     child owns nothing: there `allocate` fails, and `close` leaves the file alone. What nobody closes is removed when
-    it is dropped, or when the process ends well. An exception of a signal handler, at any line, costs no room.
+    it is dropped, or when the process ends well. If an exception of a signal handler interrupts a change of the arena,
+    the arena is `lost`.
     """
 
     def __init__(self, file: ArenaFile, inventory: Inventory) -> None:
@@ -69,11 +70,14 @@ class Arena:
 
     @property
     def lost(self) -> bool:
-        """Whether it is closed, or another program removed, cut or overwrote its file: readers find nothing there.
+        """Whether no block can be allocated any more, so that the arena has to be closed and another one made.
 
-        Writing where it was cut would end this process.
+        It is closed, or another program removed, cut or overwrote its file: readers find nothing there, and writing
+        where the file was cut would end this process. Or an exception interrupted a change of the arena: published
+        blocks can still be read until it is closed.
         """
-        return self._file.lost
+        with self._mutex:
+            return self._is_lost()
 
     @property
     def used_bytes(self) -> int:
@@ -203,7 +207,7 @@ class Arena:
     def discard(self, block: Block) -> None:
         """For `Block`: gives back a block whose `publish` did not return. Nothing if the arena is `lost`."""
         with self._mutex:
-            if not self._file.lost and self._inventory.discard(block):
+            if not self._is_lost() and self._inventory.discard(block):
                 self._line.wake()
 
     def free(self, block: Block) -> None:
@@ -212,13 +216,13 @@ class Arena:
         As `free` of its reference, for which a process maps the arena a second time, to read it.
         """
         with self._mutex:
-            if not self._file.lost and self._inventory.free(block):
+            if not self._is_lost() and self._inventory.free(block):
                 self._line.wake()
 
     def sweep(self) -> int:
         """Takes back the published blocks that any process freed; their number."""
         with self._mutex:
-            freed = self._inventory.sweep() if self._file.held else 0
+            freed = self._inventory.sweep() if self._file.held and not self._inventory.torn else 0
             if freed:
                 self._line.wake()
             return freed
@@ -241,6 +245,10 @@ class Arena:
         """For a forked child: whichever thread held the lock, or waited, is not there to go on."""
         self._mutex = Lock()
         self._line = WaitingLine(self._mutex)
+
+    def _is_lost(self) -> bool:
+        """Under the lock, outside of which a change may be going on."""
+        return self._inventory.torn or self._file.lost
 
     def _require(self, plans: Sequence[BlockPlan], request: bytes) -> int:
         sizes = [plan.size for plan in plans]

@@ -17,8 +17,8 @@ from mindie_mm.shm.format.extent import Pieces
 from mindie_mm.shm.format.layout import SHM_DIRECTORY, ArenaHeader, Owner, file_name
 from mindie_mm.shm.format.stats import POPULATED, STATS_BYTES, STATS_OFFSET
 from mindie_mm.shm.format.words import MAX_ARENA
-from mindie_mm.shm.memory.anonymous_file import give_name, make_nameless, reopened, reserve
-from mindie_mm.shm.memory.liveness_lock import LifeLock, unlink_same
+from mindie_mm.shm.memory.anonymous_file import give_name, make_anonymous, reopened, reserve
+from mindie_mm.shm.memory.liveness_lock import LivenessLock, unlink_same
 from mindie_mm.shm.memory.populate import MADV_POPULATE_WRITE, Populator
 from mindie_mm.shm.memory.scatter import map_pieces
 
@@ -32,7 +32,7 @@ class ArenaFile:
     What nobody closes is removed when it is dropped, or when the process ends well.
     """
 
-    def __init__(self, header: ArenaHeader, lock: LifeLock, mapping: mmap.mmap) -> None:
+    def __init__(self, header: ArenaHeader, lock: LivenessLock, mapping: mmap.mmap) -> None:
         """For `create`."""
         self.header = header
         self.path = SHM_DIRECTORY / file_name(header.arena)
@@ -56,7 +56,7 @@ class ArenaFile:
         header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
         # Lock first. Reserving takes long, and a child that another thread forks meanwhile must close the descriptor.
         with os_errors_as(SharedMemoryError, f"cannot lock a file in {SHM_DIRECTORY}"):
-            lock = LifeLock(make_nameless())
+            lock = LivenessLock(make_anonymous())
         try:
             reserve(lock.descriptor, header.file_bytes, "the arena")
             mapping = _map(lock.descriptor, header.file_bytes)
@@ -122,7 +122,7 @@ class ArenaFile:
         self.stats = memoryview(b"")
 
 
-def _remove(path: Path, lock: LifeLock, populator: Populator) -> None:
+def _remove(path: Path, lock: LivenessLock, populator: Populator) -> None:
     """Idempotent, and nothing to the file in a forked child."""
     populator.stop()
     if lock.held:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable
 from functools import lru_cache
 
 from mindie_mm.shm.format.extent import Extent, Pieces
@@ -25,15 +24,10 @@ def size_class(size: int) -> int:
 class Heap:
     """Extents of a range of bytes. One process, no locking of its own."""
 
-    def __init__(self, start: int, stop: int, taken: Iterable[Extent] = ()) -> None:
-        """`taken` is not free."""
+    def __init__(self, start: int, stop: int) -> None:
         self._extents = _Extents()
-        self.free_bytes = 0
-        for offset, nbytes in sorted((*taken, Extent(stop, 0))):
-            if offset > start:
-                self._extents.give(start, offset - start)
-                self.free_bytes += offset - start
-            start = offset + nbytes
+        self._extents.give(start, stop - start)
+        self.free_bytes = stop - start
         # Freed blocks wait here for one of their own class, last in first out: their pages are still in the caches.
         self._freed: defaultdict[int, list[Extent]] = defaultdict(list)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 from mindie_mm.errors import SharedMemoryError, StaleReference
 from mindie_mm.shm.format.block_header import BlockPlan
@@ -23,13 +24,22 @@ _SWEEP_BLOCKS = 16
 _MAX_PIECES = 1024
 
 
+class _Filling(NamedTuple):
+    """A block that is being filled. Whoever fills the block may drop it, and what it takes is still known."""
+
+    block: weakref.ref[Block]
+    entry: int
+    pieces: Pieces
+    request: bytes
+    nbytes: int
+
+
 class Inventory:
     """For one thread at a time, and while the arena is its process's.
 
-    What blocks there are is told by `_filling` and `_published` alone: heap, table and quotas follow from them. An
-    exception of a signal handler may break off a change of these at any line. Therefore each change lies between
-    `_begin_change` and `_torn = False`, in one method: where it was broken off `_torn` stays, and whoever is next makes
-    them anew.
+    A signal handler may raise an exception at any line of a change. Therefore each change lies between `_begin_change`
+    and `torn = False`, in one method. After an interrupted change `torn` stays True, and every further change raises
+    SharedMemoryError.
     """
 
     def __init__(self, file: ArenaFile, quota_bytes: int | None) -> None:
@@ -40,9 +50,10 @@ class Inventory:
         self._table = Table(memoryview(file.mapping), file.header)
         self._heap = Heap(file.header.data_offset, file.header.file_bytes)
         self._quotas = Quotas(self._capacity_bytes // 2 if quota_bytes is None else quota_bytes)
-        self._filling: dict[int, weakref.ref[Block]] = {}
+        self._filling: dict[int, _Filling] = {}
         self._published: dict[int, Block] = {}
-        self._torn = False
+        self.torn = False
+        """Whether an exception interrupted a change, so that the arena is of no use any more; True during a change."""
         self._since_sweep = 0
 
     def __len__(self) -> int:
@@ -72,6 +83,7 @@ class Inventory:
 
     def require_quota(self, request: bytes, size: int) -> None:
         """LimitExceeded if a block of `size` bytes is more than the request may hold with what it has."""
+        self._require_whole()
         if request and not self._quotas.has_room(request, size):
             self.sweep(unasked=True)
             self._quotas.require(request, size)
@@ -87,7 +99,7 @@ class Inventory:
         self._table.publish(block.entry)
         del self._filling[block.entry]
         self._published[block.entry] = block
-        self._torn = False
+        self.torn = False
         self._table.ring()  # a release that came while the block was filled may have been swept past
 
     def discard(self, block: Block) -> bool:
@@ -95,8 +107,8 @@ class Inventory:
         is_there = self._is_filling(block) or self._published.get(block.entry) is block
         if is_there:
             self._begin_change()
-            self._give_back([block])
-            self._torn = False
+            self._give_back(block)
+            self.torn = False
         return is_there
 
     def free(self, block: Block) -> bool:
@@ -104,8 +116,8 @@ class Inventory:
         is_there = self._published.get(block.entry) is block
         if is_there:
             self._begin_change()
-            self._give_back([block])
-            self._torn = False
+            self._give_back(block)
+            self.torn = False
             self._file.stats[TAKEN_BACK] += 1
         return is_there
 
@@ -115,9 +127,8 @@ class Inventory:
         Blocks still being filled stay: their writer gives them back. Without the doorbell there is nothing to do,
         unless a process died before it rang, a lease ran out, or a block was dropped while it was filled.
         """
-        if any(found() is None for found in self._filling.values()):
-            self._mend()
-        if not (unasked or self._torn or self._table.rung):
+        dropped = [held for held in self._filling.values() if held.block() is None]
+        if not (unasked or dropped or self._table.rung):
             return 0
         self._begin_change()
         self._since_sweep = 0
@@ -126,8 +137,10 @@ class Inventory:
             self._end_leases()
         is_released = self._table.is_released
         freed = [block for entry, block in self._published.items() if is_released(entry)]
-        self._give_back(freed)
-        self._torn = False
+        gone: list[Block | _Filling] = [*dropped, *freed]
+        for block in gone:
+            self._give_back(block)
+        self.torn = False
         self._file.stats[TAKEN_BACK] += len(freed)
         return len(freed)
 
@@ -145,30 +158,18 @@ class Inventory:
         self._table.close()
 
     def _is_filling(self, block: Block) -> bool:
-        found = self._filling.get(block.entry)
-        return found is not None and found() is block
+        held = self._filling.get(block.entry)
+        return held is not None and held.block() is block
 
     def _begin_change(self) -> None:
-        if self._torn:
-            self._mend()
-        self._torn = True
+        self._require_whole()
+        self.torn = True
 
-    def _mend(self) -> None:
-        """Makes heap, table and quotas anew from the blocks that there are; broken off, it is done again."""
-        self._torn = True
-        filling = [block for found in self._filling.values() if (block := found()) is not None]
-        self._filling = {block.entry: weakref.ref(block) for block in filling}
-        blocks = [*filling, *self._published.values()]
-        header = self._file.header
-        self._heap = Heap(header.data_offset, header.file_bytes, [piece for block in blocks for piece in block.pieces])
-        self._table.keep([block.entry for block in blocks])
-        self._table.ring()  # it may have been a sweep
-        self._quotas = Quotas(self._quotas.limit_bytes)
-        for block in blocks:
-            if block.request:
-                self._quotas.add(block.request, block.nbytes)
-        self._file.stats[USED] = self._capacity_bytes - self._heap.free_bytes
-        self._torn = False
+    def _require_whole(self) -> None:
+        if self.torn:
+            raise SharedMemoryError(
+                f"an exception interrupted a change of arena {self._file.path}; close the arena and make a new one"
+            )
 
     def _cut(
         self,
@@ -187,19 +188,28 @@ class Inventory:
             if len(pieces) == 1:
                 buffer, (base, nbytes) = self._file.mapping, pieces[0]
             else:
-                buffer, base, nbytes = self._file.map(pieces), 0, sum(piece.nbytes for piece in pieces)
+                buffer, base, nbytes = self._mapped(pieces), 0, sum(piece.nbytes for piece in pieces)
             assert buffer is not None
             entry, generation = self._table.take(pieces, nbytes, now_ns, expires_ns)
             block = Block(store, plan, request, entry, generation, pieces, nbytes, buffer, base)
-            self._filling[entry] = weakref.ref(block)
+            self._filling[entry] = _Filling(weakref.ref(block), entry, pieces, request, nbytes)
             if request:
                 self._quotas.add(request, nbytes)
             stats = self._file.stats
             stats[ALLOCATIONS] += 1
             stats[USED] = used = self._capacity_bytes - self._heap.free_bytes
             stats[PEAK] = max(stats[PEAK], used)
-        self._torn = False
+        self.torn = False
         return block
+
+    def _mapped(self, pieces: Pieces) -> memoryview:
+        try:
+            return self._file.map(pieces)
+        except SharedMemoryError:  # too many mappings: the arena is as good as before
+            for piece in pieces:
+                self._heap.free(piece)
+            self.torn = False
+            raise
 
     def _in_one_piece(self, plan: BlockPlan) -> Pieces | None:
         """An extent for the whole block; None while none is large enough, or every entry is used."""
@@ -216,13 +226,12 @@ class Inventory:
             if self._table.is_expired(entry, now_ns):
                 self._table.release(entry)
 
-    def _give_back(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            self._filling.pop(block.entry, None)
-            self._published.pop(block.entry, None)
-            self._table.give_back(block.entry)
-            for piece in block.pieces:
-                self._heap.free(piece)
-            if block.request:
-                self._quotas.remove(block.request, block.nbytes)
+    def _give_back(self, block: Block | _Filling) -> None:
+        self._filling.pop(block.entry, None)
+        self._published.pop(block.entry, None)
+        self._table.give_back(block.entry)
+        for piece in block.pieces:
+            self._heap.free(piece)
+        if block.request:
+            self._quotas.remove(block.request, block.nbytes)
         self._file.stats[USED] = self._capacity_bytes - self._heap.free_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Collection
 from itertools import pairwise
 
 from mindie_mm.shm.format.extent import Pieces
@@ -87,14 +86,6 @@ class Table:
             self._entries[at + NEXT] = 0
             self._generations[one] = generation % MAX_GENERATION + 1
             self._free.append(one)
-
-    def keep(self, entries: Collection[int]) -> None:
-        """Gives back every entry that is neither free nor of the blocks of `entries`."""
-        self._rest = {own: self._rest[own] for own in entries if own in self._rest}
-        kept = {*entries, *self._free, *(entry for rest in self._rest.values() for entry in rest)}
-        for entry in range(len(self._generations)):
-            if entry not in kept:
-                self.give_back(entry)
 
     def is_released(self, entry: int) -> bool:
         """Whether anybody freed the entry's block."""

@@ -22,7 +22,7 @@ from uuid import uuid4
 from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
 from mindie_mm.processes import faults
 from mindie_mm.settings.paths import absolute
-from mindie_mm.shm.memory.liveness_lock import NO_LOCKS, LifeLock, is_same, lock_of_the_dead
+from mindie_mm.shm.memory.liveness_lock import NO_LOCKS, LivenessLock, is_same, lock_of_the_dead
 from mindie_mm.shm.requests.path_file import PATH_FILE_NAME, release
 
 _HIDDEN = ".mindie_mm-"
@@ -170,7 +170,7 @@ def _is_older(path: Path, seconds: float) -> bool:
     return False
 
 
-def _make(path: Path) -> LifeLock:
+def _make(path: Path) -> LivenessLock:
     """The lock of a new request directory, which gets its name once it is locked."""
     hidden = _hidden(path.parent)
     path_file = hidden / PATH_FILE_NAME
@@ -193,10 +193,10 @@ def _make(path: Path) -> LifeLock:
     return lock
 
 
-def _lock_new(path_file: Path) -> LifeLock:
+def _lock_new(path_file: Path) -> LivenessLock:
     descriptor = os.open(path_file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        return LifeLock(descriptor)
+        return LivenessLock(descriptor)
     except BaseException:
         os.close(descriptor)
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Self
@@ -31,6 +31,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     TokenizeRequest,
     ToProcess,
 )
+from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 
 _log = logging.getLogger(__name__)
 
@@ -44,15 +45,7 @@ HANG_S = 60.0
 _PING_S = 5.0
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A request that waits for a process or is in progress."""
-
-    request: TokenizeRequest
-    prompt: asyncio.Future[Prompt]
-
-
-class AsyncTokenizer:
+class AsyncTokenizer(TokenizerStage):
     """A tokenizer process and its client. If the process dies, its requests fail and another one is started."""
 
     def __init__(self, model_path: Path, config: WorkerConfig) -> None:
@@ -63,8 +56,8 @@ class AsyncTokenizer:
         """Whether the process accepts requests."""
         self._settled = asyncio.Event()
         """Set if waiting is pointless, because the process accepts requests or cannot accept any."""
-        self._jobs: dict[int, _Job] = {}
-        """Requests in progress, by their numbers."""
+        self._replies: dict[int, asyncio.Future[list[Prompt]]] = {}
+        """Prompts of the requests in progress, by the numbers of the requests."""
         self._numbers = count()
         self._heard_s = 0.0
         """Time of the last message from the process, in seconds of time.monotonic."""
@@ -92,36 +85,27 @@ class AsyncTokenizer:
 
     @property
     def pids(self) -> list[int]:
-        """Process id of the process, if it accepts requests."""
+        """The process, if it accepts requests."""
         return [self._child.pid] if self._up and self._child is not None else []
 
     @property
     def restarts(self) -> Restarts:
-        """Counts of restarts and of failed attempts."""
         return Restarts.of([self._starter])
 
     def check(self) -> None:
-        """Raise ProcessDied if no requests are accepted."""
         if not self._up:
             raise ProcessDied(f"no tokenizer process is alive; {self._why_down}")
 
-    async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """Tokenize `request`. Wait for a process if none is alive. The blocks of a cancelled request are freed.
-
-        Raises:
-            InputError: The request is wrong.
-            ArenaFull: There was no room for the request's media in time.
-            ProcessDied: The process died, no process came up in time, or the tokenizer is closed.
-
-        """
+    async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
         await self._wait_until_up()
         number = next(self._numbers)
-        job = self._jobs[number] = _Job(request, asyncio.get_running_loop().create_future())
-        self._send(Tokenize(number, request))
+        reply: asyncio.Future[list[Prompt]] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        self._send(Tokenize(number, [*requests]))
         try:
-            return await job.prompt
+            return await reply
         except asyncio.CancelledError:
-            if number in self._jobs and self._up:
+            if number in self._replies and self._up:
                 self._send(Cancel(number))
             raise
 
@@ -132,7 +116,7 @@ class AsyncTokenizer:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        await self._bury(_CLOSED)
+        await self._reap(_CLOSED)
         self._settled.set()
 
     async def _wait_until_up(self) -> None:
@@ -154,7 +138,7 @@ class AsyncTokenizer:
             self._child = await Child.start(_MODULE, self._setup)
             ready = await self._child.ready(Ready, "the tokenizer process")
         except BaseException as error:
-            await self._bury(f"the last one did not start: {error}")
+            await self._reap(f"the last one did not start: {error}")
             if isinstance(error, InputError):
                 self._settled.set()
             raise
@@ -171,7 +155,7 @@ class AsyncTokenizer:
             with logged(f"tokenizer process {pid} cannot be served"):
                 hung = await self._serve()
             with logged(f"tokenizer process {pid} cannot be ended"):
-                await self._bury("it died, and another is being started", hung)
+                await self._reap("it died, and another is being started", hung)
             _log.warning("tokenizer process %d %s", pid, hung or f"died with status {self._child.status}")
             await self._starter.again(self._launch)
 
@@ -181,7 +165,7 @@ class AsyncTokenizer:
         try:
             while not receiving.done():
                 await asyncio.wait({receiving}, timeout=_PING_S)
-                if not self._jobs:
+                if not self._replies:
                     self._heard_s = time.monotonic()
                 elif time.monotonic() - self._heard_s > HANG_S:
                     return f"has not answered for {HANG_S:g} s, and is killed"
@@ -202,9 +186,9 @@ class AsyncTokenizer:
             self._heard_s = time.monotonic()
             self._starter.proved()
             if not isinstance(reply, Pong):
-                _hand_over(reply, self._jobs.pop(reply.number).prompt)
+                _hand_over(reply, self._replies.pop(reply.number))
 
-    async def _bury(self, why: str, hung: str = "") -> None:
+    async def _reap(self, why: str, hung: str = "") -> None:
         """End and reap the process, and fail its requests. May be called again if it was cancelled."""
         self._up = False
         self._settled.clear()
@@ -218,10 +202,10 @@ class AsyncTokenizer:
         finally:
             ended = hung or f"died with status {self._child.status}"
             died = ProcessDied(f"tokenizer process {self._child.pid} {ended}")
-            for job in self._jobs.values():
-                if not job.prompt.done():  # its caller was cancelled
-                    job.prompt.set_exception(died)
-            self._jobs.clear()
+            for prompts in self._replies.values():
+                if not prompts.done():  # its caller was cancelled
+                    prompts.set_exception(died)
+            self._replies.clear()
         with logged("the arena of the tokenizer process cannot be collected"):
             await asyncio.to_thread(collect)  # it is still there if the process was killed
 
@@ -230,13 +214,14 @@ class AsyncTokenizer:
         self._child.channel.send(self._encoder.encode(message))
 
 
-def _hand_over(reply: Tokenized | Failed, prompt: asyncio.Future[Prompt]) -> None:
+def _hand_over(reply: Tokenized | Failed, prompts: asyncio.Future[list[Prompt]]) -> None:
     if isinstance(reply, Failed):
-        if not prompt.done():
-            prompt.set_exception(reply.error.exception())
-    elif prompt.done():
+        if not prompts.done():
+            prompts.set_exception(reply.error.exception())
+    elif prompts.done():
         with logged("the blocks of a request that was given up cannot be freed"):  # its directory's removal tries again
-            for ref in reply.prompt().refs():
-                free(ref)
+            for prompt in reply.prompts():
+                for ref in prompt.refs():
+                    free(ref)
     else:
-        prompt.set_result(reply.prompt())
+        prompts.set_result(reply.prompts())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,16 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):
-    """Client to process: make a prompt."""
+    """Client to process: make the prompts of a request."""
 
     number: int
     """Number of the request, for its reply."""
-    request: TokenizeRequest
+    requests: list[TokenizeRequest]
+    """Its prompts."""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Client to process: drop a request. Its reply comes nevertheless, and is a prompt if it was done already."""
+    """Client to process: drop a request. The reply comes nevertheless, with the prompts if they are made."""
 
     number: int
 
@@ -83,22 +85,28 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     """Client to process: say that you are alive."""
 
 
-class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
-    """Process to client: a prompt."""
+class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt in a message."""
 
-    number: int
     ids: bytes
     """int64, native byte order."""
     spans: tuple[MediaSpan, ...]
 
-    def prompt(self) -> Prompt:
-        """The prompt that was tokenised."""
-        return Prompt(np.frombuffer(self.ids, np.int64), self.spans)
+
+class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
+    """Process to client: the prompts of a request, in order."""
+
+    number: int
+    sent: list[SentPrompt]
+
+    def prompts(self) -> list[Prompt]:
+        """Return the prompts."""
+        return [Prompt(np.frombuffer(one.ids, np.int64), one.spans) for one in self.sent]
 
     @classmethod
-    def of(cls, number: int, prompt: Prompt) -> Tokenized:
-        """The reply that carries `prompt`."""
-        return cls(number, prompt.ids.tobytes(), prompt.spans)
+    def of(cls, number: int, prompts: Sequence[Prompt]) -> Tokenized:
+        """Return the reply that carries `prompts`."""
+        return cls(number, [SentPrompt(prompt.ids.tobytes(), prompt.spans) for prompt in prompts])
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

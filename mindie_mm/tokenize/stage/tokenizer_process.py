@@ -18,7 +18,7 @@ import torch
 
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.decoder_messages import DecoderSetup
-from mindie_mm.errors import MindieMMError, RequestAborted, WorldError
+from mindie_mm.errors import MindieMMError, OperationalError, RequestAborted
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import Channel, ChildChannel, Failure, Lifeline, open_channel
@@ -39,7 +39,6 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     Setup,
     Tokenize,
     Tokenized,
-    TokenizeRequest,
     ToProcess,
 )
 
@@ -77,7 +76,7 @@ class Server:
             except EOFError:
                 return
             if isinstance(message, Tokenize):
-                self._requests[message.number] = asyncio.create_task(self._answer(message.number, message.request))
+                self._requests[message.number] = asyncio.create_task(self._answer(message))
                 await asyncio.sleep(0)  # a task that is cancelled before it has begun would never reply
             elif isinstance(message, Cancel):
                 if (task := self._requests.get(message.number)) is not None:
@@ -85,11 +84,12 @@ class Server:
             else:
                 self._send(Pong())
 
-    async def _answer(self, number: int, request: TokenizeRequest) -> None:
+    async def _answer(self, asked: Tokenize) -> None:
         faults.point("received")
+        number = asked.number
         reply: Tokenized | Failed
         try:
-            reply = Tokenized.of(number, await answer(self._prompts, request))
+            reply = Tokenized.of(number, await answer(self._prompts, asked.requests))
         except asyncio.CancelledError:
             if self._ending:  # the client sends the request again, as it does when the process dies
                 raise
@@ -102,7 +102,7 @@ class Server:
             reply = Failed(number, Failure.of(error))
         except Exception as error:  # noqa: BLE001 - one request fails, not the process
             _log.exception("a request")
-            reply = Failed(number, Failure.of(WorldError(f"the tokenizer failed: {type(error).__name__}")))
+            reply = Failed(number, Failure.of(OperationalError(f"the tokenizer failed: {type(error).__name__}")))
         del self._requests[number]
         faults.point("before-reply")
         self._send(reply)

@@ -1,33 +1,53 @@
-"""What an engine's side asks of whatever makes its prompts."""
+"""The interface of whatever makes the prompts of an engine."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from mindie_mm.processes.restarts import Restarts
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 
-class TokenizerStage(Protocol):
+class TokenizerStage(ABC):
     """Where prompts are made: a tokenizer process, or the caller's own."""
 
     shown_tokens: list[str]
-    """As `Tokenizer.shown_tokens`."""
+    """As `Prompts.shown_tokens`."""
 
     @property
+    @abstractmethod
     def pids(self) -> list[int]:
-        """Processes that tokenise at this moment."""
+        """Processes that tokenize at this moment."""
 
     @property
+    @abstractmethod
     def restarts(self) -> Restarts:
-        """How often processes were started in place of dead ones."""
+        """Counts of restarts and of failed attempts."""
 
+    @abstractmethod
     def check(self) -> None:
-        """ProcessDied while none does."""
+        """Raise ProcessDied if no requests are accepted."""
+
+    @abstractmethod
+    async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
+        """Return the prompt of each of `requests`. Their media get room in shared memory together.
+
+        The blocks of a cancelled call are freed. All requests have the same path file.
+
+        Raises:
+            InputError: A request is wrong.
+            ArenaFull: There was no room for the media in time.
+            ProcessDied: The process died, no process came up in time, or the tokenizer is closed.
+
+        """
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """The request's prompt, its media in shared memory."""
+        """Return the prompt of one request. Errors are those of `tokenize_together`."""
+        (prompt,) = await self.tokenize_together([request])
+        return prompt
 
+    @abstractmethod
     async def close(self) -> None:
-        """Ends it; its arenas go with it."""
+        """End the stage and remove its arena."""

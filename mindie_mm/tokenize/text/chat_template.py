@@ -154,8 +154,8 @@ class ChatTemplate:
     def _check_placed(self, given: Mapping[str, Any], field: str | None = None) -> None:
         for name in self._placeless:
             if given.get(name) and given[name] != "none":  # OpenAI's word for no effort
-                said = f"not served: the model's chat template has no place for {name}"
-                raise InputError(said, param=field or name)
+                detail = f"not served: the model's chat template has no place for {name}"
+                raise InputError(detail, param=field or name)
 
     def _reads(self, wraps_strings: bool) -> bool | None:
         """Return whether the template shows a user's text, after a system message if it requires one.

@@ -23,7 +23,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._last: list[int] = []  # the ids of the last piece
-        self._told = ""  # their text
+        self._last_text = ""  # their text
         self._behind: list[int] = []  # those that have given no text yet
 
     def push(self, token_id: int) -> str:
@@ -31,7 +31,7 @@ class TextStream:
         self._behind.append(token_id)
         text = self._decoded([*self._last, *self._behind])
         # More would be decoded anew with each that follows.
-        if len(self._behind) <= _UNFINISHED and (len(text) <= len(self._told) or text.endswith("\ufffd")):
+        if len(self._behind) <= _UNFINISHED and (len(text) <= len(self._last_text) or text.endswith("\ufffd")):
             return ""
         return self._tell(text)
 
@@ -42,10 +42,10 @@ class TextStream:
     def _tell(self, text: str) -> str:
         """The new piece of `text`, which that of the last piece begins."""
         # Where it does not, a byte has spoilt a character that was told.
-        piece = text[len(self._told) :] if text.startswith(self._told) else self._decoded(self._behind)
+        piece = text[len(self._last_text) :] if text.startswith(self._last_text) else self._decoded(self._behind)
         if piece:
             self._last = self._behind
-            self._told = self._decoded(self._last)
+            self._last_text = self._decoded(self._last)
         self._behind = []
         return piece
 

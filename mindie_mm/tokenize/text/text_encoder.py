@@ -74,8 +74,8 @@ class TextEncoder:
     ) -> None:
         """`tokenizer` is transformers' fast one.
 
-        `placeholder_ids` are control tokens, whatever the file says, and so are the processor's `control_pieces`, which
-        are no added tokens but of the vocabulary. `content_format` is as `ChatTemplate` takes it.
+        `placeholder_ids` are control tokens, whatever the file says, and so are the `control_ids` of placeholders.
+        `content_format` is as `ChatTemplate` takes it.
         """
         self._tokenizer = tokenizer
         self._processor = processor
@@ -83,7 +83,8 @@ class TextEncoder:
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._control_ids = _control_ids(checkpoint, tokenizer, placeholder_ids, processor.control_pieces)
+        pieces = {index for placeholder in processor.placeholders.values() for index in placeholder.control_ids}
+        self._control_ids = _control_ids(checkpoint, tokenizer, placeholder_ids, pieces)
         # What no piece of the vocabulary spells is the unknown token, which is text.
         self._never_text = {*self._control_ids.values()} - {tokenizer.unk_token_id}
         self._control = _one_of(frozenset(self._control_ids))

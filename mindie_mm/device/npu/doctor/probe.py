@@ -21,14 +21,14 @@ def main() -> None:
         raise SystemExit(f"the NPU multiplies wrongly: {16**3} comes out as {total:g}")
     device = ones.device
     free_bytes, total_bytes = npu.mem_get_info(device)
-    said = {
+    report = {
         "count": npu.device_count(),
         "name": npu.get_device_name(device),
         "free_bytes": free_bytes,
         "total_bytes": total_bytes,
     }
     # In one piece, which a pipe keeps whole, and a line of its own, whatever was printed before.
-    print(f"\n{ANSWER}{json.dumps(said)}", flush=True)
+    print(f"\n{ANSWER}{json.dumps(report)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,12 @@ def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
         return Finding(subject, "error", f"the NPU does not answer within {timeout_s:.0f} s", advice)
     if ended.status:
         return _failed(subject, ended.stderr, ended.status)
-    said = _answer(ended.stdout)
-    if said is None:
+    answer = _answer(ended.stdout)
+    if answer is None:
         advice = "python -m mindie_mm.device.npu.doctor.probe; see the log of CANN, ~/ascend/log/debug/plog, and dmesg"
         return Finding(subject, "error", "starting the NPU ends without an error, and without a word of it", advice)
-    free, total = said["free_bytes"], said["total_bytes"]
-    found = f"{said['count']} x {said['name']}, {free / _GiB:.1f} of {total / _GiB:.1f} GiB free on the first"
+    free, total = answer["free_bytes"], answer["total_bytes"]
+    found = f"{answer['count']} x {answer['name']}, {free / _GiB:.1f} of {total / _GiB:.1f} GiB free on the first"
     if free < _LITTLE * total:
         advice = "stop what uses it (npu-smi info), or choose another with ASCEND_RT_VISIBLE_DEVICES"
         return Finding(subject, "warning", found, advice)
@@ -61,6 +61,6 @@ def _failed(subject: str, stderr: str, status: int) -> Finding:
     # Of a trace the exception is at the end; torch_npu adds lines of its own below.
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)] or lines[-1:]
     ended = f"signal {-status}" if status < 0 else f"status {status}"
-    said = errors[-1][:300] if errors else ""
+    message = errors[-1][:300] if errors else ""
     advice = "see the log of CANN, ~/ascend/log/debug/plog, and dmesg"
-    return Finding(subject, "error", f"starting the NPU ends with {ended}: {said}", advice)
+    return Finding(subject, "error", f"starting the NPU ends with {ended}: {message}", advice)

@@ -86,11 +86,11 @@ def findings(machine: Machine, visible: list[int] | None, timeout_s: float = _TI
         found = f"npu-smi info gives no answer within {timeout_s:.0f} s"
         yield Finding("npu health", "error", found, "the driver hangs: see dmesg; reboot")
         return
-    said = f"{ended.stdout}\n{ended.stderr}"
-    npus = {place: one for place, one in enumerate(parse(said)) if visible is None or place in visible}
+    output = f"{ended.stdout}\n{ended.stderr}"
+    npus = {place: one for place, one in enumerate(parse(output)) if visible is None or place in visible}
     if not npus:
-        symptom = explain(said)
-        text = " ".join(said.split())[:200] or f"nothing, and ends with {ended.status}"
+        symptom = explain(output)
+        text = " ".join(output.split())[:200] or f"nothing, and ends with {ended.status}"
         meaning, advice = (symptom.meaning, symptom.advice) if symptom else ("", "see dmesg; install the driver anew")
         yield Finding("npu health", "error", f"npu-smi info says: {text}{meaning and f' ({meaning})'}", advice)
         return
@@ -118,8 +118,10 @@ def _use(npus: Mapping[int, NPU]) -> Finding:
     busy = [one for one in npus.values() if one.processes or one.used_mib > _BUSY_SHARE * one.total_mib]
     if not busy:
         free = [one.total_mib - one.used_mib for one in npus.values() if one.total_mib]
-        told = f"{min(free) / 1024:.1f} GiB free on each" if free else "npu-smi does not say how much memory is free"
-        return Finding("npu use", "ok", f"no other process, {told}")
+        free_memory = (
+            f"{min(free) / 1024:.1f} GiB free on each" if free else "npu-smi does not say how much memory is free"
+        )
+        return Finding("npu use", "ok", f"no other process, {free_memory}")
     found = "; ".join(_occupied(one) for one in busy)
     idle = [str(place) for place, one in npus.items() if one not in busy]
     advice = (

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mindie_mm.settings.config import ServiceConfig
-from service.middleware import Border
+from service.middleware import Middleware
 from service.request.admission import Admission
 from service.telemetry.metrics import Metrics
 
@@ -29,46 +29,46 @@ class Inside:
         await self.go.wait()
 
 
-def call(border: Border, body: bytes, headers: Any = ()) -> Any:
+def call(middleware: Middleware, body: bytes, headers: Any = ()) -> Any:
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Message) -> None:
         raise AssertionError(message)
 
-    return border({"type": "http", "method": "POST", "headers": headers}, receive, send)
+    return middleware({"type": "http", "method": "POST", "headers": headers}, receive, send)
 
 
 @pytest.mark.parametrize("announced", [True, False])
 async def test_bodies_have_a_limit_together(announced: bool) -> None:
     inside = Inside()
-    border = Border(
+    middleware = Middleware(
         inside,
         config=ServiceConfig(max_request_bytes=100, max_held_bytes=150),
         admission=ADMISSION,
         metrics=Metrics("x"),
     )
-    first = asyncio.create_task(call(border, bytes(100)))
+    first = asyncio.create_task(call(middleware, bytes(100)))
     await inside.read.wait()
     headers = [(b"content-length", b"51")] if announced else []
     with pytest.raises(HTTPException, match="take 151 bytes, the limit is 150") as caught:
-        await call(border, bytes(51), headers)
+        await call(middleware, bytes(51), headers)
     assert caught.value.status_code == 429
-    assert border.held_bytes == 100
+    assert middleware.held_bytes == 100
     inside.go.set()
-    await call(border, bytes(50))
+    await call(middleware, bytes(50))
     await first
-    await call(border, bytes(100))
-    assert border.held_bytes == 0
+    await call(middleware, bytes(100))
+    assert middleware.held_bytes == 0
 
 
 async def test_bodies_that_are_refused_are_held_no_longer() -> None:
     config = ServiceConfig(max_request_bytes=100, max_request_values=10)
-    border = Border(Inside(), config=config, admission=ADMISSION, metrics=Metrics("x"))
+    middleware = Middleware(Inside(), config=config, admission=ADMISSION, metrics=Metrics("x"))
     for body, limit in ((b"," * 11, "10 JSON values"), (bytes(101), "100 bytes")):
         with pytest.raises(HTTPException, match=f"limit of {limit}"):
-            await call(border, body)
-        assert border.held_bytes == 0
+            await call(middleware, body)
+        assert middleware.held_bytes == 0
 
 
 async def test_a_body_that_does_not_come() -> None:
@@ -79,7 +79,9 @@ async def test_a_body_that_does_not_come() -> None:
     async def send(message: Message) -> None:
         raise AssertionError(message)
 
-    border = Border(Inside(), config=ServiceConfig(request_timeout_s=0.05), admission=ADMISSION, metrics=Metrics("x"))
+    middleware = Middleware(
+        Inside(), config=ServiceConfig(request_timeout_s=0.05), admission=ADMISSION, metrics=Metrics("x")
+    )
     with pytest.raises(HTTPException, match=r"limit of 0\.05 s") as caught:
-        await border({"type": "http", "method": "POST", "headers": []}, never, send)
+        await middleware({"type": "http", "method": "POST", "headers": []}, never, send)
     assert caught.value.status_code == 408
