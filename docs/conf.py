@@ -8,7 +8,7 @@ html_theme = "furo"
 html_title = "mindie_mm"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # The root of the repository is the source folder, so that README.md and results of measurements are pages, too.
-include_patterns = ["*.md", "docs/*.md", "bench/results/*.md", "examples/*/README.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/decisions/*.md", "bench/results/*.md", "examples/*/README.md"]
 root_doc = "docs/index"
 
 myst_heading_anchors = 4  # GitHub's anchors, so that a link works there and here

@@ -54,7 +54,7 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 def test_links_are_found() -> None:
     assert ("docs/api.md#formats", ROOT / "docs/api.md", "formats") in list(links(ROOT / "README.md"))
     assert {"get-health", "media", "keys-origins-ids"} <= anchors(ROOT / "docs/api.md")
-    assert "etcmindie_mmsettingstoml" not in anchors(ROOT / "docs/operations.md"), "a comment in a code block"
+    assert "etcmindie_mmsettingstoml" not in anchors(ROOT / "docs/serve.md"), "a comment in a code block"
 
 
 def test_the_readme_is_short_and_has_one_picture() -> None:
