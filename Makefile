@@ -11,7 +11,7 @@ HAS_CPU_INDEX = ! nvidia-smi >/dev/null 2>&1 \
 # Tests start hundreds of processes: where the environment forbids to keep bytecode, each would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda gcc lint format serve bench clean python3-venv browser proxies
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda gcc lint docs format serve bench clean python3-venv browser proxies
 
 install: .venv/installed
 
@@ -96,11 +96,15 @@ test-cuda: install
 	if [ "$$missing" ]; then echo "nothing is tested: $$missing"; \
 	else $(BIN)/python -m pytest --device cuda -m '' tests/device tests/models tests/engine tests/service tests/faults; fi
 
-lint: install
+lint: install docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
+
+# The documentation site, in build/docs/html. A broken link or a docstring that does not parse is an error.
+docs: install
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir build/docs/doctrees --conf-dir docs . build/docs/html
 
 format: install
 	$(BIN)/ruff format .

@@ -54,7 +54,7 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 def test_links_are_found() -> None:
     assert ("docs/api.md#formats", ROOT / "docs/api.md", "formats") in list(links(ROOT / "README.md"))
     assert {"get-health", "media", "keys-origins-ids"} <= anchors(ROOT / "docs/api.md")
-    assert "etcmindie_mmsettingstoml" not in anchors(ROOT / "docs/operations.md"), "a comment in a code block"
+    assert "etcmindie_mmsettingstoml" not in anchors(ROOT / "docs/serve.md"), "a comment in a code block"
 
 
 def test_the_readme_is_short_and_has_one_picture() -> None:
@@ -96,12 +96,22 @@ def defined(file: Path) -> set[str]:
     return found
 
 
-def test_code_named_in_the_architecture_exists() -> None:
-    named = re.findall(r"\[`([\w.]+)`\]\((\S+\.py)\)", ARCHITECTURE)
-    assert len(named) >= 20
+@pytest.mark.parametrize(("page", "least"), [("ARCHITECTURE.md", 20), ("docs/concepts.md", 10)])
+def test_code_that_a_page_names_exists(page: str, least: int) -> None:
+    named = re.findall(r"\[`([\w.]+)`\]\((\S+\.py)\)", (ROOT / page).read_text())
+    assert len(named) >= least
     for name, path in named:
-        file = ROOT / path
+        file = (ROOT / page).parent / path
         assert name == file.name or name in defined(file), f"{path} does not define {name}"
+
+
+def test_the_glossary_is_short() -> None:
+    terms = re.findall(r"^\| (?!term)(\w[^|]*) \|", (ROOT / "docs/concepts.md").read_text(), re.MULTILINE)
+    assert 10 <= len(terms) <= 15
+    assert len(set(terms)) == len(terms)
+
+
+def test_files_and_folders_named_in_the_architecture_exist() -> None:
     for path in re.findall(r"(?<!\[)`([\w/]+\.py)`", ARCHITECTURE):
         assert (ROOT / path).is_file() or (ROOT / "mindie_mm" / path).is_file(), path
     for folder in re.findall(r"^\| `(\S+)/` \|", ARCHITECTURE, re.MULTILINE):

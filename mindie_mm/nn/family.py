@@ -35,7 +35,7 @@ class Placeholder:
     """The ids that stand for one media item: `before`, then `token` once per feature, then `after`."""
 
     before: tuple[int, ...]
-    """Ids in front of the item, such as <|vision_start|>; put there by `tokenize`, by the template in chat."""
+    """Ids in front of the item, such as `<|vision_start|>`; put there by `tokenize`, by the template in chat."""
     token: int
     """The id repeated once per feature; words stand on the first ones of an item."""
     after: tuple[int, ...]
@@ -148,7 +148,7 @@ class Family(ABC):
     """One model family: the classes of this contract are found by it."""
 
     model_types: ClassVar[tuple[str, ...]]
-    """`model_type`s of config.json that this family serves."""
+    """Values of `model_type` in config.json that this family serves."""
     published: ClassVar[str] = ""
     """A repository of huggingface.co that is laid out as the family reads it; others of its name may not be."""
     kinds: ClassVar[tuple[Kind, ...]]

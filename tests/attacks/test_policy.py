@@ -1,4 +1,4 @@
-"""Every cap is a setting, with its default in the help and in docs/operations.md."""
+"""Every cap is a setting, with its default in the help and in docs/security.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindie_mm.cli.serve import command
 from mindie_mm.errors import InputError
 from mindie_mm.settings.config import GiB, MediaCaps, MiB, ServiceConfig
 
-PAGE = Path(__file__).parents[2] / "docs/operations.md"
+PAGE = Path(__file__).parents[2] / "docs/security.md"
 SERVICE = (
     "allowed_media_domains",
     "allow_private_media",

@@ -23,7 +23,7 @@ VERSIONS = ("1.25", "1.31", "1.37")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 RESOURCES = {"cpu": {}, "cuda": {"nvidia.com/gpu": "1"}, "npu": {"huawei.com/Ascend910": "1"}}
 GRACE_PLUS_S = 5
-"""docs/operations.md: what a stop takes beyond the grace time."""
+"""docs/operate.md: what a stop takes beyond the grace time."""
 
 
 def base() -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The runbook of docs/operations.md: each of its commands, run in what it is for."""
+"""The runbook of docs/operate.md: each of its commands, run in what it is for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindie_mm.errors import StaleReference
 from mindie_mm.shm import Arena, ArraySpec, Ref, attach, mindie
 from tools.serving import RunningService
 
-PAGE = Path(__file__).parents[2] / "docs/operations.md"
+PAGE = Path(__file__).parents[2] / "docs/operate.md"
 BIN = Path(sys.executable).parent
 SPECS = {"pixel_values": ArraySpec((4, 588), "uint8")}
 

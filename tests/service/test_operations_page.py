@@ -1,4 +1,4 @@
-"""docs/operations.md names settings, metrics and files: each exists, and each file is taken by what reads it."""
+"""The guides name settings, metrics and files: each exists, and each file is taken by what reads it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from mindie_mm.settings.sources import CLASSES, PARTS, configuration
 from service.http.page import PATHS as page_paths  # noqa: N811
 from tools.serving import RunningService
 
-PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in ("serve", "operate", "monitoring", "security", "ascend"))
 OTHERS = {
     *(
         "--cpus",

@@ -1,4 +1,4 @@
-"""The nginx and HAProxy configurations of docs/operations.md, in front of a service."""
+"""The nginx and HAProxy configurations of docs/operate.md, in front of a service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.service.conftest import MiB
 from tests.watching import metric, wait_until
 from tools.serving import RunningService
 
-PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/operate.md").read_text(encoding="utf-8")
 NGINX = """
 daemon off; master_process off; pid {folder}/pid; error_log stderr;
 events {{}}
