@@ -137,7 +137,7 @@ def _tables(data: bytes, kind: bytes, width: int, spans: Sequence[Span]) -> Iter
 
 
 def _places(data: bytes, kind: bytes, spans: Sequence[Span]) -> Iterator[int]:
-    """Yield the offset after each occurrence of `kind`, where a box may begin its content. Raise LimitExceeded."""
+    """Yield the offset after each occurrence of `kind`, where content of a box may begin. Raise LimitExceeded."""
     num_places = 0
     for start, stop in spans:
         place = start

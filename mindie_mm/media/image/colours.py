@@ -76,7 +76,7 @@ def mend_transparency(image: Image.Image) -> None:
     depth = int(found[1])
 
     def in_eight_bits(value: int) -> int:
-        return value >> 8 if depth > 8 else value * 255 // (2**depth - 1)  # of 16 bits Pillow keeps the upper byte
+        return value >> 8 if depth > 8 else value * 255 // (2**depth - 1)  # Pillow keeps the upper byte
 
     if isinstance(colour, int):
         image.info["transparency"] = in_eight_bits(colour)

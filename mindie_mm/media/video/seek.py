@@ -21,7 +21,7 @@ LEAST_SPARED = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keyframes:
-    """The keyframes of a video, from which decoding may start."""
+    """The keyframes of a video, at which decoding may start."""
 
     times: NDArray[np.int64]
     """Ascending presentation times of all frames, [frames], in units of the time base of the stream."""
