@@ -65,5 +65,5 @@ def ending_of(name: str) -> str:
 
 
 def kind_of(name: str) -> Kind | None:
-    """Return the kind that a file name in a folder or a tar stands for, or None if it is not a medium."""
+    """Return the kind of medium that the extension of a file name stands for, or None if it stands for no medium."""
     return _KINDS.get(ending_of(name))
