@@ -16,7 +16,7 @@ MAX_ARGUMENT_VALUES = 2**18
 """Maximum number of JSON values in the arguments of all tool calls of a chat.
 
 The number is estimated by the brackets, braces and commas, including those inside strings. The arguments are JSON in a
-string, where an escaped comma would escape a count of the values of the request.
+string, where a count of the values of the request would miss an escaped comma.
 """
 _BETWEEN_VALUES = ",[{"
 

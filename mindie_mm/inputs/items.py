@@ -38,7 +38,7 @@ class MediaOptions:
     num_frames: int | None = None
     """Number of frames sampled at even distances. Excludes `fps`."""
     min_frames: int | None = None
-    """Minimum number of frames sampled, if the video has as many."""
+    """Minimum number of frames sampled, if the video has that many."""
     max_frames: int | None = None
     """Maximum number of frames sampled."""
     sample_fps: float | None = None
@@ -99,7 +99,7 @@ class Message:
     role: str
     """One of `ROLES`."""
     content: str | tuple[Item, ...] | None
-    """A text, or items in order. None if the message has no content, as an assistant's message with tool calls."""
+    """A text, or items in order. None if there is no content, as in an assistant's tool calls."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """All other fields of the message, such as `name` and `tool_calls`. They are passed to the chat template."""
 

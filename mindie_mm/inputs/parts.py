@@ -143,7 +143,7 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, di
 def _frames(value: Any) -> Sequence[Any] | None:
     """Return the frames of a video that is a list of frames, or None for a video that is one file.
 
-    Of a longer list in one URL, one more than the limit is returned.
+    A URL with too many frames gives `MAX_LISTED_FRAMES` + 1, of which the last one is the rest of the URL.
     """
     if isinstance(value, str) and value[: len(_JPEG_FRAMES)].lower() == _JPEG_FRAMES:
         frames = value[len(_JPEG_FRAMES) :].split(",", MAX_LISTED_FRAMES)

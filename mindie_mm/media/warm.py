@@ -50,7 +50,7 @@ def warm_up() -> None:
 
 
 def _pictures() -> Iterator[bytes]:
-    """Yield a small picture of each format, and a TIFF of each mode."""
+    """Yield a small image of each format, and a TIFF of each mode."""
     picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
     for name in FORMATS:
         if name in Image.SAVE:  # Pillow may be built without AVIF

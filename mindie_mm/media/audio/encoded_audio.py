@@ -26,7 +26,7 @@ CONTAINERS = (
     *("wav", "flac", "mp3", "aac", "ogg", "aiff", "caf", "w64", "au", "nistsphere"),
     *("mov", "matroska", "asf", "avi", "mpegts", "flv", "mpeg"),
 )
-"""Supported containers, detected by content. Video containers are supported for their sound.
+"""Supported containers, detected by content. Video containers are supported for their audio.
 
 `mov` includes MP4 and M4A, `matroska` includes WebM, and `mpeg` is the program stream. Playlists are not supported.
 """
@@ -58,14 +58,14 @@ class EncodedAudio:
     max_source_samples: int
     """Maximum number of decoded samples per channel. They are kept as float32 until they are resampled."""
     max_pixels: int
-    """Maximum size in pixels of an embedded cover picture."""
+    """Maximum number of pixels of an embedded cover picture."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedAudio:
         """Read the container of `data` without decoding it.
 
         Raises:
-            MediaError: The data are not readable as sound.
+            MediaError: The data are not readable as audio.
             LimitExceeded: The clip exceeds a cap.
 
         """
@@ -143,7 +143,7 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
 
     Raises:
         InputError: `rate` is given for an encoded clip.
-        MediaError: The data are not readable as sound.
+        MediaError: The data are not readable as audio.
         LimitExceeded: The clip exceeds a cap.
 
     """

@@ -73,7 +73,7 @@ async def fetch(
 
     Args:
         url: An http or https URL.
-        max_bytes: Maximum size of the body, as sent and as decoded.
+        max_bytes: Maximum size of the body in bytes, as sent and as decoded.
         timeout_s: Maximum duration in seconds, including redirects.
         connect_timeout_s: Maximum time in seconds to open a connection.
         read_timeout_s: Maximum time in seconds in which the server sends nothing.
@@ -82,7 +82,7 @@ async def fetch(
         allow_private: Whether to allow addresses that are not public.
         spend: Called with the size in bytes of each chunk, and with the bytes that decoding adds. An exception from it
             ends the fetch.
-        request: Request on whose behalf the URL is fetched. Name lookups take turns between requests.
+        request: Request on whose behalf the URL is fetched. Its concurrent name lookups are limited.
 
     Raises:
         MediaError: The URL is not allowed or cannot be fetched.

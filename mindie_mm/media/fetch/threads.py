@@ -36,7 +36,7 @@ class Threads:
     """
 
     def __init__(self, name: str) -> None:
-        """Start no thread yet. Each thread will be called `name`."""
+        """Set the name of the threads."""
         self._name = name
         self._lock = threading.Lock()
         self._waiting: list[_Work] = []

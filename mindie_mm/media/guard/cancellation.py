@@ -20,7 +20,7 @@ _own = threading.local()
 
 @contextmanager
 def until(given_up: threading.Event) -> Iterator[None]:
-    """Make `check` raise in this thread once `given_up` is set, that is, when the result is no longer wanted."""
+    """Make `check` raise in this thread once `given_up` is set, because the result is no longer wanted."""
     _own.given_up = given_up
     try:
         yield

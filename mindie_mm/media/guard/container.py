@@ -82,8 +82,8 @@ class _Source(io.BytesIO):
     """The bytes of a container, which FFmpeg reads in pieces.
 
     FFmpeg does not limit the number of boxes, chunks, tags or cues. 40 MiB of them can take 6 s. It does not limit the
-    size of objects that it keeps whole either. These objects can be recognised, because FFmpeg requests their own size
-    instead of the size of its buffer.
+    size of objects that it keeps whole either. Reads of these objects can be recognised, because FFmpeg requests the
+    size of the object instead of the size of its buffer.
     """
 
     def __init__(self, data: bytes, began: float) -> None:
@@ -135,7 +135,7 @@ def reading(failure: Callable[[], MediaError]) -> Iterator[None]:
 
 
 def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> InputContainer:
-    """Open a container, detected by content. The caller must close it.
+    """Open a container whose format is detected by content. The caller must close it.
 
     Args:
         data: The container.

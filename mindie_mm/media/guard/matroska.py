@@ -64,7 +64,7 @@ class _Reader:
                     yield name
 
     def elements(self, span: Span, name: bytes) -> Iterator[tuple[int, Span]]:
-        """Yield offset and content of each element `name` in `span`. Raise LimitExceeded above `MAX_ELEMENTS`."""
+        """Yield offset and content of each element `name` in `span`. Raise LimitExceeded if too many are read."""
         place, stop = span
         while place < stop:
             self._num_read += 1

@@ -6,8 +6,8 @@ readers disagree on where a broken tag ends. Matroska elements follow RFC 9559, 
 specification (section 5.2), and ID3 follows id3.org.
 
 Only names that escape the limits in `container` are counted: names that FFmpeg compares without reading in between, and
-names after the first frames. The time limit there covers names in RIFF, CAF, Wave64, SPHERE and ASF. The byte limit
-covers cover pictures and attached files.
+names after the first frames. The time limit there applies to names in RIFF, CAF, Wave64, SPHERE and ASF. The byte
+limit applies to cover pictures and attached files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mindie_mm.errors import LimitExceeded, MediaError
 MAX_TAGS = 2**12
 """Maximum number of tags, chapters or attached files."""
 MAX_PLACES = 2**17
-"""Maximum number of index or chapter entries in Matroska. This is one entry per frame of an hour."""
+"""Maximum number of index or chapter entries in Matroska, enough for one entry per frame of an hour."""
 MAX_PAGES = 2**19
-"""Maximum number of pages in Ogg. This is one page of 128 bytes per 20 ms of three hours."""
+"""Maximum number of pages in Ogg, enough for one page of 128 bytes per 20 ms of about three hours."""
 MAX_MAKER = 128
 """Maximum size in bytes of the vendor string, which precedes the number of comments in Ogg.
 
@@ -90,7 +90,7 @@ def check_metadata(data: bytes) -> None:
     if data.startswith(b"FLV"):
         _check_flv(data)
     place = _check_id3(data, 0)
-    if data[:4] in (b"RIFF", b"FORM", b"RF64"):  # searching for a chunk name takes 0.3 s
+    if data[:4] in (b"RIFF", b"FORM", b"RF64"):  # found by tag, as a search by chunk name takes 0.3 s
         tags = (tag.start() for tag in _ID3.finditer(data))
         for start in islice((at for at in tags if data[at - 8 : at - 4] in _ID3_CHUNKS), MAX_TAGS):
             _check_id3(data, start)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mindie_mm.errors import LimitExceeded, MediaError
 
 MAX_TABLES = 2**19
-"""Maximum number of sample tables of an MP4. This is one fragment per frame of four hours."""
+"""Maximum number of sample tables of an MP4, enough for one fragment per frame of four hours."""
 MAX_BOXES = 2**17
 """Maximum number of top-level boxes of an MP4: two for each of 65,000 fragments.
 
@@ -100,7 +100,10 @@ def _stated_samples(data: bytes, spans: Sequence[Span]) -> int:
 
 
 def _stated_pieces(data: bytes, spans: Sequence[Span]) -> int:
-    """Return an upper bound of the audio pieces without sizes. FFmpeg reads no sizes if all samples last 1."""
+    """Return an upper bound for the number of audio pieces without sizes.
+
+    FFmpeg reads no sizes if all samples have a duration of 1.
+    """
     times = ((_number(data, place + 4), _number(data, place + 12)) for place in _places(data, b"stts", spans))
     if not any(count == 1 and (lasts == 1 or lasts >= 2**31) for count, lasts in times):  # negative ones count as 1
         return 0

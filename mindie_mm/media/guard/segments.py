@@ -102,7 +102,7 @@ def check_scans(data: bytes, width: int, height: int, *, up_to_end: bool = False
         width: Width in pixels, as stated in the frame header.
         height: Height in pixels, as stated in the frame header.
         up_to_end: Count only the scans that libjpeg finds. It skips segments by their length and stops at the end of
-            the image, which other pictures or a video may follow.
+            the image, which other images or a video may follow.
 
     Raises:
         LimitExceeded: There are more scans than the size allows.

@@ -1,4 +1,4 @@
-"""Conversion of pictures of any mode to 8-bit RGB, with a background for transparency and scaling of deep samples."""
+"""Conversion of images of any mode to 8-bit RGB, with a background for transparency and scaling of deep samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TURNS: Mapping[Any, Image.Transpose] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Transpositions that turn a picture upright, by EXIF orientation. Files may hold values that are not listed."""
+"""Transpositions that turn an image upright, by EXIF orientation. Files may hold values that are not listed."""
 _DEEP_MODES = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I", "F"})
 """Greyscale modes with more than 8 bits, which Pillow would clip at 255."""
 _WITH_ALPHA = frozenset({"RGBA", "RGBa", "LA", "La", "PA", "P", "RGB", "L", "1"})

@@ -46,7 +46,7 @@ Pixels = NDArray[np.uint8]
 Frames = tuple[bytes | Pixels, ...]
 """Frames of a video, each as an encoded image or as pixels."""
 Data = bytes | NDArray[Any] | Frames
-"""Input of preprocessing: encoded bytes, pixels, samples of sound, or frames of a video."""
+"""Input of preprocessing: encoded bytes, pixels, audio samples, or frames of a video."""
 
 Resample = Literal["bilinear", "bicubic", "lanczos"]
 RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -82,7 +82,7 @@ class EncodedImage:
             file = _open_file(data)
             width, height = file.size
             add_picture(width, height)  # first, because reading the orientation may decode the image
-            if data.startswith(JPEG_START):  # Pillow calls a JPEG of several pictures MPO
+            if data.startswith(JPEG_START):  # not by format, because Pillow reports a JPEG with several images as MPO
                 check_scans(data, width, height, up_to_end=True)
             mend_transparency(file)
             orientation = orientation_of(file) if _has_exif(file, data) else 1

@@ -36,7 +36,7 @@ _ONE_FRAME_EACH = frozenset(
 _LONGEST_TAIL = 32
 """Maximum number of packets in a damaged or missing tail, which may also be at most a tenth of all packets.
 
-With a longer tail, a large missing part of a film would go unnoticed.
+With a longer tail, a large missing part of a video would go unnoticed.
 """
 _LONGEST_PAUSE_S = 10.0
 """Maximum gap in seconds between frames of an MPEG stream. A longer gap is a joint of captures, as in ffmpeg."""
@@ -71,7 +71,10 @@ class Packets:
     are_frames: bool
     """Whether each shown packet certainly becomes one frame."""
     key_times: NDArray[np.int64]
-    """Presentation times of keyframes in decoding order. No picture from a keyframe on refers to an earlier one."""
+    """Presentation times of keyframes in decoding order.
+
+    Pictures at or after a keyframe do not refer to pictures before it.
+    """
     end: int
     """End of the last shown packet, in units of the time base."""
     num_chunks: int
