@@ -1,9 +1,9 @@
-"""The `List[Dict]` contract: what a caller may hand in, checked once, at the border.
+"""The `List[Dict]` contract: the inputs that a caller may pass, checked once where they arrive.
 
-Each dict has exactly one of `text`, `image`, `video`, `audio`, plus per-item options. A media value is a path,
-bytes, a PIL image or an array, or a `data:`, `http(s):` or `file:` URL; a video may be a list of these too, its frames.
-The parts of OpenAI and Hugging Face chat messages (`{"type": "image_url", "image_url": {"url": ...}}`,
-`{"type": "image", "image": ...}`) mean the same items.
+Each dict has exactly one of the keys `text`, `image`, `video` and `audio`, plus options of the item. A media value is a
+path, bytes, a PIL image, an array, or a `data:`, `http(s):` or `file:` URL. A video may also be a list of such values,
+its frames. The parts of OpenAI and Hugging Face chat messages (`{"type": "image_url", "image_url": {"url": ...}}`,
+`{"type": "image", "image": ...}`) are accepted as the same items.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat messages, and the calls of tools in them."""
+"""Parsing of chat messages and of the tool calls in them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from mindie_mm.inputs.items import ROLES, Message, media_of_messages
 from mindie_mm.inputs.parts import add_frames, parse_parts
 
 MAX_ARGUMENT_VALUES = 2**18
-"""Most values in the arguments of all calls of a chat: brackets, braces and commas are counted, in texts too.
+"""Maximum number of JSON values in the arguments of all tool calls of a chat.
 
-They are JSON inside a string, where a comma may be spelled so that whoever counts a request's values does not see it.
+The number is estimated by the brackets, braces and commas, including those inside strings. The arguments are JSON in a
+string, where a count of the values of the request would miss an escaped comma.
 """
 _BETWEEN_VALUES = ",[{"
 
 
 def parse_messages(messages: Sequence[Mapping[str, Any]], *, strict: bool = False) -> list[Message]:
-    """Parse chat messages in OpenAI or Hugging Face style. `strict` is as in `parse_inputs`.
+    """Parse chat messages in OpenAI or Hugging Face style.
+
+    Args:
+        messages: The messages, as in a request.
+        strict: Refuse every unknown key of a content part, as `parse_inputs` does.
 
     Raises:
         InputError: A message is wrong. The error names the message, the part and the limit.
+        LimitExceeded: The arguments of tool calls or the lists of video frames are too long.
 
     """
     require_list(messages, "messages")
@@ -60,7 +66,7 @@ def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool) -> M
 
 
 def _num_argument_values(message: Any) -> int:
-    """Of a message that may have any form."""
+    """Return the estimated number of values in the tool calls of a message, which is not checked yet."""
     if not isinstance(message, Mapping) or not isinstance(calls := message.get("tool_calls"), (list, tuple)):
         return 0
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
@@ -69,9 +75,10 @@ def _num_argument_values(message: Any) -> int:
 
 
 def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls as chat templates read them: their arguments an object, which OpenAI's clients send as its JSON.
+    """Return tool calls as chat templates expect them, with arguments as an object instead of OpenAI's JSON string.
 
-    A text that is none stays as the model wrote it: it may have been told so since, and is to mend it.
+    Arguments that are not a valid JSON object stay as the model wrote them. A later message may ask the model to
+    correct them.
     """
     if not isinstance(calls, (list, tuple)):
         raise InputError(f"{where} is {type_of(calls)}; it must be a list")
@@ -86,7 +93,7 @@ def _parse_tool_call(call: Any, where: str) -> dict[str, Any]:
     require_unicode(text, f"{where}.function.arguments")
     try:
         arguments = msgspec.json.decode(text, type=dict[str, Any] | None) or {}
-        msgspec.msgpack.encode(arguments)  # they go to another process, where an integer has 64 bits
+        msgspec.msgpack.encode(arguments)  # they go to another process, as msgpack with 64-bit integers
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError, OverflowError):
         return dict(call)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""Checks of parsed values. Errors call a value `where`."""
+"""Checks of input values. The argument `where` names the value in errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindie_mm.errors import InputError
 
 
 def require_list(value: Any, where: str) -> None:
-    """InputError unless it is a list or tuple with something in it."""
+    """Raise InputError unless `value` is a list or tuple with at least one element."""
     if not isinstance(value, (list, tuple)):
         raise InputError(f"{where} is {type_of(value)}; it must be a list of dicts")
     if not value:
@@ -17,13 +17,13 @@ def require_list(value: Any, where: str) -> None:
 
 
 def require_dict(value: Any, where: str) -> None:
-    """InputError unless it is a mapping."""
+    """Raise InputError unless `value` is a mapping."""
     if not isinstance(value, Mapping):
         raise InputError(f"{where} is {type_of(value)}; it must be a dict")
 
 
 def require_unicode(text: str, where: str) -> str:
-    """`text` itself. InputError where it could not be written as UTF-8."""
+    """Return `text`. Raise InputError if it cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

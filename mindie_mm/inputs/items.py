@@ -1,4 +1,4 @@
-"""What callers hand in, checked: texts and media, and chat messages of them."""
+"""Checked inputs: texts, media, and chat messages that contain them."""
 
 from __future__ import annotations
 
@@ -13,51 +13,56 @@ from mindie_mm.errors import InputError
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-"""Roles of chat messages. A closed set: some templates build special tokens out of the role's name."""
+"""Roles of chat messages. No other roles are allowed, because some templates build special tokens from the role."""
 ROLES: tuple[Role, ...] = get_args(Role)
 Detail = Literal["auto", "low", "high", "original"]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of text, tokenised as plain text: no special token can come out of it."""
+    """A piece of text. It is tokenised as plain text and never becomes a special token."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """Per-item preprocessing options; None means the checkpoint's own value."""
+    """Preprocessing options of an item. None stands for the value of the checkpoint."""
 
     min_pixels: int | None = None
-    """Least pixels of the resized image or frame."""
+    """Minimum number of pixels of the resized image or frame."""
     max_pixels: int | None = None
-    """Most pixels of the resized image or frame."""
+    """Maximum number of pixels of the resized image or frame."""
     fps: float | None = None
-    """Frames sampled per second of video; excludes `num_frames`."""
+    """Number of frames sampled per second of video. Excludes `num_frames`."""
     num_frames: int | None = None
-    """Frames sampled, evenly over the video; excludes `fps`."""
+    """Number of frames sampled at even distances. Excludes `fps`."""
     min_frames: int | None = None
-    """Least frames sampled, of a video that has them."""
+    """Minimum number of frames sampled, if the video has that many."""
     max_frames: int | None = None
-    """Most frames sampled."""
+    """Maximum number of frames sampled."""
     sample_fps: float | None = None
-    """Frames per second that a video handed in as frames was sampled at; None: not known."""
+    """Rate in frames per second at which a list of frames was sampled, or None if unknown."""
     detail: Detail | None = None
-    """OpenAI's hint. Families that resize to any size bound
-    the image to 512 x 512 pixels at `low`; the others pass it over."""
+    """OpenAI's hint for the resolution.
+
+    With `low`, families that resize to any size limit an image to 512 x 512 pixels. Other families ignore the hint.
+    """
     sampling_rate: int | None = None
-    """Samples a second of sound handed in as an array; None: as many as the model takes."""
+    """Sampling rate in Hz of an array of samples, or None for the rate of the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeddings:
-    """Features that a tower gave before, in place of a medium. For callers of the library; HTTP carries none."""
+    """Features from an earlier run of a tower, in place of a medium.
+
+    Only the Python interface accepts them. HTTP requests cannot carry them.
+    """
 
     array: Any
-    """float16 or float32 [features, width], as the model's tower gives them for one item."""
+    """Output of the model's tower for one item, float16 or float32 [features, width]."""
     grid: tuple[int, ...] = ()
-    """The family's geometry of the item, where its prompt or positions depend on it, as in `Plan.grid`."""
+    """Geometry of the item as in `Plan.grid`, if the prompt or the positions of the family depend on it."""
 
     def __post_init__(self) -> None:
         shape, dtype = getattr(self.array, "shape", ()), str(getattr(self.array, "dtype", "no array"))
@@ -78,13 +83,13 @@ class Media:
 
     kind: Kind
     source: Any
-    """A path, bytes, PIL image, array, URL text, or Embeddings; a tuple of these but the last: a video's frames."""
+    """A path, URL, bytes, PIL image, array or Embeddings. A tuple, without Embeddings, holds the frames of a video."""
     options: MediaOptions = field(default_factory=MediaOptions)
 
 
 Item = Text | Media
 Paths = Path | list[Path]
-"""A media item's file, or those of its frames."""
+"""The file of a media item, or the files of its frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +99,34 @@ class Message:
     role: str
     """One of `ROLES`."""
     content: str | tuple[Item, ...] | None
-    """A text, or items in order; None where the message has none (an assistant's tool calls)."""
+    """A text, or items in order. None if there is no content, as in an assistant's tool calls."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the message holds (`name`, `tool_calls`...), handed to the chat template."""
+    """All other fields of the message, such as `name` and `tool_calls`. They are passed to the chat template."""
 
 
 def media_of(items: Sequence[Item]) -> list[Media]:
-    """The media among `items`, in order."""
+    """Return the media among `items`, in order."""
     return [item for item in items if isinstance(item, Media)]
 
 
 def media_of_messages(messages: Sequence[Message]) -> list[Media]:
-    """The media of `messages`, in order."""
+    """Return the media of `messages`, in order."""
     return [media for m in messages if isinstance(m.content, tuple) for media in media_of(m.content)]
 
 
 def with_paths(items: Sequence[Item], paths: Iterator[Paths]) -> list[dict[str, Any]]:
-    """The `List[Dict]` that parse_inputs makes `items` of, but with the next of `paths` as each medium's source."""
+    """Return the `List[Dict]` that `parse_inputs` parses to `items`, with the source of each medium replaced by a path.
+
+    Args:
+        items: Parsed items.
+        paths: Iterator of which one element is taken for each medium.
+
+    """
     return [_with_path(item, paths) for item in items]
 
 
 def messages_with_paths(messages: Sequence[Message], paths: Iterator[Paths]) -> list[dict[str, Any]]:
-    """The chat messages that parse_messages makes `messages` of, but with the next of `paths` as above."""
+    """Return the chat messages that `parse_messages` parses to `messages`, with paths as in `with_paths`."""
     return [
         {
             **message.extra,

@@ -1,4 +1,4 @@
-"""The options of a media item, each by its kind and within its limits."""
+"""Parsing of the options of media items, with limits for each kind of item."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dicts of a `List[Dict]`, in our form and in those of chat messages."""
+"""Parsing of the dicts of a `List[Dict]`, in the form of this package and in the forms of chat messages."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ _SOURCES: Mapping[str, Kind] = {
     "input_audio": "audio",
 }
 _TEXTS = ("text", "refusal")
-"""Keys of a text; the second is OpenAI's, in an assistant's earlier turns."""
+"""Keys of a text. OpenAI uses the second in earlier turns of the assistant."""
 _BARE_SOURCES = ("url", "path", "base64")
 _HINTS = frozenset({"cache_control", "uuid"})
-"""Keys for other servers' caches, which are passed over: here an item is known by its content."""
+"""Keys for the caches of other servers. They are ignored, because this server identifies an item by its content."""
 MAX_LISTED_FRAMES = 2048
-"""Most frames of a video that is given as a list of them."""
+"""Maximum number of frames of a video that is a list of frames."""
 _MAX_LISTED_IN_ALL = 2**15
-"""Most frames of all lists of a call, bounded while they are parsed: a comma of a URL costs a client less than us."""
+"""Maximum number of frames in all lists of a call.
+
+The limit is checked during parsing, because a comma in a URL costs a client less than it costs the server.
+"""
 _MAX_SCHEME = 65
-"""Characters of a scheme with its colon."""
+"""Maximum length of a URL scheme in characters, including its colon."""
 _JPEG_FRAMES = "data:video/jpeg;base64,"
 """Prefix of vLLM's URL of frames. The frames follow as base64, separated by commas."""
 
@@ -47,7 +50,18 @@ def parse_inputs(inputs: Sequence[Mapping[str, Any]]) -> list[Item]:
 
 
 def parse_parts(parts: Sequence[Mapping[str, Any]], where: str, *, strict: bool = False) -> tuple[Item, ...]:
-    """Parse a list of dicts as `parse_inputs`. Errors call it `where`."""
+    """Parse a list of dicts, as in `parse_inputs`.
+
+    Args:
+        parts: The dicts.
+        where: Name of the list in errors.
+        strict: Refuse every unknown key.
+
+    Raises:
+        InputError: An item is wrong.
+        LimitExceeded: The lists of video frames are too long.
+
+    """
     require_list(parts, where)
     items: list[Item] = []
     num_frames = 0
@@ -58,7 +72,7 @@ def parse_parts(parts: Sequence[Mapping[str, Any]], where: str, *, strict: bool 
 
 
 def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
-    """`num_frames` and those of `media` that are lists of frames. LimitExceeded for more than a call may have."""
+    """Return `num_frames` plus the frames in lists of `media`. Raise LimitExceeded if a call may not have as many."""
     num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
     if num_frames > _MAX_LISTED_IN_ALL:
         raise LimitExceeded(f"{where} has lists of more than {_MAX_LISTED_IN_ALL} frames in all, the limit")
@@ -103,7 +117,7 @@ def _parse_text(part: Mapping[str, Any], key: str, where: str, *, strict: bool) 
 
 
 def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, dict[str, Any]]:
-    """The source under `key`, and the options given inside it, as OpenAI's `image_url` has `detail`."""
+    """Return the source under `key` and the options inside it, such as `detail` in OpenAI's `image_url`."""
     nested: dict[str, Any] = {}
     if isinstance(value, Embeddings):
         return value, nested
@@ -127,7 +141,10 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, di
 
 
 def _frames(value: Any) -> Sequence[Any] | None:
-    """The frames that a video is given as, at least one too many where there are; None for a video that is one file."""
+    """Return the frames of a video that is a list of frames, or None for a video that is one file.
+
+    A URL with too many frames gives `MAX_LISTED_FRAMES` + 1, of which the last one is the rest of the URL.
+    """
     if isinstance(value, str) and value[: len(_JPEG_FRAMES)].lower() == _JPEG_FRAMES:
         frames = value[len(_JPEG_FRAMES) :].split(",", MAX_LISTED_FRAMES)
         return [f"data:image/jpeg;base64,{frame}" for frame in frames]
@@ -135,7 +152,7 @@ def _frames(value: Any) -> Sequence[Any] | None:
 
 
 def _as_url(text: str) -> str:
-    """A data: URL of base64, which has no colon. What has a scheme, as `input_audio` in DashScope's form, is a URL."""
+    """Return base64 as a `data:` URL. A text with a colon is a URL already, as in DashScope's `input_audio`."""
     return text if ":" in text[:_MAX_SCHEME] else f"data:;base64,{text}"
 
 

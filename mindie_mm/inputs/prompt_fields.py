@@ -1,4 +1,4 @@
-"""What stands beside the items of a request and changes its prompt: what a chat template gets, what is refused."""
+"""Fields of a request that change its prompt: variables of the chat template, and fields that are refused."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from mindie_mm.errors import InputError
 
 OFF: tuple[Any, ...] = (None, False, "", [], {})
-"""Values of a field that are as good as none."""
+"""Values that mean the same as a missing field."""
 PROMPT_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("continue_final_message", "chat_template", "documents", "functions"), OFF),
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), OFF),
     "function_call": (None, "none", "auto"),
-    # vLLM's word for what the context holds: no prompt that is taken here changes by it.
+    # In vLLM, -1 truncates to the context length, which no accepted prompt exceeds.
     "truncate_prompt_tokens": (*OFF, -1),
 }
-"""Fields of vLLM's and OpenAI's requests that would make another prompt, and the values of each that would not."""
+"""Fields of vLLM's and OpenAI's requests that would change the prompt, each with the values that would not."""
 
 
 def template_variables(
@@ -25,7 +25,18 @@ def template_variables(
     tool_choice: Any,
     reasoning_effort: Any = None,
 ) -> dict[str, Any]:
-    """What a chat template gets beside the messages: `given`, tools and effort. InputError for a choice not served."""
+    """Return the variables of a chat template other than the messages.
+
+    Args:
+        given: Variables that the caller passes, or None.
+        tools: Tools that the chat offers, omitted if `tool_choice` is "none".
+        tool_choice: None, "auto" or "none".
+        reasoning_effort: A word for the template, or None.
+
+    Raises:
+        InputError: `tool_choice` or `reasoning_effort` has another value.
+
+    """
     if tool_choice not in (None, "auto", "none"):
         raise InputError("tool_choice must be 'auto' or 'none': no call is enforced", param="tool_choice")
     if not isinstance(reasoning_effort, str | None):
@@ -39,12 +50,12 @@ def template_variables(
 
 
 def refused_fields(given: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Which of `fields` are `given` with none of the values that stand there."""
+    """Return the names in `given` that are also in `fields`, unless their value is one of those listed there."""
     return [
         name for name, value in given.items() if name in fields and not any(_same(value, one) for one in fields[name])
     ]
 
 
 def _same(value: Any, one: Any) -> bool:
-    """Whether JSON writes them alike: 1 is 1.0, and no true."""
+    """Return whether two values are equal in JSON, where 1 equals 1.0 but not true."""
     return (type(value) is type(one) or {type(value), type(one)} == {int, float}) and bool(value == one)

@@ -1,6 +1,6 @@
-"""Unknown keys of an item, or of a chat's content part.
+"""Handling of unknown keys in items and in content parts of chat messages.
 
-Clients send keys of other servers, such as `id`, `annotations` or a picture's `format`. These are ignored. A key that
+Clients send keys of other servers, such as `id`, `annotations` or an image's `format`. These are ignored. A key that
 may be meant to change how the item is read is refused.
 """
 

@@ -1,4 +1,4 @@
-"""text-generation-webui's prompts: a text with its pictures inside."""
+"""Prompts of text-generation-webui, which are texts with embedded images."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ _IMAGE = re.compile(r'<img src="(data:image/jpeg;base64,\s*+[A-Za-z0-9+/=][A-Za-
 def from_webui_prompt(prompt: str, max_images: int) -> list[Item]:
     """Parse a prompt of text-generation-webui into items.
 
-    `<img src="data:image/jpeg;base64,...">`, spelled exactly so, is a picture. White space in the base64 is allowed.
-    Everything else is text. The base64 is not decoded here. Raises LimitExceeded at the first picture above
-    `max_images`.
+    `<img src="data:image/jpeg;base64,...">`, in exactly this spelling, is an image. White space in the base64 is
+    allowed. Everything else is text. The base64 is not decoded here.
+
+    Raises:
+        InputError: A text is not valid Unicode.
+        LimitExceeded: There are more than `max_images` images.
+
     """
     items: list[Item] = []
     stop = 0

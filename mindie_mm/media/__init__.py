@@ -1,1 +1,1 @@
-"""Media files to pixels and samples, with limits on hostile files."""
+"""Decoding of media files to pixels and samples, with limits on hostile files."""

@@ -49,10 +49,10 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
         "nistsphere": ".sph",
     },
 }
-"""File name extensions of each supported format: `FORMATS` of images, `CONTAINERS` of videos and of sound.
+"""File name extensions of each supported format: `FORMATS` of images, `CONTAINERS` of videos and of audio.
 
-A `.gif` file is an image, and an extension of containers with pictures and sound means a video. A GIF given as a video
-is read for its frames, and a video given as audio is read for its sound.
+A `.gif` file is an image, and an extension of containers with both video and audio stands for a video. A GIF given as
+a video is read for its frames, and a video given as audio is read for its audio.
 """
 _KINDS: Mapping[str, Kind] = {
     ending: kind for kind, formats in ENDINGS.items() for endings in formats.values() for ending in endings.split()
@@ -65,5 +65,5 @@ def ending_of(name: str) -> str:
 
 
 def kind_of(name: str) -> Kind | None:
-    """Return the kind that a file name in a folder or a tar stands for, or None if it is not a medium."""
+    """Return the kind of medium that the extension of a file name stands for, or None if it stands for no medium."""
     return _KINDS.get(ending_of(name))

@@ -176,8 +176,8 @@ def _read_pipe(path: Path) -> bytes:
     """Read a pipe or a device up to its end, or to one byte above the limit.
 
     Raises:
-        MediaError: It does not end.
-        RequestAborted: Nobody waits for it any more.
+        MediaError: The pipe does not end within `FETCH_TIMEOUT_S`.
+        RequestAborted: The request was given up.
 
     """
     deadline, data = time.monotonic() + FETCH_TIMEOUT_S, bytearray()
@@ -197,7 +197,7 @@ def _read_pipe(path: Path) -> bytes:
             piece = file.read(_PIECE_BYTES)
             if piece == b"":
                 break
-            data += piece or b""  # None if another reader was faster
+            data += piece or b""  # None if another reader took the data
     return bytes(data)
 
 

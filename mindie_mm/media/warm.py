@@ -7,7 +7,7 @@ import traceback
 import wave
 from collections.abc import Iterator
 
-import av.subtitles.codeccontext  # noqa: F401 - PyAV imports it for the first film with subtitles
+import av.subtitles.codeccontext  # noqa: F401 - PyAV imports it for the first video with subtitles
 import numpy as np
 import numpy.ma  # a part of numpy that np.median imports late
 import torch
@@ -20,13 +20,13 @@ from mindie_mm.media.image.encoded_image import FORMATS, RESAMPLES, open_image, 
 from mindie_mm.media.video.encoded_video import open_video
 
 _MODES = ("RGB", "RGBA", "P", "1", "CMYK", "LAB", "I;16", "F")
-"""Modes that take ways of their own to RGB."""
+"""Image modes that have conversions of their own to RGB."""
 _DEEP = ("I;16", "F")
 _RATE = 16_000
 
 
 def warm_up() -> None:
-    """Import and run once what decoding, resizing and spectrograms use, on one thread.
+    """Run decoding, resizing and spectrograms once on one thread, which also imports everything that they use.
 
     A locked-in process (`mindie_mm.lockdown`) cannot import modules, open files or start threads, so call this function
     before a process is locked in, or in the process that it is forked from. The function changes that process for good:
@@ -50,7 +50,7 @@ def warm_up() -> None:
 
 
 def _pictures() -> Iterator[bytes]:
-    """Yield a small picture of each format, and a TIFF of each mode."""
+    """Yield a small image of each format, and a TIFF of each mode."""
     picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
     for name in FORMATS:
         if name in Image.SAVE:  # Pillow may be built without AVIF

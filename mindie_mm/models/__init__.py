@@ -1,7 +1,7 @@
-"""The families, one file each: `ls` of this folder is the support matrix.
+"""The model families, one file each. A listing of this folder is the support matrix.
 
-A checkpoint's family is found by its model_type: the file of that name first, then every other file, then the
-entry points of the group `mindie_mm.models`, which name `Family` classes of other packages.
+The family of a checkpoint follows from its model_type. The search starts with the file of that name and continues with
+the other files. Entry points of the group `mindie_mm.models` come last. They name `Family` classes of other packages.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mindie_mm.nn.weights.shares import is_first
 from mindie_mm.nn.weights.stored_tensors import stored_dtype
 
 GROUP = "mindie_mm.models"
-_MOST_KEYS = 12  # in one line
+_MOST_KEYS = 12  # in one log message
 _log = logging.getLogger(__name__)
 
 
 def family_names() -> list[str]:
-    """Every family's name, sorted; imports none of them."""
+    """Return the names of all families, sorted, without importing any family."""
     return sorted({*_own_names(), *_entries()})
 
 
@@ -42,12 +42,19 @@ def _own_names() -> set[str]:
 
 
 def _entries() -> Mapping[str, EntryPoint]:
-    """Other packages' families by name; reads the metadata of every package there is, which takes a while."""
+    """Return the families of other packages, by name. This reads the metadata of all installed packages and is slow."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
 def family_named(name: str) -> type[Family]:
-    """The family `name`: the one Family class that its module defines, or what its entry point loads."""
+    """Return the family called `name`.
+
+    The name is that of a module in this package, or of an entry point.
+
+    Raises:
+        InputError: No family has this name, or it cannot be loaded.
+
+    """
     return _named_of(name, _entries())
 
 
@@ -58,7 +65,7 @@ def _named_of(name: str, entries: Mapping[str, EntryPoint]) -> type[Family]:
         raise InputError(f"no family is named {name!r}; there are {', '.join(family_names())}")
     try:
         module = importlib.import_module(f"{__name__}.{name}")
-    except Exception as error:  # a family that is being written: it fails as it likes, and has to be told by name
+    except Exception as error:  # a family under development may raise anything, and the error must name the family
         raise InputError(f"the family {name!r}, {__name__}.{name}, does not load: {error!r}") from error
     families = [
         value
@@ -71,9 +78,16 @@ def _named_of(name: str, entries: Mapping[str, EntryPoint]) -> type[Family]:
 
 
 def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
-    """The family that serves a checkpoint: the one called `name`, else the one that its config.json is of.
+    """Return the family that serves a checkpoint.
 
-    UnsupportedCheckpoint names the checkpoint's model_type and what there is; InputError an unknown `name`.
+    Args:
+        checkpoint: The checkpoint.
+        name: Name of the family. If None, config.json decides.
+
+    Raises:
+        InputError: No family is called `name`, or a family that might serve the checkpoint cannot be loaded.
+        UnsupportedCheckpoint: No family serves this model_type.
+
     """
     entries = _entries()
     if name is not None:
@@ -83,7 +97,7 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
     for candidate in _candidates(str(model_type), entries):
         try:
             family = _named_of(candidate, entries)
-        except InputError as error:  # that is broken: no reason to refuse what others serve
+        except InputError as error:  # a broken family must not prevent others from serving the checkpoint
             broken = broken or error
             continue
         if family.serves(checkpoint.config):
@@ -101,7 +115,7 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
 
 
 def _nearest(model_type: str) -> str:
-    """Return a hint at the family whose name begins a model type that is not served, or an empty string."""
+    """Return a hint at the family whose name is the longest prefix of `model_type`, or an empty string."""
     own = [name for name in _own_names() if model_type.startswith((f"{name}_", f"{name}-"))]
     if not own:
         return ""
@@ -110,7 +124,11 @@ def _nearest(model_type: str) -> str:
 
 
 def _candidates(model_type: str, entries: Collection[str]) -> list[str]:
-    """The family of that very name, then this package's, those first whose name begins the type, then others'."""
+    """Return the names of all families in the order in which `family_of` tries them for `model_type`.
+
+    The family of exactly that name comes first, then the other families of this package, then families of other
+    packages. Within each group, names that are a prefix of `model_type` come first.
+    """
     own = _own_names()
     return sorted(
         {*own, *entries},
@@ -121,7 +139,7 @@ def _candidates(model_type: str, entries: Collection[str]) -> list[str]:
 def _loaded(entry: EntryPoint) -> type[Family]:
     try:
         value = entry.load()
-    except Exception as error:  # another package's code: it fails as it likes, and has to be told by name
+    except Exception as error:  # code of another package may raise anything, and the error must name the entry point
         raise InputError(f"the entry point {entry.name!r} of {GROUP}, {entry.value}, does not load: {error}") from error
     if isinstance(value, type) and issubclass(value, Family):
         return value
@@ -130,9 +148,18 @@ def _loaded(entry: EntryPoint) -> type[Family]:
 
 @contextmanager
 def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
-    """Whatever a family's code trips over in a checkpoint is the checkpoint's, and is told as UnsupportedCheckpoint.
+    """Convert unexpected exceptions of a family that reads a checkpoint into UnsupportedCheckpoint.
 
-    A family checks what it can name; a setting of another type or meaning, or another family's config, ends here.
+    Families check the settings that they know. Other faults, such as settings of an unexpected type or the config of
+    another family, are caught here.
+
+    Args:
+        checkpoint: The checkpoint that is read.
+        family: The family that reads it.
+
+    Raises:
+        UnsupportedCheckpoint: The body raised an exception other than a MindieMMError or torch.OutOfMemoryError.
+
     """
     try:
         yield
@@ -156,11 +183,25 @@ def load_model(
     projector: Placement = TOGETHER,
     end_token_ids: Sequence[int] | None = None,
 ) -> Model | Seq2SeqModel:
-    """The model of a checkpoint directory (None: the embedded one), its weights on the device.
+    """Load the model of a checkpoint and place its weights on a device.
 
-    `dtype` is auto, the name of a torch dtype, or one; `family` as in `family_of`; `vision` and `projector` say where
-    these parts run, unless with the rest. `end_token_ids` take the place of those in generation_config.json.
-    UnsupportedCheckpoint, DeviceError, InputError.
+    Args:
+        path: Checkpoint directory. None loads the embedded checkpoint.
+        device: Device that runs the model, or "auto".
+        dtype: A torch dtype, its name, or "auto".
+        family: Name of the family, as in `family_of`.
+        vision: Placement of the vision tower. By default, it runs with the rest of the model.
+        projector: The same for the projector.
+        end_token_ids: Token ids that replace eos_token_id of generation_config.json.
+
+    Returns:
+        The loaded model.
+
+    Raises:
+        DeviceError: The device is not available, or the weights do not fit into its memory.
+        InputError: An argument is invalid.
+        UnsupportedCheckpoint: The checkpoint cannot be read or is not supported.
+
     """
     checkpoint = Checkpoint.open(path)
     if end_token_ids is not None:
@@ -171,7 +212,7 @@ def load_model(
     try:
         with reading(checkpoint, chosen):
             refuse_mindie(checkpoint)
-            processor = chosen.processor(checkpoint)  # first: it refuses by name, before any weight is read
+            processor = chosen.processor(checkpoint)  # first, to report unsupported settings before weights are read
             model = chosen.model(checkpoint, processor, opened, _dtype(dtype, checkpoint, opened))
             if is_first() and (message := unknown_keys(checkpoint, chosen)):
                 _log.warning("%s: %s", checkpoint.path, message)
@@ -184,7 +225,10 @@ def load_model(
 
 
 def unknown_keys(checkpoint: Checkpoint, family: type[Family]) -> str:
-    """Return a sentence about the keys of config.json that `family` does not use, or nothing if it uses all."""
+    """Return a sentence that lists the keys of config.json that `family` does not use.
+
+    The result is an empty string if the family uses all keys.
+    """
     if not (names := family.unknown_keys(checkpoint)):
         return ""
     more = [f"and {len(names) - _MOST_KEYS} more"] if len(names) > _MOST_KEYS else []
@@ -197,7 +241,7 @@ def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> 
         return dtype
     if dtype != "auto":
         return _named(dtype)
-    # As transformers does it: what config.json says of the whole, else what the weights are.
+    # Like transformers: the dtype stated in config.json, otherwise that of the weights.
     stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     return device.default_dtype(_named(str(stated)) if stated else stored_dtype(checkpoint))
 

@@ -1,4 +1,4 @@
-"""Images as tiles of a canvas, and the towers that see the tiles: what several families share."""
+"""Shared parts of the families that place images on a canvas and cut it into tiles."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
 
 _TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""Tokens that a tower puts before those of its patches."""
+"""Number of tokens before the patch tokens, by type of tower."""
 
 
 def tokens_of_tower(config: Any, where: str) -> int:
-    """Features that the tower of a configuration makes of one square picture. UnsupportedCheckpoint."""
+    """Return the number of features of one square image. Raise UnsupportedCheckpoint if the tower is not supported."""
     vision = config.vision_config
     if vision.model_type not in _TOWERS:
         raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}, only {', '.join(_TOWERS)} is served")
-    # Of every tower `default` leaves the first token out; only CLIP's has one that is no patch's.
+    # "default" drops the first token of any tower, although only CLIP has a first token that is not a patch.
     dropped = config.vision_feature_select_strategy == "default"
     return int((vision.image_size // vision.patch_size) ** 2 + _TOWERS[vision.model_type] - dropped)
 
 
 def check_stated(stated: Mapping[str, Any], config: Any, where: str) -> None:
-    """What processor_config.json says of the tower is what config.json says. UnsupportedCheckpoint."""
+    """Raise UnsupportedCheckpoint if `stated`, the processor_config.json, contradicts config.json about the tower."""
     made = {
         "patch_size": config.vision_config.patch_size,
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
@@ -43,10 +43,10 @@ def check_stated(stated: Mapping[str, Any], config: Any, where: str) -> None:
 
 
 class AnyresProcessor(Processor):
-    """The tokenizer's half of those that see images on canvases.
+    """Base class of the processors that place images on a canvas.
 
-    A block holds `pixel_values`, uint8 [tiles, side, side, 3], the whole image first. The grid: the image's own
-    (height, width).
+    A block holds `pixel_values`, uint8 [tiles, side, side, 3], the whole image first. The grid is the (height, width)
+    of the original image in pixels.
     """
 
     config_name: ClassVar[str]
@@ -68,7 +68,7 @@ class AnyresProcessor(Processor):
             )
         check_stated(checkpoint.json("processor_config.json"), config, where)
         settings = checkpoint.preprocessor("image", {self.image_type: self.defaults})
-        # Every tile is of the tower's size already, so that do_resize, do_center_crop and do_pad change nothing.
+        # Tiles already have the size that the tower expects, so do_resize, do_center_crop and do_pad have no effect.
         for name in ("size", "crop_size"):
             size = Size.read(settings[name], where) if name in settings else None
             if size is not None and size.of(self.side, self.side) != (self.side, self.side):
@@ -110,11 +110,14 @@ class AnyresProcessor(Processor):
         )
 
     def num_features(self, height: int, width: int) -> int:
-        """Features of an image of this size on its canvas: those of the whole, then rows, each ended by a newline."""
+        """Return the number of features of an image with this size in pixels.
+
+        These are the features of the whole image, the features on the canvas, and a newline feature per row.
+        """
         rows, columns = self.on_canvas(height, width)
         return self.rows**2 + rows * (columns + 1)
 
     def on_canvas(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of features that an image takes of its canvas."""
+        """Return the rows and columns of features that an image covers on its canvas."""
         canvas = best_canvas(height, width, self.canvases)
         return without_padding(height, width, *(length // self.side * self.rows for length in canvas))

@@ -1,4 +1,4 @@
-"""Clips of sound as the towers of several families take them: spectrograms, and features by their frames."""
+"""Audio clips as log-mel spectrograms, shared by several families."""
 
 from __future__ import annotations
 
@@ -18,17 +18,29 @@ from mindie_mm.nn.family import Plan, Processor, Spelling
 from mindie_mm.shm import ArraySpec
 
 SPECTROGRAM = "input_features"
-"""The array of a clip's block: float32 [bins, frames]."""
+"""Name of the array in the block of a clip, float32 [bins, frames]."""
 _LEAST_FRAMES = 3
 
 
 def num_features_of(num_frames: int) -> int:
-    """Features of a clip: the second convolution halves its frames, and so does the pooling behind the encoder."""
+    """Return the number of features of a clip.
+
+    The second convolution halves the number of frames, and the pooling after the encoder halves it again.
+    """
     return encoder_length(num_frames) // 2
 
 
 def read_mel(checkpoint: Checkpoint, tower: Any) -> MelSettings:
-    """Return how sound becomes the spectrograms that `tower`, its part of config.json, takes. UnsupportedCheckpoint."""
+    """Return the settings of the spectrograms that the audio tower expects.
+
+    Args:
+        checkpoint: The checkpoint.
+        tower: Section of config.json for the audio tower.
+
+    Raises:
+        UnsupportedCheckpoint: The preprocessor does not fit the tower.
+
+    """
     where = f"{checkpoint.path} (audio)"
     settings = checkpoint.preprocessor("audio", {"WhisperFeatureExtractor": {"feature_size": 80}})
     check_settings(settings, {"feature_size": tower.num_mel_bins}, where)
@@ -36,9 +48,19 @@ def read_mel(checkpoint: Checkpoint, tower: Any) -> MelSettings:
 
 
 def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: int = 0) -> Plan:
-    """A clip of sound; its grid: its frames, and `further_frames` of silence are stored behind them.
+    """Return the plan of an audio clip. Its grid is (frames,).
 
-    InputError, MediaError, LimitExceeded.
+    Args:
+        media: The media item.
+        data: Source of the clip, encoded or as samples.
+        settings: Settings of the spectrogram.
+        further_frames: Number of silent frames that are stored after the frames of the clip.
+
+    Raises:
+        InputError: The options state a sampling rate for an encoded clip.
+        LimitExceeded: The clip is too long.
+        MediaError: The clip cannot be decoded, or it is too short.
+
     """
     samples = open_audio(data, media.options.sampling_rate).decode(settings.rate, settings.max_samples)
     num_frames = settings.num_frames(len(samples))
@@ -60,7 +82,7 @@ def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: 
 
 
 def spell_clip(processor: Processor, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-    """`Processor.spelling` of a clip, whose frames need not be known."""
+    """Return `Processor.spelling` for a clip. The grid may be empty if the number of frames is unknown."""
     if grid:
         made = len(grid) == 1 and num_features_of(grid[0]) == num_features
     else:
@@ -69,5 +91,5 @@ def spell_clip(processor: Processor, num_features: int, grid: tuple[int, ...]) -
 
 
 def encoder_length(num_frames: int) -> int:
-    """Return the positions of a clip in the encoder, which the second convolution makes of its frames."""
+    """Return the number of encoder positions of a clip with `num_frames` frames."""
     return (num_frames - 1) // 2 + 1

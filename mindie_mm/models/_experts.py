@@ -1,4 +1,4 @@
-"""Mixtures of experts, as DeepSeek's models have them (DeepSeekMoE, Dai et al., 2024)."""
+"""Mixture-of-experts layers of the DeepSeek models (DeepSeekMoE, Dai et al., 2024)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from torch.nn.functional import linear, silu
 from mindie_mm.device import Device
 
 _MOST_UNSORTED = 256
-"""Rows that may pass all experts: up to some hundreds, to read the weights takes longer than to multiply with them."""
+"""Maximum number of rows to run through all experts.
+
+Up to a few hundred rows, reading the weights takes longer than multiplying with them.
+"""
 _GATHERING_COST = 3
-"""Times the weights of an expert that are moved to gather them: read, written, and read again."""
+"""Memory traffic of a gathered expert, as a multiple of its weights: read, written, and read again."""
 
 
 class MLP(nn.Module):
-    """Gated, [T, width] -> [T, width]."""
+    """A gated feed-forward layer from [T, width] to [T, width]."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class MLP(nn.Module):
 
 
 class Gate(nn.Module):
-    """Chooses each token's experts, in float32."""
+    """The router, which chooses the experts of each token. It computes in float32."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -50,7 +53,7 @@ class Gate(nn.Module):
         self.factor: float = config.get("routed_scaling_factor", 1.0)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, width] -> weights, float32, and numbers of the chosen experts, both [T, count]."""
+        """Return weights (float32) and indices (int64) of the experts chosen for [T, width], both [T, count]."""
         logits = linear(hidden.float(), self.weight.float())
         scores = logits.softmax(-1) if self.softmax else logits.sigmoid()
         chosen = self._ranked(scores).topk(self.count, dim=-1).indices
@@ -60,7 +63,7 @@ class Gate(nn.Module):
         return weights * self.factor, chosen
 
     def _ranked(self, scores: Tensor) -> Tensor:
-        """Scores by which experts are chosen; minus infinity in groups that are not."""
+        """Return the scores by which experts are chosen. Experts of dropped groups have minus infinity."""
         if self.method == "greedy":
             return scores
         ranked = scores + self.e_score_correction_bias.float() if self.method == "noaux_tc" else scores
@@ -73,10 +76,10 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts, some of which every token passes.
+    """A mixture-of-experts layer with routed experts and, in some models, shared experts.
 
-    On a device other than the host, the few rows of a decode step find their experts there: to ask which they are would
-    be a wait for the device in every layer.
+    On an accelerator, a decode step selects the experts on the device. Copying the selection to the host would
+    synchronise with the device in every layer.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -89,11 +92,14 @@ class Experts(nn.Module):
         self._joined: tuple[Tensor, Tensor] | None = None
 
     def is_plain(self) -> bool:
-        """Return whether no expert is quantised. Packed weights cannot be laid side by side."""
+        """Return whether no expert is quantised. `join` cannot concatenate packed weights."""
         return all(type(layer) is nn.Linear for expert in self.experts for layer in expert.children())
 
     def join(self) -> None:
-        """Lays the experts' weights side by side; takes the memory of one layer's until it is done."""
+        """Move the weights of all experts into one tensor per projection.
+
+        Until this is done, the layer takes twice its memory.
+        """
         names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
         gate = self.experts[0].get_parameter(names[0])
         first = gate.new_empty(len(self.experts), 2, *gate.shape)
@@ -114,22 +120,22 @@ class Experts(nn.Module):
         mixed: Tensor = (passed.float() * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden)
 
-    # What each token's experts make of it, each [T, width] and int64 [T, count] -> [T, count, width], to the same
-    # within rounding.
+    # The next three methods take `hidden` [T, width] and `chosen` int64 [T, count]. They return the outputs of the
+    # chosen experts, [T, count, width], and differ by rounding only.
 
     def sorted(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """Expert by expert, behind a wait of the host's for how many rows each has."""
+        """Run expert after expert. The host waits for the number of rows of each expert."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = flat.new_zeros(len(self.experts)).scatter_add_(0, flat, torch.ones_like(flat)).tolist()
         parts = hidden[order // chosen.shape[1]].split(counts)
         passed = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
-        # Back to the tokens' order, so that each token's sum is the same whatever shares its batch.
+        # Restored to token order, so that the sum of a token does not depend on the rest of the batch.
         sorted_back: Tensor = torch.empty_like(passed).index_copy_(0, order, passed)
         return sorted_back.view(*chosen.shape, -1)
 
     def gathered(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """Row by row, over a copy of the weights of each row's experts."""
+        """Run each row on a copy of the weights of its own experts."""
         assert self._joined is not None
         first, second = (weight.index_select(0, chosen.flatten()) for weight in self._joined)
         rows = hidden.unsqueeze(1).expand(-1, chosen.shape[1], -1).reshape(-1, hidden.shape[1], 1)
@@ -138,7 +144,7 @@ class Experts(nn.Module):
         return passed.view(*chosen.shape, -1)
 
     def all(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """All rows through all experts; what is not asked for is left."""
+        """Run all rows through all experts and keep the chosen outputs."""
         assert self._joined is not None
         first, second = self._joined
         both = linear(hidden, first.flatten(0, 1)).unflatten(1, (len(first), 2, -1))  # (T, experts, 2, inner)
@@ -148,9 +154,9 @@ class Experts(nn.Module):
 
 
 def join_experts(module: nn.Module, device: Device) -> None:
-    """Has the mixtures in `module`, loaded and placed on `device`, find a decode step's experts there.
+    """Prepare the mixture-of-experts layers in `module` to select experts on `device`.
 
-    On the host they sort.
+    `module` must be loaded and placed. On the CPU this does nothing, and the layers keep using `Experts.sorted`.
     """
     if device.torch_device.type != "cpu":
         for part in module.modules():

@@ -1,8 +1,9 @@
-"""Three-axis rotary positions (M-RoPE): time, height and width of every token.
+"""Rotary positions on the three axes time, height and width (M-RoPE).
 
-Source: Qwen2-VL (arXiv 2409.12191, section 2.1). Text has the same position on all axes and goes on by one. The
-tokens of a medium count its grid from one past the largest position before it, and the text behind it starts at one
-past the largest position of all three axes. (transformers 5.23 leaves the time axis out of that maximum.)
+Source: Qwen2-VL (arXiv 2409.12191, section 2.1). A text token has the same position on all axes, and each text token
+advances it by one. The tokens of a media item are numbered by their place in its grid, starting one past the largest
+position before the item. Text after the item starts one past the largest position on any axis. (transformers 5.23
+leaves the time axis out of this maximum.)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from mindie_mm.nn.model import Positions
 
 Grid = tuple[int, int, int]
-"""Tokens along time, height and width: after merging."""
+"""Number of tokens along time, height and width, after patches are merged."""
 
 
 def mrope_positions(
@@ -25,10 +26,16 @@ def mrope_positions(
     intervals: Iterable[float] | None = None,
     scale: float = 1.0,
 ) -> Positions:
-    """Positions of a prompt on the axes t, h, w; `spans` are (start, stop, grid) of each media run, ascending.
+    """Return the positions of a prompt on the axes t, h and w.
 
-    `intervals`, one for each span, are positions from one time of its grid to the next, in float32 and rounded down
-    where a token stands; None: 1. A time is multiplied by them first and by `scale` then, as references round it.
+    Args:
+        num_tokens: Number of tokens of the prompt.
+        spans: (start, stop, grid) of each run of media tokens, in ascending order.
+        intervals: Distance between two steps on the time axis of each span. None stands for 1. Time positions are
+            computed in float32 and rounded down.
+        scale: Factor for all time positions. It is applied after the interval, as in the references, because the order
+            affects rounding.
+
     """
     positions = np.empty((3, num_tokens), np.int64)
     index = next_position = 0

@@ -1,7 +1,7 @@
-"""BLIP-2: an image as the outputs of a Q-Former's queries, in front of the text, before its BOS.
+"""BLIP-2: an image as the outputs of Q-Former queries, which precede the text and its BOS token.
 
-Source: arXiv 2301.12597; transformers' blip_2, whose ids, pixels and logits these are. The text model is a decoder
-(OPT) or an encoder-decoder (T5).
+Source: arXiv 2301.12597. Token ids, pixels and logits match transformers' `blip_2`. The text model is a
+decoder (OPT) or an encoder-decoder (T5).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _CHAT_TEMPLATE = (
     "{% if not loop.last %} {% endif %}{% endfor %}"
     "{% if add_generation_prompt %} Answer:{% endif %}"
 )
-"""The form in which the paper asks of an image; an answer is what follows."""
+"""Chat template in the paper's format for questions about an image."""
 _T5_POSITIONS = 512
-"""What T5 was trained with, as its tokenizer and config.json usually say; its positions are relative."""
+"""Length in tokens that T5 was trained with. T5 has relative positions and therefore no hard limit."""
 
 
 class Blip2Processor(OneSizeProcessor):
-    """The tokenizer's half."""
+    """Processor of BLIP-2."""
 
     traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1})
 
@@ -70,7 +70,7 @@ class Blip2Processor(OneSizeProcessor):
 
 
 class _Tower(PictureModel):
-    """Tower and Q-Former; `module` is transformers' Blip2ForConditionalGeneration."""
+    """Vision tower and Q-Former. `module` is a `Blip2ForConditionalGeneration` of transformers."""
 
     traits = Traits(vision_parts=("vision_model",), projector_parts=("language_projection",))
     module: Any
@@ -81,7 +81,7 @@ class _Tower(PictureModel):
 
 
 class Blip2Model(_Tower, PretrainedModel):
-    """BLIP-2 with a decoder."""
+    """Model of BLIP-2 with a decoder."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
@@ -89,7 +89,7 @@ class Blip2Model(_Tower, PretrainedModel):
 
 
 class Blip2Seq2Seq(_Tower, Seq2SeqModel):
-    """BLIP-2 with an encoder-decoder."""
+    """Model of BLIP-2 with an encoder-decoder."""
 
     def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model, self._head, rules)
@@ -103,7 +103,7 @@ class Blip2Seq2Seq(_Tower, Seq2SeqModel):
 
 
 class Blip2(PretrainedFamily):
-    """BLIP-2 (Li et al., 2023, arXiv 2301.12597), over transformers' own modules."""
+    """BLIP-2 (Li et al., 2023, arXiv 2301.12597), run by transformers' modules."""
 
     model_types = ("blip-2",)
     published = "Salesforce/blip2-opt-2.7b"

@@ -1,6 +1,6 @@
-"""Chameleon: images become discrete tokens, by a vector quantiser, and the decoder sees those tokens' embeddings.
+"""Chameleon: images as discrete tokens of a vector quantiser, whose embeddings the decoder sees.
 
-Source: arXiv 2405.09818; transformers' chameleon, whose ids, pixels and tokens these are.
+Source: arXiv 2405.09818. Token ids, pixels and image tokens match transformers' `chameleon`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CHAT_TEMPLATE = (
 
 
 class ChameleonProcessor(OneSizeProcessor):
-    """The tokenizer's half."""
+    """Processor of Chameleon."""
 
     traits = Traits(chat_template=_CHAT_TEMPLATE)
 
@@ -88,12 +88,12 @@ class ChameleonProcessor(OneSizeProcessor):
         return Spelling(runs=[self._run]) if made else None
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
-        """The turn ends with a separator, also where there is no image."""
+        """Append the separator that ends a turn, with or without an image."""
         return [*ids, self._separator]
 
 
 class ChameleonModel(PictureModel, PretrainedModel):
-    """Quantiser and decoder of Chameleon; `module` is transformers' ChameleonForConditionalGeneration."""
+    """Model of Chameleon. `module` is a `ChameleonForConditionalGeneration` of transformers."""
 
     traits = Traits(
         vision_parts=("model.vqmodel.encoder", "model.vqmodel.quant_conv", "model.vqmodel.quantize"),
@@ -112,17 +112,21 @@ class ChameleonModel(PictureModel, PretrainedModel):
         return list(features)
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [1, 3, height, width], on the device, laid out as the reference's: a code is the nearest one."""
+        """Return normalised pixels, float32 [1, 3, height, width], on the device.
+
+        They are contiguous like the reference's pixels. Another memory format would change rounding, and with it the
+        nearest codes.
+        """
         return super().normalized(item).contiguous()
 
     def head(self, hidden: Tensor) -> Tensor:
-        """No token of an image is ever given out."""
+        """Return the logits, with image tokens masked so that they are never generated."""
         logits = super().head(hidden)
         return logits.masked_fill_(self._barred, torch.finfo(logits.dtype).min)
 
 
 class Chameleon(PretrainedFamily):
-    """Chameleon (Meta, 2024, arXiv 2405.09818) over transformers' own modules."""
+    """Chameleon (Meta, 2024, arXiv 2405.09818), run by transformers' modules."""
 
     model_types = ("chameleon",)
     published = "facebook/chameleon-7b"
@@ -134,5 +138,5 @@ class Chameleon(PretrainedFamily):
     @classmethod
     def module_class(cls) -> type[Any]:
         base = super().module_class()
-        # The nearest of thousands of codes is another one in 16 bits: a picture would be other tokens.
+        # With 16-bit weights, the nearest of thousands of codes would change, and with it the tokens of an image.
         return type(base.__name__, (base,), {"_keep_in_fp32_modules_strict": {"vqmodel"}})

@@ -1,9 +1,9 @@
-"""DeepSeek-VL: an image padded to a square, through a SigLIP tower and a projector of two layers.
+"""DeepSeek-VL: an image padded to a square, a SigLIP tower and a projector of two layers.
 
-Source: arXiv 2403.05525; transformers' deepseek_vl, whose ids, pixels and logits these are.
+Source: arXiv 2403.05525. Token ids, pixels and logits match transformers' `deepseek_vl`.
 
-Two layouts are read: transformers' own, and deepseek-ai's, of model_type multi_modality. The second is translated in
-memory by the rules of transformers' convert_deepseek_vl_weights_to_hf.py.
+Checkpoints may have the layout of transformers or that of deepseek-ai, whose model_type is multi_modality. The latter
+is translated in memory by the rules of transformers' convert_deepseek_vl_weights_to_hf.py.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 ORIGINAL = "multi_modality"
-"""model_type of deepseek-ai's layout."""
+"""model_type of checkpoints in deepseek-ai's layout."""
 UNUSED_WEIGHTS = (
-    "vision_model.*attn_pool.*",  # pools a picture into one feature, which nothing takes
-    "vision_model.high_layer_norm.*",  # made and never called
+    "vision_model.*attn_pool.*",  # pools an image into one feature, which is not used
+    "vision_model.high_layer_norm.*",  # never called
     "vision_model.low_layer_norm.*",
     "language_model.model.layers.*.rotary_emb.inv_freq",
 )
-"""Weights of deepseek-ai's layout that its own code does not compute with."""
+"""Weights in deepseek-ai's layout that its own code does not use."""
 _SIGLIPS: Mapping[str, Mapping[str, Any]] = {
     "siglip_large_patch16_384": {"width": 1024, "layers": 24, "heads": 16, "patch_size": 16, "mlp_ratio": 4.0},
     "siglip_so400m_patch14_384": {"width": 1152, "layers": 27, "heads": 16, "patch_size": 14, "mlp_ratio": 3.7362},
     "siglip_so400m_patch14_224": {"width": 1152, "layers": 27, "heads": 16, "patch_size": 14, "mlp_ratio": 3.7362},
 }
-"""Sizes of the towers by their names; sizes that the tower's parameters state themselves come first."""
+"""Sizes of the towers, by name. Sizes stated in the parameters of a tower take precedence."""
 _IMAGE_TAG = "<image_placeholder>"
 
 
 def siglip_renamings(tower: str) -> tuple[Renaming, ...]:
-    """Return the names of SigLIP's weights, which the original has in its module `tower`."""
+    """Return the renamings of SigLIP's weights. `tower` is the name of the tower in the original layout."""
     layer = r"model\.vision_model\.encoder\.layers\.(\d+)\."
     return (
         Renaming(r"model\.vision_model\.embeddings\.position_embedding\.weight", rf"{tower}.pos_embed", UNBATCHED),
@@ -106,11 +106,14 @@ and assist the user with a variety of tasks using natural language.
 {%- if not open %}{{ '\n\n' if role == 'User' else '<\uff5cend\u2581of\u2581sentence\uff5c>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}Assistant:{% endif %}"""
-"""deepseek-ai's format `deepseek`, as transformers' conversion script words it for messages of several parts."""
+"""deepseek-ai's conversation format `deepseek`.
+
+For messages of several parts, it follows transformers' conversion script.
+"""
 
 
 class DeepseekVLProcessor(Processor):
-    """The tokenizer's half. A block holds `pixel_values`, uint8 [side, side, 3]."""
+    """Processor of DeepSeek-VL. A block holds `pixel_values`, uint8 [side, side, 3]."""
 
     config_name: ClassVar[str] = "DeepseekVLConfig"
     image_type: ClassVar[str] = "DeepseekVLImageProcessor"
@@ -118,7 +121,10 @@ class DeepseekVLProcessor(Processor):
 
     @classmethod
     def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint in transformers' layout. UnsupportedCheckpoint for settings that it cannot have."""
+        """Return the checkpoint in transformers' layout.
+
+        Raise UnsupportedCheckpoint for settings that this layout cannot express.
+        """
         if checkpoint.renamings is not None or checkpoint.config.get("model_type") != ORIGINAL:
             return checkpoint
         where, config = str(checkpoint.path), checkpoint.config
@@ -159,7 +165,10 @@ class DeepseekVLProcessor(Processor):
         self.normalizations = {"pixel_values": Normalization.read(self.settings)}
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
-        """Return the processor's template before the tokenizer's, which deepseek-ai's processor never reads."""
+        """Return the chat template.
+
+        In deepseek-ai's layout, the tokenizer's template is ignored, because the original processor does not read it.
+        """
         return (own or CHAT_TEMPLATE) if self._original else super().template(own, tokenizers, kinds)
 
     def max_tokens(self, kind: Kind) -> int:
@@ -177,21 +186,24 @@ class DeepseekVLProcessor(Processor):
         return Plan(self._num_features, self.specs(), f"deepseek_vl {sorted(self.settings.items())}", write)
 
     def specs(self) -> Mapping[str, ArraySpec]:
-        """Arrays of a block."""
+        """Return the arrays of a block, by name."""
         return {"pixel_values": ArraySpec((self.side, self.side, 3), "uint8")}
 
     def write(self, rgb: Pixels, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Preprocesses an image into `arrays`."""
+        """Preprocess an image into `arrays`."""
         arrays["pixel_values"][...] = self.squared(rgb, self.side, self.resample, self._background)
 
     def squared(self, rgb: Pixels, side: int, resample: Resample, background: tuple[int, int, int]) -> Pixels:
-        """An image whose longer side becomes `side`, in the middle of a square."""
+        """Resize an image so that its longer side becomes `side`, and pad it to a square, centred."""
         scale = side / max(rgb.shape[:2])
         height, width = (max(round(length * scale), self._min_size) for length in rgb.shape[:2])
         return pad(resize(rgb, height, width, resample), side, side, background)
 
     def read_side(self, name: str, expected: Any) -> int:
-        """Pixels along one side of the square that the setting `name` makes, those that its tower takes."""
+        """Return the side in pixels of the square that the setting `name` asks for.
+
+        Raise UnsupportedCheckpoint if it is not the side that the tower expects.
+        """
         size = Size.read(self.settings[name], self.where).fixed
         if size != (expected, expected) or self._min_size > expected:
             raise UnsupportedCheckpoint(
@@ -202,7 +214,10 @@ class DeepseekVLProcessor(Processor):
 
 
 class DeepseekVLModel(PretrainedModel):
-    """Tower and decoder of DeepSeek-VL; `module` is transformers' DeepseekVLForConditionalGeneration or its sibling."""
+    """Model of DeepSeek-VL.
+
+    `module` is a `DeepseekVLForConditionalGeneration` of transformers, or its hybrid variant.
+    """
 
     traits = Traits(vision_parts=("model.vision_model",), projector_parts=("model.aligner",))
 
@@ -219,12 +234,12 @@ class DeepseekVLModel(PretrainedModel):
         return list(features)
 
     def normalized(self, item: MediaItem, name: str) -> Tensor:
-        """float32 [1, 3, side, side], on the device, of the array `name`."""
+        """Return the normalised pixels of the array `name`, float32 [1, 3, side, side], on the device."""
         return self._normalizations[name](to_device(item.view, name, self.spec.device).unsqueeze(0))
 
 
 class DeepseekVL(PretrainedFamily):
-    """DeepSeek-VL 1.3B (Lu et al., 2024, arXiv 2403.05525) over transformers' own modules."""
+    """DeepSeek-VL 1.3B (Lu et al., 2024, arXiv 2403.05525), run by transformers' modules."""
 
     model_types = ("deepseek_vl", ORIGINAL)
     published = "deepseek-community/deepseek-vl-1.3b-chat"
@@ -262,12 +277,12 @@ class DeepseekVL(PretrainedFamily):
 
 
 def is_hybrid(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json in deepseek-ai's layout is of a model with two towers."""
+    """Return whether a config.json in deepseek-ai's layout describes a model with two towers."""
     return config.get("model_type") == ORIGINAL and "Hybrid" in str((config.get("vision_config") or {}).get("cls"))
 
 
 def check_original(config: Mapping[str, Any], tower: str, projector: str, where: str) -> None:
-    """Raise UnsupportedCheckpoint unless a config.json in deepseek-ai's layout is of these classes."""
+    """Raise UnsupportedCheckpoint unless a config.json in deepseek-ai's layout names these classes."""
     if made := sorted(key for key in config if key.startswith("gen_")):
         raise UnsupportedCheckpoint(
             f"{where} has {made[0]} in its config.json: it is of Janus, which makes pictures; of model_type "
@@ -286,7 +301,7 @@ def check_original(config: Mapping[str, Any], tower: str, projector: str, where:
 
 
 def check_aligner(config: Mapping[str, Any], tower: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedCheckpoint unless the projector leads from the SigLIP `tower` to the language model."""
+    """Raise UnsupportedCheckpoint unless the projector fits the SigLIP `tower` and the language model."""
     params, width = config["aligner_config"]["params"], config["language_config"].get("hidden_size", 4096)
     for key, needed in (("input_dim", tower["hidden_size"]), ("n_embed", width)):
         if params[key] != needed:
@@ -294,13 +309,16 @@ def check_aligner(config: Mapping[str, Any], tower: Mapping[str, Any], where: st
 
 
 def check_features(params: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedCheckpoint if a tower with the original's parameters leaves out its first patch."""
+    """Raise UnsupportedCheckpoint if the original tower would drop its first patch."""
     if (found := params.get("select_feature", "patch")) not in ("same", "cls_patch"):
         raise UnsupportedCheckpoint(f"{where}: select_feature is {found!r}, only same and cls_patch are served")
 
 
 def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return transformers' configuration of a SigLIP tower with the original's parameters. UnsupportedCheckpoint."""
+    """Translate the original parameters of a SigLIP tower into transformers' configuration.
+
+    Raise UnsupportedCheckpoint if the tower is not supported.
+    """
     name = params.get("model_name", "siglip_large_patch16_384")
     if name not in _SIGLIPS:
         raise UnsupportedCheckpoint(f"{where}: the tower is {name!r}, only {', '.join(_SIGLIPS)} are served")
@@ -322,16 +340,18 @@ def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """Return the settings of normalisation for what the original's processor and towers do of it between them.
+    """Return the normalisation settings of transformers' image processor.
+
+    In the original, either the processor or the towers normalise.
 
     Args:
-        pixels: The original's preprocessor_config.json.
-        towers: Parameters of each tower, by the prefix of its settings. The first one's pictures are padded.
-        where: The checkpoint, for errors.
+        pixels: preprocessor_config.json of the original.
+        towers: Parameters of each tower, by the prefix of its settings. The images of the first tower are padded.
+        where: Checkpoint named in error messages.
 
     Raises:
-        UnsupportedCheckpoint: Pictures would be normalised twice, or only one tower's are, or they are padded with
-            another colour than the mean.
+        UnsupportedCheckpoint: Images would be normalised twice or for one tower only, or the colour of the padding is
+            not the mean.
 
     """
     own = pixels.get("do_normalize", True)
@@ -355,7 +375,7 @@ def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, A
 
 
 def original_pixels(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return preprocessor_config.json of deepseek-ai's layout. UnsupportedCheckpoint if it is not one."""
+    """Return preprocessor_config.json. Raise UnsupportedCheckpoint if it is not in deepseek-ai's layout."""
     pixels = checkpoint.json("preprocessor_config.json")
     if "image_size" not in pixels:
         raise UnsupportedCheckpoint(f"{checkpoint.path}: preprocessor_config.json is missing, or has no image_size")
@@ -370,17 +390,17 @@ def translate(
     pixels: Mapping[str, Any],
     renamings: Sequence[Renaming],
 ) -> Checkpoint:
-    """Return a checkpoint of deepseek-ai's layout in transformers'.
+    """Translate a checkpoint from deepseek-ai's layout into that of transformers.
 
     Args:
-        checkpoint: The checkpoint, whose classes were checked.
-        model_type: transformers' name of the model.
+        checkpoint: Checkpoint in deepseek-ai's layout, already checked by `check_original`.
+        model_type: model_type in transformers.
         towers: Configurations of the towers, by their names in config.json.
-        pixels: preprocessor_config.json, but for what the original's processor always does.
-        renamings: Published names of the weights.
+        pixels: preprocessor_config.json of the result. It may leave out settings that the original hard-codes.
+        renamings: Renamings from the names in transformers to the published names of the weights.
 
     Raises:
-        UnsupportedCheckpoint: The processor or the tokenizer does something that is not served.
+        UnsupportedCheckpoint: A setting of the processor or of the tokenizer is not supported.
 
     """
     where, config = str(checkpoint.path), checkpoint.config
@@ -403,7 +423,7 @@ def translate(
         "tie_word_embeddings": language.get("tie_word_embeddings", False),
     }
     generation = dict(checkpoint.json("generation_config.json"))
-    # The original stops at the tokenizer's end token: its language_config leaves Llama's, which is another one.
+    # The original stops at the tokenizer's end token. language_config keeps Llama's default, a different token.
     if generation.get("eos_token_id") is None:
         eos = tokenizers_eos(checkpoint)
         generation["eos_token_id"] = (
@@ -419,9 +439,9 @@ def translate(
 
 
 def _framed(described: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a tokenizer.json that puts BOS and EOS round a text if tokenizer_config.json says so.
+    """Return a tokenizer.json that adds BOS and EOS to a text as tokenizer_config.json asks.
 
-    The original's class of tokenizer goes by that file alone.
+    The original tokenizer class reads these settings from tokenizer_config.json only.
     """
     stated = checkpoint.json("tokenizer_config.json")
     if "add_bos_token" not in stated:

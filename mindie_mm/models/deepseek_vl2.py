@@ -1,6 +1,6 @@
-"""DeepSeek-VL2: an overview and tiles of each picture, a mixture of experts, plain or latent attention.
+"""DeepSeek-VL2: an overview and tiles of each image, a mixture of experts, and plain or latent attention.
 
-Source: arXiv 2412.10302 and the code that came with the checkpoints, whose ids, pixels and logits these are.
+Source: arXiv 2412.10302. Token ids, pixels and logits match the code that came with the checkpoints.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _TILES = "tiles"
 _ARCHITECTURE = "DeepseekVLV2ForCausalLM"
 _TOWER = "siglip_so400m_patch14_384"
 _MOST_TILED_IMAGES = 2
-_LATENT_EPS = 1e-6  # of the latent's norm, whatever the config says of the others
-# Callers write these, and answers hold them: text like any other, each of one id.
+_LATENT_EPS = 1e-6  # epsilon of the latent's norm, which no setting changes
+# Prompts and answers contain these tokens, so they are decoded as text. Each is a single id.
 _TAGS = ("<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>")
-# The defaults are those of the original's configuration classes.
+# The defaults come from the configuration classes of the original code.
 KEYS = Keys(
     read={"candidate_resolutions": [(384, 384)]},
     only={"tile_tag": ("2D",), "global_view_pos": ("head",)},
-    unused=words("tie_word_embeddings"),  # the language model's counts
+    unused=words("tie_word_embeddings"),  # the language model's own key decides
     sections={
         "vision_config": Keys(
             read={"width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4.0, "patch_size": 16},
@@ -56,7 +56,7 @@ KEYS = Keys(
                 "global_pool": ("map",),
                 "ignore_head": (True,),
                 "class_token": (False,),
-                "cls": (),  # how DeepSeek-VL, the first, has its towers
+                "cls": (),  # layout of the towers in the first DeepSeek-VL
                 "params": (),
             },
             unused=words("model_name num_classes use_checkpoint weight_init deterministic num_recomputing_layers"),
@@ -150,10 +150,10 @@ _TEMPLATE = """\
 
 
 class DeepseekVL2Processor(Processor):
-    """The tokenizer's half.
+    """Processor of DeepSeek-VL2.
 
-    An image's block holds `tiles`, uint8 [1 + across * down, size, size, 3]: the whole picture, then its tiles row by
-    row. The grid: tiles (across, down). Of three images or more in a prompt each has one tile.
+    The block of an image holds `tiles`, uint8 [1 + across * down, size, size, 3]: the whole image, then its tiles row
+    by row. The grid is the number of tiles (across, down). In a prompt with three or more images, each has one tile.
     """
 
     traits = Traits(chat_template=_TEMPLATE)
@@ -176,7 +176,7 @@ class DeepseekVL2Processor(Processor):
             )
         self.side: int = -(-(self.size // patch) // 2)
         self.canvases = [(height, width) for width, height in settings["candidate_resolutions"]]
-        if not self.canvases or self.canvases[0][1] != self.size:  # the original takes its tiles' size from the first
+        if not self.canvases or self.canvases[0][1] != self.size:  # the original reads the tile size from the first
             raise UnsupportedCheckpoint(
                 f"{checkpoint.path}: candidate_resolutions is {settings['candidate_resolutions']!r}, the first must be "
                 f"{self.size} pixels wide"
@@ -189,7 +189,7 @@ class DeepseekVL2Processor(Processor):
                 )
         token = checkpoint.token_id(settings["image_token"])
         bos = checkpoint.special_token("bos_token")
-        # The original takes the tokenizer's, too.
+        # The original also prefers the BOS token of the tokenizer.
         self._bos = config["language_config"]["bos_token_id"] if bos is None else checkpoint.token_id(bos)
         self.placeholders = {"image": Placeholder((), token, ())}
 
@@ -197,7 +197,10 @@ class DeepseekVL2Processor(Processor):
         return ids if ids[:1] == [self._bos] else [self._bos, *ids]
 
     def num_features(self, across: int, down: int) -> int:
-        """Features of an image of so many tiles: each view's cells, an end to each row, and what parts the views."""
+        """Return the number of features of an image with `across` x `down` tiles.
+
+        Each row of cells ends in a newline feature. A separator follows the overview.
+        """
         side = self.side
         return side * (side + 1) + 1 + side * down * (side * across + 1)
 
@@ -240,7 +243,7 @@ class DeepseekVL2Processor(Processor):
         )
 
     def _tiles(self, canvas: CanvasSize) -> tuple[int, int]:
-        """How many across, and down."""
+        """Return the number of tiles (across, down)."""
         return canvas[1] // self.size, canvas[0] // self.size
 
 
@@ -274,14 +277,14 @@ class _Tower(nn.Module):
         self.norm = nn.LayerNorm(width, 1e-6)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[tiles, 3, size, size] -> [tiles, patches, width]."""
+        """Map pixels [tiles, 3, size, size] to [tiles, patches, width]."""
         patches = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2)
         hidden: Tensor = self.norm(self.blocks(patches + self.pos_embed))
         return hidden
 
 
 class _Projector(nn.Module):
-    """Each two by two patches to one feature."""
+    """The projector, which turns each square of 2 x 2 patches into one feature."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -290,18 +293,18 @@ class _Projector(nn.Module):
         self.layers = nn.Sequential(first, nn.GELU(), nn.Linear(width, width))
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[tiles, patches, width] -> [tiles, side * side, n_embed]."""
+        """Map [tiles, patches, width] to [tiles, side * side, n_embed]."""
         side = math.isqrt(patches.shape[1])
         grid = patches.transpose(1, 2).unflatten(-1, (side, side))
         grid = pad(grid, (0, side % 2, 0, side % 2))
-        # Channel by channel, each with the four patches: the order of unfold, in which the weights lie.
+        # unfold puts the four patches of a channel next to each other, which is the order of the weights.
         windows = nn.functional.unfold(grid, 2, stride=2).transpose(1, 2)
         features: Tensor = self.layers(windows)
         return features
 
 
 class _Attention(nn.Module):
-    """Plain attention, a key and a value for each of the heads or groups of them."""
+    """Plain attention with a key and a value per head or per group of heads."""
 
     def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -324,10 +327,10 @@ class _Attention(nn.Module):
 
 
 class _LatentAttention(nn.Module):
-    """One short latent stands for the keys and values of all heads.
+    """Multi-head latent attention, which caches one short latent for the keys and values of all heads.
 
-    The heads' own projections go to the query and to the result, so that the latent alone is kept: one key head
-    [rotated + latent], whose value is the latent.
+    The projections of the heads are applied to the query and to the result instead of to the latent. The KV cache
+    therefore has a single key head of width rotary + latent, and its value is the latent.
     """
 
     def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
@@ -348,7 +351,7 @@ class _LatentAttention(nn.Module):
         self.low_rank = rank is not None
         self.kv_a_proj_with_mqa = nn.Linear(width, self.latent + self.rotary_width, bias=False)
         self.kv_a_layernorm = RMSNorm(self.latent, _LATENT_EPS)
-        self.kv_b_proj = nn.Module()  # a weight that is taken apart, and never multiplied with as a whole
+        self.kv_b_proj = nn.Module()  # a module without forward, because its weight is split before use
         self.kv_b_proj.register_parameter(
             "weight", nn.Parameter(torch.empty(self.heads * (self.plain + value), self.latent))
         )
@@ -370,7 +373,7 @@ class _LatentAttention(nn.Module):
 
 
 def _by_halves(values: Tensor) -> Tensor:
-    """Pairs that lie side by side on the last axis, one half's width apart."""
+    """Reorder interleaved pairs on the last axis, so that the first elements fill its first half."""
     return torch.cat([values[..., ::2], values[..., 1::2]], dim=-1)
 
 
@@ -411,7 +414,7 @@ class _Language(nn.Module):
 
 
 class _Network(nn.Module):
-    """Modules under the names that the checkpoints' weights have, the misspelt one among them."""
+    """The whole network. Parameters have the names of the published weights, including the misspelt one."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -424,19 +427,19 @@ class _Network(nn.Module):
 
 
 class DeepseekVL2Model(Model):
-    """Tower, projector and decoder."""
+    """Model of DeepSeek-VL2."""
 
     traits = Traits(vision_parts=("vision",), projector_parts=("projector",))
 
     def __init__(
         self, network: _Network, spec: ModelSpec, processor: DeepseekVL2Processor, language: Mapping[str, Any]
     ) -> None:
-        """`language` is the decoder's part of config.json."""
+        """Wrap `network`. `language` is the section of config.json for the decoder."""
         self.spec = spec
         self.module = network
         self._processor = processor
         self._rotary_width = language["qk_rope_head_dim"] if language["use_mla"] else spec.head_dim
-        # On the device: a number from the host would be a wait for it in every step.
+        # Kept on the device, because a host scalar would force a synchronisation in every step.
         self._rotary_base = torch.tensor([language["rope_theta"]], dtype=torch.float32, device=spec.device)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -446,19 +449,22 @@ class DeepseekVL2Model(Model):
         return [self._arranged(own, item) for own, item in zip(features.split(counts), items, strict=True)]
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [tiles, 3, size, size], on the device, to the last bit as the reference."""
+        """Return normalised pixels, float32 [tiles, 3, size, size], on the device, bit-identical to the reference."""
         tiles = to_device(item.view, _TILES, self.spec.device)
         return normalize_pictures(tiles, self._processor.mean, self._processor.std)
 
     def _arranged(self, views: Tensor, item: MediaItem) -> Tensor:
-        """[views, side * side, width] -> [num_features, width]: the overview's rows, then those of all tiles."""
+        """Arrange [views, side * side, width] as features [num_features, width].
+
+        The rows of the overview come first, then the separator and the rows of the joined tiles.
+        """
         side, (across, down) = self._processor.side, item.shape.grid
         tiles = views[1:].view(down, across, side, side, -1).transpose(1, 2).reshape(down * side, across * side, -1)
         overview = self._ended(views[0].view(side, side, -1))
         return torch.cat([overview, self.module.view_seperator.unsqueeze(0), self._ended(tiles)])
 
     def _ended(self, grid: Tensor) -> Tensor:
-        """[rows, columns, width], an end put to each row: [rows * (columns + 1), width]."""
+        """Append the newline feature to each row of [rows, columns, width]; return [rows * (columns + 1), width]."""
         ends = self.module.image_newline.expand(len(grid), 1, -1)
         return torch.cat([grid, ends], dim=1).flatten(0, 1)
 
@@ -480,7 +486,7 @@ class DeepseekVL2Model(Model):
 
 
 class DeepseekVL2(Family):
-    """DeepSeek-VL2 (Wu et al., 2024, arXiv 2412.10302), its layers written here."""
+    """DeepSeek-VL2 (Wu et al., 2024, arXiv 2412.10302) with layers of its own."""
 
     model_types = ("deepseek_vl_v2",)
     published = "deepseek-ai/deepseek-vl2-tiny"
@@ -535,7 +541,7 @@ class DeepseekVL2(Family):
 
 
 def _check_kind(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint for another model under this family's model_type, as DeepSeek-OCR is published."""
+    """Raise UnsupportedCheckpoint for other models that share this model_type, such as DeepSeek-OCR."""
     architecture = next(iter(checkpoint.config.get("architectures") or ()), _ARCHITECTURE)
     tower = (checkpoint.config.get("vision_config") or {}).get("model_name", _TOWER)
     if architecture != _ARCHITECTURE or tower != _TOWER:
@@ -546,7 +552,7 @@ def _check_kind(checkpoint: Checkpoint) -> None:
 
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json with the defaults of what it lacks. UnsupportedCheckpoint for what is not served."""
+    """Return config.json, completed with defaults. Raise UnsupportedCheckpoint for unsupported settings."""
     _check_kind(checkpoint)
     where = f"{checkpoint.path}/config.json"
     config = KEYS.complete(checkpoint.config, where)

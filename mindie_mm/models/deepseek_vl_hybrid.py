@@ -1,7 +1,7 @@
-"""DeepSeek-VL with two towers: SAM sees the image at a high resolution, SigLIP the same padded square at a low one.
+"""DeepSeek-VL with two towers: SAM for the padded image at high resolution, SigLIP for the same at low resolution.
 
-Source: arXiv 2403.05525; transformers' deepseek_vl_hybrid, whose ids, pixels and logits these are. deepseek-ai's layout
-is translated by the rules of transformers' convert_deepseek_vl_hybrid_weights_to_hf.py.
+Source: arXiv 2403.05525. Token ids, pixels and logits match transformers' `deepseek_vl_hybrid`. deepseek-ai's
+layout is translated by the rules of transformers' convert_deepseek_vl_hybrid_weights_to_hf.py.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _SAM: Mapping[str, Any] = {
     "prompt_embed_dim": 256,
     "global_attn_indexes": [2, 5, 8, 11],
 }
-"""Sizes of `sam_b_downsample`, the only tower whose features go with SigLIP's; those that are stated come first."""
+"""Sizes of `sam_b_downsample`, the only tower whose features match SigLIP's. Stated sizes take precedence."""
 _TOWER = "vision_model.vision_tower_high.vision_tower"
 _ENCODER = r"model\.high_res_vision_model\.vision_encoder\."
 
 
 def _neck(module: str, published: str) -> tuple[Renaming, ...]:
-    """Return the names of a neck's weights: convolutions 1 and 2, and a norm behind each."""
+    """Return the renamings of the weights of a neck: two convolutions with a norm after each."""
     return (
         Renaming(rf"{module}\.conv1\.weight", f"{_TOWER}.{published}.0.weight"),
         Renaming(rf"{module}\.layer_norm1\.(\w+)", rf"{_TOWER}.{published}.1.\1"),
@@ -81,7 +81,10 @@ _RENAMINGS = (
 
 
 class DeepseekVLHybridProcessor(DeepseekVLProcessor):
-    """The tokenizer's half. A block also holds `high_res_pixel_values`, uint8 [high side, high side, 3]."""
+    """Processor of DeepSeek-VL with two towers.
+
+    A block also holds `high_res_pixel_values`, uint8 [high side, high side, 3].
+    """
 
     config_name = "DeepseekVLHybridConfig"
     image_type = "DeepseekVLHybridImageProcessor"
@@ -110,7 +113,7 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
             "image_processor_type": cls.image_type,
             "high_res_size": {"height": pixels["image_size"], "width": pixels["image_size"]},
             "size": {"height": low["image_size"], "width": low["image_size"]},
-            "resample": 2,  # the original makes the low resolution of the high one, bilinearly
+            "resample": 2,  # the original downscales the high resolution bilinearly
             **{key: pixels[key] for key in ("min_size", "rescale_factor") if key in pixels},
             **normalization(pixels, {"high_res_": high, "": low}, where),
         }
@@ -139,7 +142,7 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
 
 
 class DeepseekVLHybridModel(DeepseekVLModel):
-    """With a second tower; `module` is transformers' DeepseekVLHybridForConditionalGeneration."""
+    """Model with two towers. `module` is a `DeepseekVLHybridForConditionalGeneration` of transformers."""
 
     traits = replace(
         DeepseekVLModel.traits,
@@ -153,7 +156,7 @@ class DeepseekVLHybridModel(DeepseekVLModel):
 
 
 class DeepseekVLHybrid(DeepseekVL):
-    """DeepSeek-VL 7B (Lu et al., 2024, arXiv 2403.05525) over transformers' own modules."""
+    """DeepSeek-VL 7B (Lu et al., 2024, arXiv 2403.05525), run by transformers' modules."""
 
     model_types = ("deepseek_vl_hybrid", ORIGINAL)
     published = "deepseek-community/deepseek-vl-7b-chat"
@@ -167,7 +170,7 @@ class DeepseekVLHybrid(DeepseekVL):
             for part in ("high", "low")
             for key in ("ckpt_path", "output_dim")
         ),
-        "vision_config.params.high_res_cfg.select_layer",  # the original gives it to SigLIP alone
+        "vision_config.params.high_res_cfg.select_layer",  # the original passes it to SigLIP only
     )
 
     @classmethod
@@ -176,7 +179,10 @@ class DeepseekVLHybrid(DeepseekVL):
 
 
 def _sam_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return transformers' configuration of a SAM tower with the original's parameters. UnsupportedCheckpoint."""
+    """Translate the original parameters of a SAM tower into transformers' configuration.
+
+    Raise UnsupportedCheckpoint if the tower is not supported.
+    """
     if (name := params.get("model_name")) != "sam_b_downsample":
         raise UnsupportedCheckpoint(
             f"{where}: the high resolution's tower is {name!r}, only sam_b_downsample is served"

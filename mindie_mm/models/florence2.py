@@ -1,10 +1,10 @@
-"""Florence-2: an image as the cells of a coarse grid and their mean, in front of a task that is put in words.
+"""Florence-2: an encoder-decoder that sees an image as the cells of a coarse grid and their mean.
 
-Source: arXiv 2311.06242; transformers' florence2, whose ids, pixels and logits these are. An encoder-decoder. Places in
-prompts and answers are tokens of their own, <loc_0> to <loc_999>; to make boxes of them is left to who asked.
+Source: arXiv 2311.06242. Token ids, pixels and logits match transformers' `florence2`. The prompt is a task,
+put into words. Locations in prompts and answers are the tokens <loc_0> to <loc_999>. Callers convert them to boxes.
 
-Two layouts are read: transformers' own, and that of microsoft's repositories and of models fine-tuned from these. The
-second is translated in memory by the rules of transformers' convert_florence2_original_pytorch_to_hf.py.
+Checkpoints may have the layout of transformers or that of Microsoft's repositories and models fine-tuned from them. The
+latter is translated in memory by the rules of transformers' convert_florence2_original_pytorch_to_hf.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TASKS = {
     "<DENSE_REGION_CAPTION>": "Locate the objects in the image, with their descriptions.",
     "<REGION_PROPOSAL>": "Locate the region proposals in the image.",
 }
-"""What the model was taught to answer, by the names of the tasks."""
+"""Prompts that the model was trained on, by task name."""
 _TASKS_ON_INPUT = {
     "<CAPTION_TO_PHRASE_GROUNDING>": "Locate the phrases in the caption: {input}",
     "<REFERRING_EXPRESSION_SEGMENTATION>": "Locate {input} in the image with mask",
@@ -63,9 +63,9 @@ _TASKS_ON_INPUT = {
     "<REGION_TO_DESCRIPTION>": "What does the region {input} describe?",
     "<REGION_TO_OCR>": "What text is in the region {input}?",
 }
-"""The same, of tasks that are given something: the text beside the name."""
+"""The same for tasks with an input, which is the text next to the task name."""
 _ORIGINAL_KEYS = frozenset({"dim_embed", "image_pos_embed", "visual_temporal_embedding"})
-"""Settings of the tower that transformers' own configuration calls otherwise: they tell the original layout."""
+"""Settings of the tower that only the original layout has. Their presence identifies that layout."""
 _VISION_DEFAULTS: Mapping[str, Any] = {
     "patch_size": [7, 3, 3, 3],
     "patch_stride": [4, 2, 2, 2],
@@ -79,7 +79,7 @@ _VISION_DEFAULTS: Mapping[str, Any] = {
     "projection_dim": 1024,
     "image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"],
 }
-"""Defaults of the original code's tower. transformers has others."""
+"""Defaults of the original tower. transformers has different ones."""
 _TEXT_KEYS = (
     "vocab_size",
     "max_position_embeddings",
@@ -93,7 +93,7 @@ _TEXT_KEYS = (
     "activation_function",
     "scale_embedding",
 )
-"""Keys that set the sizes of the original encoder and decoder. BART's configuration has the same names."""
+"""Keys of the original text_config that transformers' BART configuration has under the same names."""
 _GENERATION_DEFAULTS: Mapping[str, Any] = {
     "bos_token_id": 0,
     "pad_token_id": 1,
@@ -112,17 +112,17 @@ _GENERATION_DEFAULTS: Mapping[str, Any] = {
     "diversity_penalty": None,
     "num_beams": None,
 }
-"""Keys of the original's text_config that are settings of generation."""
+"""Generation settings that the original keeps in text_config, with their defaults."""
 _OTHER_KEYS = (
-    # Of the original's training.
+    # Settings of the original's training.
     *(f"text_config.{key}dropout" for key in ("", "activation_", "attention_", "classif_", "classifier_")),
     *(f"text_config.{key}" for key in ("decoder_layerdrop", "encoder_layerdrop", "init_std")),
     *("vision_config.drop_path_rate", "vision_config.enable_checkpoint"),
-    # The original's code reads none of these, and sets the number of layers by encoder_layers.
+    # The original code reads none of these. encoder_layers sets its number of layers.
     *(f"text_config.{key}" for key in ("add_bias_logits", "add_final_layer_norm", "normalize_before")),
     *("text_config.num_hidden_layers", "vision_config.tie_word_embeddings"),
 )
-"""Keys of the original's sections that change no answer."""
+"""Keys of the original config.json that do not affect answers."""
 _NAMED_TOKENS: Mapping[str, Any] = {
     "bos_token": "<s>",
     "eos_token": "</s>",
@@ -132,7 +132,7 @@ _NAMED_TOKENS: Mapping[str, Any] = {
     "cls_token": "<s>",
     "mask_token": "<mask>",
 }
-"""BART's, which the original tokenizer_config.json leaves out."""
+"""Special tokens of BART, which the original tokenizer_config.json leaves out."""
 _PAIRED = ("cap", "ncap", "dcap", "grounding", "seg", "region_cap", "region_to_desciption", "proposal", "poly")
 _ADDED_TOKENS = (
     *("<od>", "</od>", "<ocr>", "</ocr>"),
@@ -142,7 +142,7 @@ _ADDED_TOKENS = (
     *(f"<{slash}{name}>" for name in _PAIRED[5:] for slash in ("", "/")),
     "<and>",
 )
-"""What the original processor adds to BART's tokenizer, in this order and with this spelling of "description"."""
+"""Tokens that the original processor adds to BART's tokenizer, in this order and with this misspelt "description"."""
 _TOWER = r"model\.vision_tower\."
 _BLOCK = rf"{_TOWER}(blocks\.\d+\.\d+\.(spatial|channel)_block)\."
 _ATTENTION = r"(window_attn|channel_attn)"
@@ -163,7 +163,7 @@ _RENAMINGS = (
     Renaming(r"lm_head\.weight", "language_model.lm_head.weight"),
 )
 _LOGITS_BIAS = "language_model.final_logits_bias"
-"""A weight of the original's that transformers' class has no place for."""
+"""A weight of the original that transformers' class lacks."""
 _CHAT_TEMPLATE = (
     "{% if messages | length != 1 %}"
     "{{ raise_exception('this model answers one message, and remembers none before it') }}{% endif %}"
@@ -173,7 +173,7 @@ _CHAT_TEMPLATE = (
 
 
 class Florence2Processor(OneSizeProcessor):
-    """The tokenizer's half."""
+    """Processor of Florence-2."""
 
     traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1})
 
@@ -199,7 +199,7 @@ class Florence2Processor(OneSizeProcessor):
         ]
 
     def prompt_text(self, text: str) -> str:
-        """A task's name replaced by what the model was taught to answer."""
+        """Replace a task name by the prompt that the model was trained on."""
         for name, question in _TASKS.items():
             if name in text:
                 if text != name:
@@ -211,7 +211,7 @@ class Florence2Processor(OneSizeProcessor):
         return text
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
-        """Between BOS and EOS if there is an image, else bare: whatever the tokenizer does."""
+        """Enclose the ids in BOS and EOS if there is an image. Otherwise, remove both."""
         bos, eos = self._around
         bare = ids[ids[:1] == [bos] :]
         bare = bare[: len(bare) - (bare[-1:] == [eos])]
@@ -219,7 +219,7 @@ class Florence2Processor(OneSizeProcessor):
 
 
 class Florence2Model(PictureModel, Seq2SeqModel):
-    """Tower, encoder and decoder; `module` is transformers' Florence2ForConditionalGeneration."""
+    """Model of Florence-2. `module` is a `Florence2ForConditionalGeneration` of transformers."""
 
     traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
 
@@ -229,7 +229,7 @@ class Florence2Model(PictureModel, Seq2SeqModel):
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         items = super().read(ids)
-        # The placeholder may be no row of the embeddings: then it stands for an image, and for nothing else.
+        # The placeholder's id may lie beyond the embedding table. Such an id is valid only in the slot of an image.
         beyond = np.flatnonzero(ids >= self.spec.vocab_size)
         if len(stray := np.setdiff1d(beyond, [slot for item in items for slot in item.slots])):
             raise TokenOutOfRange(f"token id {ids[stray[0]]} is not in [0, {self.spec.vocab_size})")
@@ -244,7 +244,7 @@ class Florence2Model(PictureModel, Seq2SeqModel):
 
 
 class Florence2(PretrainedFamily):
-    """Florence-2 (Xiao et al., 2023, arXiv 2311.06242) over transformers' own modules."""
+    """Florence-2 (Xiao et al., 2023, arXiv 2311.06242), run by transformers' modules."""
 
     model_types = ("florence2",)
     published = "florence-community/Florence-2-base"
@@ -272,7 +272,10 @@ class Florence2(PretrainedFamily):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        """Places and the marks of tasks are text, in prompts and answers, though tokenizer.json calls them special."""
+        """Return the tokenizer of the checkpoint.
+
+        Location and task tokens are decoded as text, although tokenizer.json marks them as special.
+        """
         from transformers import PreTrainedTokenizerFast
 
         checkpoint = _translated(checkpoint)
@@ -287,7 +290,10 @@ class Florence2(PretrainedFamily):
 
 
 def _num_features(vision: Any, output_size: tuple[int, int], where: str) -> int:
-    """Features of an image of this height and width: one for each cell that the tower leaves, and one for all."""
+    """Return the number of features of an image: one for each cell of the tower's output, and one for their mean.
+
+    Raise UnsupportedCheckpoint if the tower has too few position embeddings.
+    """
     height, width = output_size
     for size, stride, padding in zip(vision.patch_size, vision.patch_stride, vision.patch_padding, strict=True):
         height, width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
@@ -300,7 +306,10 @@ def _num_features(vision: Any, output_size: tuple[int, int], where: str) -> int:
 
 
 def _translated(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint in transformers' layout. UnsupportedCheckpoint for settings that it cannot have."""
+    """Return the checkpoint in transformers' layout.
+
+    Raise UnsupportedCheckpoint for settings that this layout cannot express.
+    """
     vision = checkpoint.config.get("vision_config") or {}
     if checkpoint.renamings is not None or not (vision.get("model_type") == "davit" or _ORIGINAL_KEYS & vision.keys()):
         return checkpoint
@@ -321,13 +330,13 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
         **{key: value for key, value in checkpoint.config.items() if key not in ("vision_config", "text_config")},
         "architectures": ["Florence2ForConditionalGeneration"],
         "vision_config": tower,
-        # Encoder and decoder share their embeddings whatever is said, and the head shares them or not.
+        # Encoder and decoder always share their embeddings. tie_word_embeddings only decides about the head.
         "text_config": {"model_type": "bart", "vocab_size": 51289, "tie_word_embeddings": True, **known},
         "tie_word_embeddings": text.get("tie_word_embeddings", True),
         "image_token_id": tokenizer_length(described),
     }
-    # The original generates with its language model, whose settings text_config has: its generation_config.json and
-    # the token ids at the top of its config.json, which re-saved checkpoints have wrong, change nothing.
+    # The original generates with the settings in text_config. It ignores generation_config.json and the token ids at
+    # the top level of config.json, which are wrong in re-saved checkpoints.
     generation = {key: text.get(key, value) for key, value in _GENERATION_DEFAULTS.items()}
     files = {
         "generation_config.json": {key: value for key, value in generation.items() if value is not None},
@@ -341,8 +350,11 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _vision_config(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return transformers' vision_config for the original's. UnsupportedCheckpoint for what it cannot say."""
-    # Re-saved configurations have lost the name of the tower, which is the only one that the original code has.
+    """Translate the original vision_config into that of transformers.
+
+    Raise UnsupportedCheckpoint for settings that transformers cannot express.
+    """
+    # Re-saved configurations lack the name of the tower. The original code supports no other tower.
     if (tower := vision.get("model_type") or "davit") != "davit":
         raise UnsupportedCheckpoint(
             f"{where}: vision_config.model_type is {tower!r}; of Florence-2 only the tower davit is served"

@@ -1,7 +1,7 @@
-"""Fuyu: patches of an image straight into the decoder, row by row, each row behind its last ended by a token.
+"""Fuyu: patches that go straight into the decoder, row by row, with a newline token after each row.
 
-Source: adept.ai/blog/fuyu-8b; transformers' fuyu, whose ids and patches these are. One image a prompt, in front of
-the text.
+Source: adept.ai/blog/fuyu-8b. Token ids and patches match transformers' `fuyu`. A prompt has at most one
+image, which precedes the text.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _CHAT_TEMPLATE = (
 
 
 class FuyuProcessor(Processor):
-    """The tokenizer's half.
+    """Processor of Fuyu.
 
-    A block holds `patches`, uint8 [rows * columns, patch * patch * 3]; the grid: (rows, columns).
+    A block holds `patches`, uint8 [rows * columns, patch * patch * 3]. The grid is (rows, columns), in patches.
     """
 
     traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1})
@@ -97,11 +97,14 @@ class FuyuProcessor(Processor):
         return Spelling(runs=[[*[self._token] * columns, self._newline] * rows])
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
-        """Where there is an image, a BOS stands behind it, and the answer begins with a token of its own."""
+        """Add the tokens around the text of a prompt with an image.
+
+        A BOS token separates the image from the text, and a special token starts the answer.
+        """
         if not num_items:
             return ids
         text = ids[1:] if ids[:1] == [self._bos] else ids
-        # The reference encodes the answer's token with the text: what stands before a text stands before it alone, too.
+        # The reference encodes the answer token with the text. Even an empty text gets the tokenizer's prefix.
         return [self._bos, *(text or self._blank), self._answer]
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
@@ -128,7 +131,10 @@ class FuyuProcessor(Processor):
         return [unpatchify(patches, grid[0], grid[1], 1)]
 
     def _size(self, height: int, width: int) -> tuple[int, int]:
-        """What fits within the checkpoint's size; smaller images stay as they are. LimitExceeded."""
+        """Return the size of an image after it is shrunk to fit the checkpoint's size. Smaller images keep their size.
+
+        Raise LimitExceeded if no pixel of one side would be left.
+        """
         if height <= self._height and width <= self._width:
             return height, width
         scale = min(self._height / height, self._width / width)
@@ -139,7 +145,7 @@ class FuyuProcessor(Processor):
 
 
 class FuyuModel(PretrainedModel):
-    """Decoder of Fuyu; its tower is one linear layer. `module` is transformers' FuyuForCausalLM."""
+    """Model of Fuyu, whose tower is one linear layer. `module` is a `FuyuForCausalLM` of transformers."""
 
     traits = Traits(projector_parts=("model.vision_embed_tokens",))
 
@@ -152,14 +158,17 @@ class FuyuModel(PretrainedModel):
         return split_features(self.module.model.vision_embed_tokens(patches), items)
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [rows * columns, patch * patch * 3], on the device; of a pixel its colours stand together."""
+        """Return normalised patches, float32 [rows * columns, patch * patch * 3], on the device.
+
+        The three colours of a pixel are adjacent.
+        """
         patches = to_device(item.view, "patches", self.spec.device)
         pixels = patches.view(len(patches), self._patch, self._patch, 3)
         return self._normalization(pixels).permute(0, 2, 3, 1).flatten(1)
 
 
 class Fuyu(PretrainedFamily):
-    """Fuyu (Adept, 2023) over transformers' own modules."""
+    """Fuyu (Adept, 2023), run by transformers' modules."""
 
     model_types = ("fuyu",)
     published = "adept/fuyu-8b"
@@ -167,19 +176,22 @@ class Fuyu(PretrainedFamily):
     processor = FuyuProcessor
     module_name = "FuyuForCausalLM"
     model_class = FuyuModel
-    # transformers 4's. transformers 5 has it in a class that does not read it, and takes 10000.
+    # The default of transformers 4. transformers 5 sets it in a class that does not read it, and uses 10000.
     default_theta = 25_000.0
 
 
 def _prepended(checkpoint: Checkpoint) -> list[str]:
-    """What the tokenizer puts before every text."""
+    """Return the strings that the tokenizer prepends to every text."""
     normalizer = checkpoint.json("tokenizer.json").get("normalizer") or {}
     steps = normalizer.get("normalizers", [normalizer])
     return [step["prepend"] for step in steps if step.get("type") == "Prepend"]
 
 
 def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
-    """Ids by token. The published tokenizer has those of images as pieces of its vocabulary, not as added tokens."""
+    """Return all ids by token.
+
+    In the published tokenizer, the image tokens are pieces of the vocabulary and not added tokens.
+    """
     tokenizer = checkpoint.tokenizer_json()
     pieces = tokenizer.get("model", {}).get("vocab", {})
     if not isinstance(pieces, dict):

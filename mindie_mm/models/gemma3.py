@@ -1,6 +1,6 @@
-"""Gemma 3: images of one size, whose tokens see each other both ways; crops beside a long one where asked for.
+"""Gemma 3: images of one size with bidirectional attention, and optional crops of elongated images.
 
-Source: arXiv 2503.19786; transformers' gemma3, whose ids, pixels and logits these are.
+Source: arXiv 2503.19786. Token ids, pixels and logits match transformers' `gemma3`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ _DEFAULTS: Mapping[str, Any] = {
     "pan_and_scan_min_ratio_to_activate": 1.2,
 }
 _TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
-"""Their spellings, where the tokenizer has no names for them."""
+"""Spellings of special tokens that the tokenizer does not name."""
 
 
 class Gemma3Processor(Processor):
-    """The tokenizer's half. A block holds `pixel_values`, uint8 [1 + crops, side, side, 3], the whole image first.
+    """Processor of Gemma 3.
 
-    The grid: the number of crops, or empty where there are none.
+    A block holds `pixel_values`, uint8 [1 + crops, side, side, 3], the whole image first. The grid is (crops,), or
+    empty if there are no crops.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -65,7 +66,7 @@ class Gemma3Processor(Processor):
         self._most_crops: int = settings["pan_and_scan_max_num_crops"]
         self._ratio: float = settings["pan_and_scan_min_ratio_to_activate"]
         if self._scanning and not 0 < self._most_crops <= self._least:
-            # More crops than the least of them has pixels, and the last could be empty.
+            # With more crops than the minimum size of a crop in pixels, the last crop could be empty.
             raise UnsupportedCheckpoint(
                 f"{where}: pan_and_scan_max_num_crops is {self._most_crops}, only 1 to pan_and_scan_min_crop_size, "
                 f"{self._least}, is served"
@@ -120,11 +121,14 @@ class Gemma3Processor(Processor):
         )
 
     def crops(self, height: int, width: int) -> list[tuple[slice, slice]]:
-        """Rows and columns of the crops of a picture: as many beside each other as it is longer than wide."""
+        """Return the rows and columns of each crop of an image.
+
+        The crops lie along the longer side. Their number is about the ratio of the sides.
+        """
         long, short = max(height, width), min(height, width)
         if not self._scanning or long / short < self._ratio:
             return []
-        # A long picture has at least two, however small they become; then it has none.
+        # At least two crops. If these turn out smaller than the minimum, the image has none.
         count = min(math.floor(long / short + 0.5), long // self._least)
         count = min(max(count, 2), self._most_crops)
         step = math.ceil(long / count)
@@ -136,7 +140,10 @@ class Gemma3Processor(Processor):
 
 
 def _features(config: Any, where: str) -> int:
-    """Features of one picture through the tower and the projector's pooling. UnsupportedCheckpoint."""
+    """Return the number of features of one image after the pooling of the projector.
+
+    Raise UnsupportedCheckpoint if the tower or the pooling is not supported.
+    """
     vision, tokens = config.vision_config, config.mm_tokens_per_image
     if vision.model_type != _TOWER:
         raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}, only {_TOWER} is served")
@@ -151,7 +158,7 @@ def _features(config: Any, where: str) -> int:
 
 
 def _check_text(text: Any, where: str) -> None:
-    """UnsupportedCheckpoint for what transformers' layers leave out, or does not fit a decoder."""
+    """Raise UnsupportedCheckpoint for settings that transformers' layers ignore or that do not fit a decoder."""
     if text.attn_logit_softcapping is not None:
         raise UnsupportedCheckpoint(
             f"{where}: attn_logit_softcapping is {text.attn_logit_softcapping}, which transformers' layers leave out"
@@ -163,13 +170,13 @@ def _check_text(text: Any, where: str) -> None:
 
 
 class Gemma3Model(LlavaModel):
-    """Tower and decoder of Gemma 3; `module` is transformers' Gemma3ForConditionalGeneration."""
+    """Model of Gemma 3. `module` is a `Gemma3ForConditionalGeneration` of transformers."""
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         return split_features(self.module.model.get_image_features(self.pixels(items)).pooler_output, items)
 
     def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """A span for each run of image tokens: the whole image, and each of its crops."""
+        """Return a span for each run of image tokens. Each whole image and each crop is a run."""
         if not items:
             return None
         slots = np.concatenate([item.slots for item in items])
@@ -178,14 +185,14 @@ class Gemma3Model(LlavaModel):
         return span_ids
 
     def head(self, hidden: Tensor) -> Tensor:
-        """With the soft cap that transformers' Gemma3ForCausalLM puts on the same logits, where the config has one."""
+        """Return the logits, with the soft cap that transformers' `Gemma3ForCausalLM` applies if the config has one."""
         logits = super().head(hidden)
         cap = self.module.config.text_config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 class Gemma3(PretrainedFamily):
-    """Gemma 3 (Gemma Team, 2025, arXiv 2503.19786) over transformers' own modules."""
+    """Gemma 3 (Gemma Team, 2025, arXiv 2503.19786), run by transformers' modules."""
 
     model_types = ("gemma3",)
     published = "google/gemma-3-4b-it"

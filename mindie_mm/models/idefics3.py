@@ -1,6 +1,6 @@
-"""Idefics3: an image as tiles that the prompt names by row and column, and the whole of it behind them.
+"""Idefics3: an image as tiles, which the prompt names by row and column, followed by the whole image.
 
-Source: arXiv 2408.12637; transformers' idefics3, whose ids, pixels and logits these are.
+Source: arXiv 2408.12637. Token ids, pixels and logits match transformers' `idefics3`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
 
 MOST_PIXELS = 4096
-"""Most pixels of a resized picture's longer side, whatever the checkpoint says."""
+"""Maximum length of the longer side of a resized image in pixels. No setting raises it."""
 DEFAULTS: Mapping[str, Any] = {
     "resample": 1,
     "size": {"longest_edge": 4 * 364},
@@ -40,9 +40,10 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 class Idefics3Processor(Processor):
-    """The tokenizer's half. A block holds `pixel_values`, uint8 [tiles, side, side, 3]; the grid: rows and columns.
+    """Processor of Idefics3.
 
-    Both are 0 for an image that is one tile.
+    A block holds `pixel_values`, uint8 [tiles, side, side, 3]. The grid is the number of tiles (rows, columns), without
+    the tile of the whole image. It is (0, 0) for an image that is not split.
     """
 
     config_name: ClassVar[str] = "Idefics3Config"
@@ -52,7 +53,7 @@ class Idefics3Processor(Processor):
         "fake_image_token": "<fake_token_around_image>",
         "global_image_token": "<global-img>",
     }
-    """Its tokens' spellings, where the tokenizer has no names for them."""
+    """Spellings of special tokens that the tokenizer does not name."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
@@ -60,7 +61,7 @@ class Idefics3Processor(Processor):
         self.feature_width = config.get_text_config().hidden_size
         self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
         settings = checkpoint.preprocessor("image", {self.image_type: DEFAULTS})
-        check_settings(settings, {"do_resize": True}, where)  # else the tiles of an image could be any number
+        check_settings(settings, {"do_resize": True}, where)  # otherwise the number of tiles would have no limit
         self._size = read_size(settings["size"], where)
         self.side = tile_side(settings, where)
         self._splitting: bool = settings["do_image_splitting"]
@@ -79,7 +80,7 @@ class Idefics3Processor(Processor):
             raise UnsupportedCheckpoint(f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {token}")
 
     def max_tokens(self, kind: Kind) -> int:
-        # A square is resized to the most tiles, of whatever size it is.
+        # A square of any size takes the most tiles.
         rows, columns = self._grid(self._resized(1, 1))
         return (rows * columns + 1) * self.tile_features
 
@@ -121,30 +122,33 @@ class Idefics3Processor(Processor):
         )
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """The size that an image gets before it is cut, or becomes one tile."""
+        """Return the height and width of an image after its first resize, before it is cut into tiles."""
         return self._size if len(self._size) == 2 else resized(height, width, self._size[0])
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of tiles of an image resized to `size`; 0 and 0 where it is one tile."""
+        """Return the number of tiles (rows, columns) of an image resized to `size`; (0, 0) if it is not split."""
         height, width = whole_tiles(*size, self.side)
         rows, columns = height // self.side, width // self.side
         return (rows, columns) if self._splitting and rows * columns > 1 else (0, 0)
 
     def spell_whole(self) -> str:
-        """An image in one tile."""
+        """Return the text for the tile of a whole image."""
         return f"{self._fake}{self._global}{self.image_token}{self._fake}"
 
     def runs(self, tiles: int) -> Sequence[Sequence[int]]:
-        """A run for each tile."""
+        """Return the placeholder ids, one run per tile."""
         return [(self.config.image_token_id,) * self.tile_features] * tiles
 
     def _spelled(self, checkpoint: Checkpoint, name: str) -> str:
-        # The reference has them fixed.
+        # The reference hard-codes these spellings.
         return self.tokens[name]
 
 
 def read_size(size: Any, where: str) -> tuple[int] | tuple[int, int]:
-    """The longest edge that pictures are resized to, or height and width. UnsupportedCheckpoint."""
+    """Return the size of resized images: their longer side, or their height and width.
+
+    Raise UnsupportedCheckpoint for other settings.
+    """
     if isinstance(size, Mapping):
         edges = {name: int(edge) for name, edge in size.items() if edge is not None}
         if edges.keys() == {"longest_edge"}:
@@ -155,7 +159,7 @@ def read_size(size: Any, where: str) -> tuple[int] | tuple[int, int]:
 
 
 def tile_side(settings: Mapping[str, Any], where: str) -> int:
-    """Pixels along one side of a tile. UnsupportedCheckpoint."""
+    """Return the side of a tile in pixels. Raise UnsupportedCheckpoint if max_image_size has no longest_edge."""
     size = settings["max_image_size"]
     if not isinstance(size, Mapping) or not isinstance(side := size.get("longest_edge"), int):
         raise UnsupportedCheckpoint(f"{where}: max_image_size is {size!r}, only a longest_edge is served")
@@ -163,7 +167,10 @@ def tile_side(settings: Mapping[str, Any], where: str) -> int:
 
 
 def resized(height: int, width: int, longest_edge: int) -> tuple[int, int]:
-    """Height and width of a picture whose longer side becomes `longest_edge`, and the other one even."""
+    """Return height and width of an image whose longer side becomes `longest_edge` and whose shorter side is even.
+
+    If the longer side then exceeds `MOST_PIXELS`, the image is scaled down to that length.
+    """
     height, width = _scaled(height, width, longest_edge, multiple=2)
     return _scaled(height, width, MOST_PIXELS) if max(height, width) > MOST_PIXELS else (height, width)
 
@@ -176,7 +183,10 @@ def _scaled(height: int, width: int, longest_edge: int, multiple: int = 1) -> tu
 
 
 def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
-    """Height and width as multiples of `side`: the longer one rounded up, the other by its proportion and then up."""
+    """Return height and width as multiples of `side`.
+
+    The longer side is rounded up. The shorter side is scaled in proportion and then rounded up.
+    """
     ratio = width / height
     if width >= height:
         width = math.ceil(width / side) * side
@@ -186,7 +196,10 @@ def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
 
 
 class Idefics3Model(PictureModel, PretrainedModel):
-    """Tower and decoder of Idefics3; `module` is transformers' Idefics3ForConditionalGeneration or the like."""
+    """Model of Idefics3 and SmolVLM.
+
+    `module` is an `Idefics3ForConditionalGeneration` or a `SmolVLMForConditionalGeneration` of transformers.
+    """
 
     traits = Traits(vision_parts=("model.vision_model",), projector_parts=("model.connector",))
 
@@ -195,13 +208,13 @@ class Idefics3Model(PictureModel, PretrainedModel):
         self.normalizations = processor.normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        # Not by get_image_features: that leaves out tiles whose values are all zero.
+        # get_image_features is not used, because it drops tiles whose values are all zero.
         hidden = self.module.model.vision_model(pixel_values=self.pixels(items)).last_hidden_state
         return split_features(self.module.model.connector(hidden), items)
 
 
 class Idefics3(PretrainedFamily):
-    """Idefics3 (Laurençon et al., 2024, arXiv 2408.12637) over transformers' own modules."""
+    """Idefics3 (Laurençon et al., 2024, arXiv 2408.12637), run by transformers' modules."""
 
     model_types = ("idefics3",)
     published = "HuggingFaceM4/Idefics3-8B-Llama3"

@@ -1,9 +1,9 @@
-"""InternVL: an image as tiles in a grid of its proportions and a thumbnail, a video as numbered frames.
+"""InternVL: images as a grid of tiles and a thumbnail, videos as numbered frames.
 
-Source: arXiv 2504.10479; transformers' internvl, whose ids, pixels and logits these are.
+Source: arXiv 2504.10479. Token ids, pixels and logits match transformers' `internvl`.
 
-Two layouts are read: transformers' own, and OpenGVLab's, of model_type internvl_chat. The second is translated in
-memory by the rules of transformers' convert_internvl_weights_to_hf.py.
+Checkpoints may have the layout of transformers or that of OpenGVLab, whose model_type is internvl_chat. The latter is
+translated in memory by the rules of transformers' convert_internvl_weights_to_hf.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _TOKENS = ("context_image_token", "start_image_token", "end_image_token", "video_token")
 
 ORIGINAL = "internvl_chat"
-"""model_type of OpenGVLab's layout."""
+"""model_type of checkpoints in OpenGVLab's layout."""
 _CONVERTED = "take a repository in transformers' layout, such as OpenGVLab/InternVL3-1B-hf"
 _SPELLED = {
     "context_image_token": "<IMG_CONTEXT>",
@@ -53,7 +53,10 @@ _SPELLED = {
     "end_image_token": "</img>",
     "video_token": "<video>",
 }
-"""The first three are the original's. The last one stands in texts of prompts and never becomes an id."""
+"""Spellings of special tokens in OpenGVLab's layout.
+
+The original has the first three. The fourth occurs in prompt texts only and is replaced before they are encoded.
+"""
 _CHAT_DEFAULTS: Mapping[str, Any] = {
     "select_layer": -1,
     "force_image_size": None,
@@ -67,9 +70,9 @@ _CHAT_DEFAULTS: Mapping[str, Any] = {
     "use_backbone_lora": 0,
     "use_llm_lora": 0,
 }
-"""Defaults of the original's configuration."""
+"""Defaults of the original configuration class."""
 _TRANSLATED = {*_CHAT_DEFAULTS, "template", "vision_config", "llm_config"}
-"""Keys of the original's config.json that transformers' configuration says otherwise."""
+"""Keys of the original config.json that transformers' configuration expresses differently."""
 _VISION_DEFAULTS: Mapping[str, Any] = {
     "num_channels": 3,
     "patch_size": 14,
@@ -84,7 +87,7 @@ _VISION_DEFAULTS: Mapping[str, Any] = {
     "norm_type": "rms_norm",
     "layer_norm_eps": 1e-6,
 }
-"""Defaults of the original's tower. transformers has others."""
+"""Defaults of the original tower. transformers has different ones."""
 _INTERNLM2 = "InternLM2ForCausalLM"
 _TEXT_MODELS = {
     "Qwen2ForCausalLM": "qwen2",
@@ -92,7 +95,7 @@ _TEXT_MODELS = {
     "LlamaForCausalLM": "llama",
     _INTERNLM2: "llama",
 }
-"""transformers' model_type of the language models that are served, by the original's names of their classes."""
+"""model_type in transformers of the supported language models, by class name in the original layout."""
 _INTERNLM2_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 103168,
     "hidden_size": 4096,
@@ -104,10 +107,10 @@ _INTERNLM2_DEFAULTS: Mapping[str, Any] = {
     "rope_theta": 10000,
     "bias": True,
 }
-"""Defaults of InternLM2's configuration."""
+"""Defaults of the InternLM2 configuration class."""
 _ATTENTION_KEYS = {"attn_implementation", "_attn_implementation", "_attn_implementation_autoset"}
 _CHATML = ("internvl2_5", "internlm2-chat", "Hermes-2")
-"""Names of the original's conversations whose turns are between <|im_start|> and <|im_end|>."""
+"""Conversation templates of the original that enclose turns in <|im_start|> and <|im_end|>."""
 _TURN_END = "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -119,7 +122,7 @@ CHAT_TEMPLATE = (
     "{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The conversation of transformers' conversion script, which has no system message unless the caller gives one."""
+"""Chat template of transformers' conversion script. It adds no system message."""
 _LAYER = r"model\.vision_tower\.encoder\.layer\.(\d+)\."
 _PUBLISHED_LAYER = r"vision_model.encoder.layers.\1"
 _RENAMINGS = (
@@ -168,7 +171,7 @@ _INTERNLM2_RENAMINGS = (
 
 
 class InternVLProcessor(Processor):
-    """The tokenizer's half. A block holds `pixel_values`, uint8 [tiles, side, side, 3]; the grid is (tiles,)."""
+    """Processor of InternVL. A block holds `pixel_values`, uint8 [tiles, side, side, 3]. The grid is (tiles,)."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = _translated(checkpoint)
@@ -189,7 +192,7 @@ class InternVLProcessor(Processor):
             "video": Placeholder((), context, (), spelled["video_token"]),
         }
         self._context, self._start, self._end = spelled["context_image_token"], start, end
-        # What these say of crop_to_patches counts for nothing: the reference's processor always asks for tiles.
+        # crop_to_patches is ignored, because the reference's processor always asks for tiles.
         image = checkpoint.preprocessor("image", {"GotOcr2ImageProcessor": _DEFAULTS})
         video = checkpoint.preprocessor("video", {"InternVLVideoProcessor": _DEFAULTS})
         check_settings(video, {"do_resize": True, "do_center_crop": False}, where)
@@ -203,12 +206,15 @@ class InternVLProcessor(Processor):
             "video": Normalization.read(video),
         }
         self._shift: bool | float = video["initial_shift"]
-        # Each frame takes the tokens before and after it, too.
+        # Each frame also takes a start token and an end token.
         positions: int = config.get_text_config().max_position_embeddings
         self._sampling = Sampling.read(video, positions // (self._tile_features + 2))
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
-        """Return the template of a file of its own before the tokenizer's, which in OpenGVLab's is for text alone."""
+        """Return the chat template.
+
+        In OpenGVLab's layout, the tokenizer's template is ignored, because it handles only text.
+        """
         return (own or CHAT_TEMPLATE) if self._original else super().template(own, tokenizers, kinds)
 
     def max_tokens(self, kind: Kind) -> int:
@@ -269,9 +275,10 @@ class InternVLProcessor(Processor):
         return Plan(tiles * self._tile_features, specs, settings, write, grid=(tiles,))
 
     def _sample(self, total: int, count: int) -> list[int]:
-        """Return ascending indices of about `count` of `total` frames.
+        """Return the ascending indices of about `count` of `total` frames.
 
-        The first one is the middle of the first part, or the configured shift.
+        The first index is `initial_shift`. If that is True, the first index is the middle of the first of `count` equal
+        parts.
         """
         indices = stepped(total, count, total / count / 2 if self._shift is True else self._shift)
         if not indices:
@@ -284,7 +291,10 @@ def _with_thumbnail(tiles: int) -> int:
 
 
 def _tile(config: Any, where: str) -> tuple[int, int]:
-    """Pixels along one side of a tile, and its features. UnsupportedCheckpoint."""
+    """Return the side of a tile in pixels and its number of features.
+
+    Raise UnsupportedCheckpoint if the tower is not supported.
+    """
     vision, ratio, layer = config.vision_config, config.downsample_ratio, config.vision_feature_layer
     for name, value, served in (
         ("the tower", vision.model_type, "internvl_vision"),
@@ -303,7 +313,7 @@ def _tile(config: Any, where: str) -> tuple[int, int]:
 
 
 class InternVLModel(PictureModel, PretrainedModel):
-    """Tower and decoder of InternVL; `module` is transformers' InternVLForConditionalGeneration."""
+    """Model of InternVL. `module` is an `InternVLForConditionalGeneration` of transformers."""
 
     traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
 
@@ -316,7 +326,7 @@ class InternVLModel(PictureModel, PretrainedModel):
 
 
 class InternVL(PretrainedFamily):
-    """InternVL 3 (Zhu et al., 2025, arXiv 2504.10479) over transformers' own modules."""
+    """InternVL 3 (Zhu et al., 2025, arXiv 2504.10479), run by transformers' modules."""
 
     model_types = ("internvl", ORIGINAL)
     published = "OpenGVLab/InternVL3-1B-hf"
@@ -325,7 +335,7 @@ class InternVL(PretrainedFamily):
     module_name = "InternVLForConditionalGeneration"
     model_class = InternVLModel
     unused_weights = ("language_model.model.layers.*.rotary_emb.inv_freq",)
-    # Of the original's training, and how it computes attention.
+    # Settings of the original's training and of its attention kernel.
     other_keys = tuple(
         f"vision_config.{key}" for key in ("attention_dropout", "drop_path_rate", "dropout", "use_flash_attn")
     )
@@ -352,7 +362,10 @@ class InternVL(PretrainedFamily):
 
 
 def _translated(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint in transformers' layout. UnsupportedCheckpoint for settings that it cannot have."""
+    """Return the checkpoint in transformers' layout.
+
+    Raise UnsupportedCheckpoint for settings that this layout cannot express.
+    """
     if checkpoint.renamings is not None or checkpoint.config.get("model_type") != ORIGINAL:
         return checkpoint
     where, config = str(checkpoint.path), checkpoint.config
@@ -387,9 +400,9 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
     stated = generation.get("eos_token_id")
     ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
     files = {
-        # The original ends an answer at the end of the turn, whatever its files say.
+        # The original always ends an answer at the end of the turn.
         "generation_config.json": {**generation, "eos_token_id": [*ends, *({ids[_TURN_END]} - {*ends})]},
-        # The original reads no file about its pictures: they are cut and normalised by constants.
+        # The original preprocesses images with constants and reads no preprocessor files.
         "processor_config.json": {"image_processor": None},
         "preprocessor_config.json": {"image_processor_type": "GotOcr2ImageProcessor", **pixels, **bounds},
         "video_preprocessor_config.json": pixels,
@@ -400,14 +413,14 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedCheckpoint for settings of the original's configuration that transformers' class cannot have."""
+    """Raise UnsupportedCheckpoint for settings of the original that transformers' layout cannot express."""
     served = {
         "select_layer": -1,
         "ps_version": "v2",
         "pad2square": False,
         "use_backbone_lora": 0,
         "use_llm_lora": 0,
-        # Weights of another number of positions would have to be interpolated.
+        # Any other size would require interpolated position embeddings.
         "force_image_size": vision["image_size"],
     }
     if settings["dynamic_image_size"] and settings["max_dynamic_patch"] > 1:
@@ -425,7 +438,10 @@ def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: s
 
 
 def _vision_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return transformers' vision_config for the original's. UnsupportedCheckpoint for what it cannot say."""
+    """Translate the original vision_config into that of transformers.
+
+    Raise UnsupportedCheckpoint for settings that transformers cannot express.
+    """
     stated = settings.get("vision_config") or {}
     if (tower := stated.get("model_type", "intern_vit_6b")) != "intern_vit_6b":
         raise UnsupportedCheckpoint(
@@ -434,13 +450,16 @@ def _vision_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     vision = {key: default if (own := stated.get(key)) is None else own for key, default in _VISION_DEFAULTS.items()}
     bias, normalized = vision.pop("qkv_bias"), vision.pop("qk_normalization")
-    if normalized:  # transformers' norms of queries and keys have this one
+    if normalized:  # transformers hard-codes this epsilon in the query and key norms
         check_settings(vision, {"layer_norm_eps": 1e-6}, f"{where} (vision_config)")
     return {"model_type": "internvl_vision", "attention_bias": bias, "use_qk_norm": normalized, **vision}
 
 
 def _text_config(language: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return transformers' text_config for the original's llm_config. UnsupportedCheckpoint."""
+    """Translate the original llm_config into transformers' text_config.
+
+    Raise UnsupportedCheckpoint if the language model is not supported.
+    """
     name = next(iter(language.get("architectures") or ()), None)
     if name not in _TEXT_MODELS:
         raise UnsupportedCheckpoint(
@@ -455,7 +474,7 @@ def _text_config(language: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _language_renamings(language: Mapping[str, Any], text: Mapping[str, Any]) -> Sequence[Renaming]:
-    """Return the names of the language model's weights, of transformers' text_config `text`."""
+    """Return the renamings of the language model's weights. `text` is its configuration in transformers."""
     if language["architectures"][0] != _INTERNLM2:
         return _LANGUAGE_RENAMINGS
     heads = text["num_attention_heads"]
@@ -475,7 +494,10 @@ def _language_renamings(language: Mapping[str, Any], text: Mapping[str, Any]) ->
 
 
 def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return tokenizer.json, or what transformers makes of the files of a Qwen2 tokenizer. UnsupportedCheckpoint."""
+    """Return tokenizer.json, or convert a Qwen2 tokenizer from vocab.json and merges.txt.
+
+    Raise UnsupportedCheckpoint if neither is possible.
+    """
     if checkpoint.has("tokenizer.json"):
         return checkpoint.json("tokenizer.json")
     name = checkpoint.json("tokenizer_config.json").get("tokenizer_class")
@@ -491,7 +513,7 @@ def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
             f"{checkpoint.path} has no {files}; take the missing files from the repository that the checkpoint was "
             f"made of, or {_CONVERTED}"
         )
-    from transformers import Qwen2Tokenizer  # late: it takes a second
+    from transformers import Qwen2Tokenizer  # slow to import
 
     checkpoint.check_tokenizer()
     try:

@@ -1,6 +1,6 @@
-"""LLaVA: an image of one size through a CLIP or SigLIP tower and a projector of two layers.
+"""LLaVA: images of one size, a CLIP or SigLIP tower and a projector of two layers.
 
-Source: arXiv 2310.03744; transformers' llava, whose ids, pixels and logits these are.
+Source: arXiv 2310.03744. Token ids, pixels and logits match transformers' `llava`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CLIP: Mapping[str, Any] = {
     "image_mean": CLIP_MEAN,
     "image_std": CLIP_STD,
 }
-# transformers' classes of image processors that such checkpoints name, and what they do where a file does not say.
+# Image processor classes of transformers that these checkpoints name, with their defaults.
 _PROCESSORS: Mapping[str, Mapping[str, Any]] = {
     "LlavaImageProcessor": _CLIP,
     "CLIPImageProcessor": _CLIP,
@@ -53,7 +53,7 @@ _PROCESSORS: Mapping[str, Mapping[str, Any]] = {
 
 
 class LlavaProcessor(OneSizeProcessor):
-    """The tokenizer's half."""
+    """Processor of LLaVA."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
@@ -83,7 +83,10 @@ class _Normalizing(Protocol):
 
 
 class LlavaModel(PictureModel, PretrainedModel):
-    """Tower and decoder of LLaVA and its kin; `module` is transformers' LlavaForConditionalGeneration or the like."""
+    """Model of LLaVA, and base class of models that are built alike.
+
+    `module` is a `LlavaForConditionalGeneration` of transformers, or a class with the same parts.
+    """
 
     traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
 
@@ -97,12 +100,12 @@ class LlavaModel(PictureModel, PretrainedModel):
 
 
 class Llava(PretrainedFamily):
-    """LLaVA 1.5 (Liu et al., 2023, arXiv 2310.03744) over transformers' own modules."""
+    """LLaVA 1.5 (Liu et al., 2023, arXiv 2310.03744), run by transformers' modules."""
 
     model_types = ("llava",)
     published = "llava-hf/llava-1.5-7b-hf"
     kinds = ("image",)
     processor = LlavaProcessor
     module_name = "LlavaForConditionalGeneration"
-    other_keys = ("vision_config.vocab_size",)  # of CLIP's texts
+    other_keys = ("vision_config.vocab_size",)  # of CLIP's text encoder
     model_class = LlavaModel

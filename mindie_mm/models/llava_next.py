@@ -1,6 +1,6 @@
-"""LLaVA-NeXT: an image as tiles of a canvas that suits its proportions, beside the whole of it.
+"""LLaVA-NeXT: the whole image, followed by the tiles of a canvas that suits its proportions.
 
-Source: llava-vl.github.io/blog/2024-01-30-llava-next; transformers' llava_next, whose ids, pixels and logits these are.
+Source: llava-vl.github.io/blog/2024-01-30-llava-next. Token ids, pixels and logits match transformers' `llava_next`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mindie_mm.nn.splice import MediaItem
 
 
 class LlavaNextProcessor(AnyresProcessor):
-    """LLaVA-NeXT's own."""
+    """Processor of LLaVA-NeXT."""
 
     config_name = "LlavaNextConfig"
     image_type = "LlavaNextImageProcessor"
@@ -34,7 +34,7 @@ class LlavaNextProcessor(AnyresProcessor):
 
 
 class LlavaNextModel(LlavaModel):
-    """Tower and decoder of LLaVA-NeXT; `module` is transformers' LlavaNextForConditionalGeneration."""
+    """Model of LLaVA-NeXT. `module` is a `LlavaNextForConditionalGeneration` of transformers."""
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         sizes = torch.tensor([item.shape.grid for item in items])
@@ -43,12 +43,12 @@ class LlavaNextModel(LlavaModel):
 
 
 class LlavaNext(PretrainedFamily):
-    """LLaVA-NeXT, also LLaVA 1.6 (Liu et al., 2024), over transformers' own modules."""
+    """LLaVA-NeXT, also known as LLaVA 1.6 (Liu et al., 2024), run by transformers' modules."""
 
     model_types = ("llava_next",)
     published = "llava-hf/llava-v1.6-mistral-7b-hf"
     kinds = ("image",)
     processor = LlavaNextProcessor
     module_name = "LlavaNextForConditionalGeneration"
-    other_keys = ("vision_config.vocab_size",)  # of CLIP's texts
+    other_keys = ("vision_config.vocab_size",)  # of CLIP's text encoder
     model_class = LlavaNextModel

@@ -1,6 +1,6 @@
-"""LLaVA-OneVision: an image alone as tiles of a canvas, several images one tile each, videos as pooled frames.
+"""LLaVA-OneVision: a single image as tiles of a canvas, several images as one tile each, videos as pooled frames.
 
-Source: arXiv 2408.03326; transformers' llava_onevision, whose ids, pixels and logits these are.
+Source: arXiv 2408.03326. Token ids, pixels and logits match transformers' `llava_onevision`.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ _IMAGE: Mapping[str, Any] = {
 }
 _PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 _LONGER = 1.1
-"""How many times as long as the most features the rows and columns of a canvas may be before they are shrunk."""
+"""Factor by which the sides of a canvas, in features, may exceed the limit before the features are downscaled."""
 
 
 class LlavaOnevisionProcessor(AnyresProcessor):
-    """The tokenizer's half.
+    """Processor of LLaVA-OneVision.
 
-    An image's block holds `pixel_values`, uint8 [tiles, side, side, 3], and its grid is (height, width, whether it
-    stands alone); a video's `pixel_values_videos`, uint8 [frames, side, side, 3], its grid is (frames,).
+    The block of an image holds `pixel_values`, uint8 [tiles, side, side, 3]. Its grid is (height, width, single), where
+    `single` is 1 if the prompt has no other image and 0 otherwise. The block of a video holds `pixel_values_videos`,
+    uint8 [frames, side, side, 3]. Its grid is (frames,).
     """
 
     config_name = "LlavaOnevisionConfig"
@@ -101,7 +102,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
             made = len(grid) == 1 and grid[0] * self._frame_features + 1 == num_features
         elif grid[2:] == (1,):
             return super().spelling(kind, num_features, grid[:2])
-        else:  # one of several, and so one tile
+        else:  # one of several images, which has a single tile
             made = grid[2:] == (0,) and min(grid[:2]) > 0 and num_features == self.rows**2 + 1
         return Spelling() if made else None
 
@@ -156,15 +157,15 @@ class LlavaOnevisionProcessor(AnyresProcessor):
 
 
 class LlavaOnevisionModel(LlavaModel):
-    """Tower and decoder; `module` is transformers' LlavaOnevisionForConditionalGeneration."""
+    """Model of LLaVA-OneVision. `module` is a `LlavaOnevisionForConditionalGeneration` of transformers."""
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         images = [item for item in items if item.shape.kind == "image"]
         videos = [item for item in items if item.shape.kind == "video"]
         features: dict[MediaItem, Tensor] = {}
         if images:
-            # The reference tells images that stand alone by the number of images in their prompt: here those that do
-            # go first, each a prompt of one, and the others are one prompt of at least two.
+            # The reference decides by the number of images in a prompt whether an image is tiled. Single images come
+            # first here, each as a prompt of its own. All others follow as one prompt of at least two images.
             images.sort(key=lambda item: item.shape.grid[2], reverse=True)
             alone = sum(item.shape.grid[2] for item in images)
             sizes = torch.tensor([item.shape.grid[:2] for item in images])
@@ -178,19 +179,22 @@ class LlavaOnevisionModel(LlavaModel):
         return [features[item] for item in items]
 
     def _video_features(self, videos: Sequence[MediaItem]) -> list[Tensor]:
-        """All frames as one video's; the newline at the end of that is each one's."""
+        """Return the features of each video.
+
+        The tower sees all frames as one video. The newline feature at its end is copied to the end of each video.
+        """
         (rows,) = self.module.model.get_video_features(self.pixels(videos).unsqueeze(0)).pooler_output
         parts = rows[:-1].split([item.shape.num_features - 1 for item in videos])
         return [torch.cat([part, rows[-1:]]) for part in parts]
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [tiles or frames, 3, side, side], on the device."""
+        """Return normalised pixels, float32 [tiles or frames, 3, side, side], on the device."""
         kind = item.shape.kind
         return self.normalizations[kind](to_device(item.view, _PIXELS[kind], self.spec.device))
 
 
 class LlavaOnevision(PretrainedFamily):
-    """LLaVA-OneVision (Li et al., 2024, arXiv 2408.03326) over transformers' own modules."""
+    """LLaVA-OneVision (Li et al., 2024, arXiv 2408.03326), run by transformers' modules."""
 
     model_types = ("llava_onevision",)
     published = "llava-hf/llava-onevision-qwen2-7b-ov-hf"

@@ -1,7 +1,8 @@
-"""Molmo, first generation: overlapping crops, pooled by attention, features added to their slots' embeddings.
+"""Molmo, first generation: overlapping crops, attention pooling, and features that are added to token embeddings.
 
-Source: arXiv 2409.17146. transformers has no such module: network and preprocessing are written here, under the
-checkpoint's own parameter names, and held against data made with the original implementation.
+Source: arXiv 2409.17146. transformers has no module for this model, so the network and the preprocessing are
+implemented here. Parameters have the names of the original checkpoints. The tests compare against data that the
+original implementation produced.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from mindie_mm.nn.weights.build import build
 from mindie_mm.shm import ArraySpec
 
 CROP, PATCH = 336, 14
-"""Pixels of a crop's side, and of a patch's."""
+"""Sides of a crop and of a patch, in pixels."""
 CROPS = Geometry(CROP, 2 * PATCH, pooling=(1, 1), margins=(2, 2))
-"""Their cells: 2 x 2 patches each, which are pooled to one feature before the crops are put together."""
+"""Geometry in cells. A cell is 2 x 2 patches, which are pooled to one feature before the crops are joined."""
 CELLS = CROPS.patches
-"""Cells of a crop's side."""
+"""Cells along a side of a crop."""
 POSITIONS = (CROP // PATCH) ** 2 + 1
-"""Positions of a crop's patches, and of its class."""
+"""Number of position embeddings: one for each patch of a crop and one for the class token."""
 
 _GLOBAL, _DETAIL = "global_pixels", "pixels"
-# The defaults are those of MolmoConfig, and what the original wrapper has in its code. Keys of the training code's
-# configuration, which that wrapper does not take, mean what they mean there.
+# The defaults come from MolmoConfig and from constants in the original Hugging Face wrapper. Keys that only the
+# training code reads have the same meaning as in that code.
 KEYS = Keys(
     read={
         "vocab_size": 50304,
@@ -89,7 +90,7 @@ KEYS = Keys(
         "float32_attention": (True,),
         "attn_logit_softcapping": (),
         "final_logit_softcapping": (),
-        "weight_tying": (False,),  # the original wrapper has a head of its own whatever this says
+        "weight_tying": (False,),  # the original wrapper never ties the head
         "normalize_input_embeds": (False,),
         "image_pooling_2d": ("attention-meanq",),
         "image_pooling_h": (2,),
@@ -106,7 +107,7 @@ KEYS = Keys(
         "use_col_tokens": (True,),
         "message_formatting": ("role",),
         "always_start_with_space": (True,),
-        # The training code's names of the sizes, with which it has models of other layers, too.
+        # The training code's names of the sizes. It also uses them for models with other layers.
         "d_model": (),
         "n_heads": (),
         "n_kv_heads": (),
@@ -137,14 +138,14 @@ KEYS = Keys(
                 "image_patch_size": (PATCH,),
                 "image_num_pos": (POSITIONS,),
                 "image_mlp_activations": ("quick_gelu",),
-                "attention_dropout": (0.0,),  # the original drops out at inference, too
+                "attention_dropout": (0.0,),  # the original applies dropout at inference too
                 "resize_mode": ("default",),
             },
             unused=words("image_pos_patch_size image_dropout_rate residual_dropout fsdp_wrap"),
         )
     },
 )
-# The geometry above is that of every checkpoint that was released.
+# All released checkpoints have the geometry above.
 _PREPROCESSING: Mapping[str, Any] = {
     "base_image_input_size": [CROP, CROP],
     "image_patch_size": PATCH,
@@ -173,26 +174,26 @@ CHAT_TEMPLATE = """
 
 
 def slot_order(rows: int, columns: int) -> Tensor:
-    """int64 [num_features]: the cell, of all crops' cells one after another, of each slot of an item.
+    """Return the index of the cell that fills each slot of an item, int64 [num_features].
 
-    First the global crop's; then those of rows x columns crops as one picture, each cell from the crop in which it
-    lies further from the edge.
+    Cells are numbered crop after crop. The first slots take the cells of the global crop. The remaining slots take the
+    cells of the joined `rows` x `columns` crops. Where crops overlap, the cell comes from the crop in which it lies
+    further from the edge.
     """
     return torch.cat([torch.arange(CELLS**2), CELLS**2 + CROPS.canvas_windows(rows, columns).flatten()])
 
 
 class MolmoProcessor(Processor):
-    """The tokenizer's half.
+    """Processor of Molmo.
 
-    A block holds the picture resized to each of its two canvases, float32 [rows, columns, 3] in [0, 1]:
-    `global_pixels`, for the global crop, and `pixels`, which the other crops are cut from. The resize is computed in
-    float32, so uint8 would round it. Padding, overlaps and normalisation are the tower's. The grid: crops (rows,
-    columns).
+    A block holds the image at two sizes, float32 [rows, columns, 3] in [0, 1]: `global_pixels` for the global crop and
+    `pixels` for the other crops. The values are not stored as uint8, because the reference does not round the result of
+    the resize. The tower pads, cuts overlapping crops and normalises. The grid is the number of crops (rows, columns).
 
-    Images stand behind the beginning of text, whatever their place among the texts.
+    Images always follow the BOS token, wherever the message places them.
     """
 
-    traits = Traits(chat_template=CHAT_TEMPLATE, inserted_at=1)  # behind the BOS
+    traits = Traits(chat_template=CHAT_TEMPLATE, inserted_at=1)  # after the BOS token
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.preprocessor("image", {"MolmoImageProcessor": {}})
@@ -208,7 +209,7 @@ class MolmoProcessor(Processor):
         self.placeholders = {"image": Placeholder((), patch, ())}
 
     def max_tokens(self, kind: Kind) -> int:
-        return _num_features((1, self.max_crops))  # in one row: there the fewest cells overlap
+        return _num_features((1, self.max_crops))  # in a single row, where the fewest cells overlap
 
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((*CROPS.canvas(1, self.max_crops), 3), np.uint8)
@@ -250,12 +251,12 @@ class MolmoProcessor(Processor):
 
 
 def _num_features(grid: tuple[int, ...]) -> int:
-    """Features of an image in crops (rows, columns)."""
+    """Return the number of features of an image with `grid` (rows, columns) crops."""
     return CELLS**2 + math.prod(CROPS.cells(*grid))
 
 
 class Attention(nn.Module):
-    """Attention of each query to all keys of its own row."""
+    """Multi-head attention of queries to a context, without a mask."""
 
     def __init__(self, width: int, inner: int, out: int, heads: int) -> None:
         super().__init__()
@@ -264,7 +265,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(inner, out)
 
     def forward(self, query: Tensor, context: Tensor) -> Tensor:
-        """[n, q, width] and [n, k, width] -> [n, q, out]."""
+        """Map queries [n, q, width] and a context [n, k, width] to [n, q, out]."""
         q, k, v = (
             linear(values).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for linear, values in ((self.wq, query), (self.wk, context), (self.wv, context))
@@ -300,7 +301,7 @@ class _VisionBlock(nn.Module):
 
 
 class _VisionTransformer(nn.Module):
-    """CLIP's, without its last norm."""
+    """CLIP's vision transformer without its final norm."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -313,14 +314,14 @@ class _VisionTransformer(nn.Module):
         self.transformer = nn.ModuleDict({"resblocks": nn.ModuleList(blocks)})
 
     def forward(self, patches: Tensor, layers: Sequence[int]) -> Tensor:
-        """[n, patches, 588] -> [n, patches, len(layers) * width]: what those layers give, side by side."""
+        """Map patches [n, patches, 588] to [n, patches, len(layers) * width], the outputs of `layers` concatenated."""
         hidden = self.patch_embedding(patches)
         hidden = torch.cat([self.class_embedding.expand(len(hidden), 1, -1), hidden], dim=1)
         hidden = self.pre_ln(hidden + self.positional_embedding)
         blocks = [*self.transformer["resblocks"].children()]
         wanted = [range(len(blocks))[layer] for layer in layers]
         found: dict[int, Tensor] = {}
-        for index in range(max(wanted) + 1):  # checkpoints have blocks behind the last one that is read
+        for index in range(max(wanted) + 1):  # checkpoints contain further blocks, whose output is unused
             hidden = blocks[index](hidden)
             found[index] = hidden
         return torch.cat([found[index][:, 1:] for index in wanted], dim=-1)
@@ -338,7 +339,7 @@ class _Projector(nn.Module):
 
 
 class VisionBackbone(nn.Module):
-    """Crops to features: the vision transformer, pooling, the projector."""
+    """The vision transformer, the attention pooling and the projector, which turn crops into features."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -351,7 +352,7 @@ class VisionBackbone(nn.Module):
         self.image_projector = _Projector(width, config["intermediate_size"] // 2, config["hidden_size"])
 
     def forward(self, patches: Tensor, padding: Tensor) -> Tensor:
-        """[n, patches, 588], normalised, and their `paddings` -> [n, cells, hidden]."""
+        """Map normalised patches [n, patches, 588] and the result of `paddings` to features [n, cells, hidden]."""
         features = self.image_vit(patches, self.layers)
         features = features + F.pad(self.pad_embed, (0, 0, 1, 0))[padding]
         windows = (
@@ -363,7 +364,7 @@ class VisionBackbone(nn.Module):
 
 
 class _Embedding(nn.Module):
-    """The language model's table, and a second one behind it for Molmo's own tokens."""
+    """The embedding table of the language model, followed by a second table for Molmo's own tokens."""
 
     def __init__(self, size: int, further: int, width: int) -> None:
         super().__init__()
@@ -377,7 +378,7 @@ class _Embedding(nn.Module):
 
 
 class _Block(nn.Module):
-    """A decoder layer: its norms before attention and feed-forward (7B-D) or after them (7B-O)."""
+    """A decoder layer, with norms before attention and feed-forward (7B-D) or after them (7B-O)."""
 
     def __init__(self, config: Mapping[str, Any], layer: int) -> None:
         super().__init__()
@@ -423,7 +424,7 @@ class _Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder, its embeddings and its head."""
+    """The embeddings, the decoder layers and the head."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -441,7 +442,7 @@ class _Parts(nn.Module):
 
 
 class Network(nn.Module):
-    """All of it, parameters under the names of the original checkpoints."""
+    """The whole network. Parameters have the names of the original checkpoints."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -449,10 +450,10 @@ class Network(nn.Module):
 
 
 class MolmoModel(Model):
-    """Vision backbone and decoder.
+    """Model of Molmo.
 
-    The original counts the slots of every image from the prompt's start, so a second image's features replace those
-    of the first. Where config.json says `overwrite_earlier_images`, that is reproduced.
+    The original implementation counts the slots of every image from the start of the prompt, so the features of a later
+    image overwrite the features of an earlier one. `overwrite_earlier_images` in config.json reproduces this behaviour.
     """
 
     traits = Traits(
@@ -465,7 +466,7 @@ class MolmoModel(Model):
         self.spec = spec
         self.module = module
         self._transformer, self._vision = module.model.transformer, module.model.vision_backbone
-        # On the device: a number from the host would be a wait for it in every step.
+        # Kept on the device, because a host scalar would force a synchronisation in every step.
         self._theta = torch.tensor([config["rope_theta"]], dtype=torch.float32, device=spec.device)
         self._overwrites: bool = config["overwrite_earlier_images"]
         self._logit_scale = config["hidden_size"] ** -0.5 if config["scale_logits"] else None
@@ -494,7 +495,10 @@ class MolmoModel(Model):
         ]
 
     def patches(self, item: MediaItem) -> Tensor:
-        """float32 [crops, patches, 588], normalised, on the device: the global crop, then the others row by row."""
+        """Return normalised patches, float32 [crops, patches, 588], on the device.
+
+        The global crop comes first. The other crops follow row by row.
+        """
         crops = []
         for name, canvas in canvases(item).items():
             picture = canvas.draw(to_device(item.view, name, self.spec.device))
@@ -518,7 +522,7 @@ class MolmoModel(Model):
 
 
 def _last_of_each_row(splices: Sequence[Splice]) -> list[Splice]:
-    """The features without those that have a later one on their row."""
+    """Return `splices` without the features whose row a later splice overwrites."""
     pieces: list[Splice] = []
     taken = np.empty(0, np.int64)
     for piece in reversed(splices):
@@ -530,16 +534,17 @@ def _last_of_each_row(splices: Sequence[Splice]) -> list[Splice]:
 
 
 def canvases(item: MediaItem) -> dict[str, Canvas]:
-    """The canvas of each of its pictures."""
+    """Return the canvas of each array of the block, by the name of the array."""
     sizes = {_GLOBAL: (CROP, CROP), _DETAIL: CROPS.canvas(*item.shape.grid)}
     return {name: Canvas(*size, *item.view[name].shape[:2]) for name, size in sizes.items()}
 
 
 def paddings(item: MediaItem) -> Tensor:
-    """int64 [crops, patches]: 0 where the picture fills the patch, 1 where it has none of it, else 2.
+    """Return the kind of padding of each patch, int64 [crops, patches].
 
-    As the original has it, and so as the weights were trained: each crop is given the padding of the next one, and
-    the last one that of pictures which leave something of every patch empty.
+    The value is 0 if the image fills the patch, 1 if the patch is all padding, and 2 if it is partly padding. Each crop
+    gets the values of the next crop, and the last crop gets 2 everywhere. The original implementation does so, and the
+    weights were trained with it.
     """
     filled = cut_patches(cut_crops(canvases(item)[_DETAIL].mask(), CROP, CROPS.step), PATCH).sum(-1)
     padding = torch.where(filled == 0, 1, torch.where(filled < PATCH**2, 2, 0))
@@ -547,7 +552,7 @@ def paddings(item: MediaItem) -> Tensor:
 
 
 class Molmo(Family):
-    """Molmo (Deitke et al., 2024, arXiv 2409.17146), written here; 7B-D's style and 7B-O's."""
+    """Molmo (Deitke et al., 2024, arXiv 2409.17146) with layers of its own, in the variants of 7B-D and 7B-O."""
 
     model_types = ("molmo",)
     published = "allenai/Molmo-7B-D-0924"
@@ -561,12 +566,12 @@ class Molmo(Family):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        from transformers import PreTrainedTokenizerFast  # late: it takes a second
+        from transformers import PreTrainedTokenizerFast  # slow to import
 
-        # Not by the class that it names: transformers would look for that by a model_type that it does not know.
+        # AutoTokenizer would look up the class by model_type, which transformers does not know.
         checkpoint.tokenizer_json()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint.path, local_files_only=True)
-        # What checkpoints have is the template of the language model that they were made from.
+        # The template in the checkpoints belongs to the language model that Molmo was trained from.
         tokenizer.chat_template = CHAT_TEMPLATE
         return tokenizer
 
@@ -591,7 +596,7 @@ class Molmo(Family):
 
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json with the defaults of what it lacks. UnsupportedCheckpoint for what is not served."""
+    """Return config.json, completed with defaults. Raise UnsupportedCheckpoint for unsupported settings."""
     where = f"{checkpoint.path}/config.json"
     config = KEYS.complete(checkpoint.config, where)
     config["num_key_value_heads"] = config["num_key_value_heads"] or config["num_attention_heads"]

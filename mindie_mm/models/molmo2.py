@@ -1,6 +1,6 @@
-"""Molmo 2: overlapping crops or frames, pooled by attention; all image tokens of a prompt attend to each other.
+"""Molmo 2: overlapping crops or video frames, attention pooling, and image tokens that all attend to each other.
 
-Source: allenai/Molmo2; transformers' molmo2, whose ids, pixels and logits these are.
+Source: allenai/Molmo2. Token ids, pixels and logits match transformers' `molmo2`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _VIDEO: Mapping[str, Any] = {
     "num_frames": 64,
     "max_fps": 2,
     "pooling_size": (3, 3),
-    # As the reference's class has it: a checkpoint has to ask for these.
+    # Off by default in the reference's class. A checkpoint must turn these on.
     "do_rescale": False,
     "do_normalize": False,
 }
@@ -54,11 +54,11 @@ _PATCH = "<im_patch>"
 
 
 class Molmo2Processor(Processor):
-    """The tokenizer's half.
+    """Processor of Molmo 2.
 
-    An image's block holds it at two sizes, uint8 [height, width, 3]: `whole`, one square, and `detail`, which the
-    crops are cut from; its grid: crops (rows, columns). A video's holds `frames`, uint8 [frames, side, side, 3]; its
-    grid: the time of each frame in tenths of seconds.
+    The block of an image holds the image at two sizes, uint8 [height, width, 3]: the square `whole`, and `detail`, from
+    which the crops are cut. Its grid is the number of crops (rows, columns). The block of a video holds `frames`, uint8
+    [frames, side, side, 3]. Its grid is the time of each frame in tenths of a second.
     """
 
     traits = Traits(max_items={"video": 1}, mixes_kinds=False)
@@ -69,7 +69,7 @@ class Molmo2Processor(Processor):
         self.feature_width = config.get_text_config().hidden_size
         image = checkpoint.preprocessor("image", {"Molmo2ImageProcessor": _IMAGE})
         video = checkpoint.preprocessor("video", {"Molmo2VideoProcessor": _VIDEO})
-        # The reference refuses videos where fps stands beside num_frames.
+        # The reference rejects videos if both fps and num_frames are set.
         check_settings(video, {"do_sample_frames": True, "fps": None}, where)
         self.geometries: Mapping[Kind, Geometry] = {
             "image": _geometry(image, config, where),
@@ -109,7 +109,7 @@ class Molmo2Processor(Processor):
             _FRAMES: [column] if frame_columns else [],
         }
         self.tails: Mapping[Kind, int] = {"image": 1 + columns, "video": 1 + frame_columns}
-        """Tokens between the last feature of an item's run and the run's end."""
+        """Number of tokens between the last feature of a run and the end of the run, by kind."""
         markers: Mapping[Kind, str] = {
             kind: checkpoint.special_token(f"{kind}_token") or f"<|{kind}|>" for kind in self.geometries
         }
@@ -130,7 +130,7 @@ class Molmo2Processor(Processor):
         return np.zeros((*self.geometries["image"].canvas(*tiling), 3), np.uint8)
 
     def _tilings(self) -> list[tuple[int, int]]:
-        """The largest numbers of crops, (rows, columns)."""
+        """Return the largest tilings (rows, columns) that the limit on crops allows."""
         return [(rows, self._max_crops // rows) for rows in range(1, self._max_crops + 1)]
 
     def _image_features(self, rows: int, columns: int) -> int:
@@ -181,9 +181,9 @@ class Molmo2Processor(Processor):
 
     def _plan_video(self, media: Media, data: Data) -> Plan:
         video, geometry = open_video(data, media.options.sample_fps), self.geometries["video"]
-        fps = video.fps or self._max_fps  # what frames without a rate have to the reference
+        fps = video.fps or self._max_fps  # the reference's assumption for frames without a rate
         indices = self._sample(video, fps, media.options)
-        # float32, as in the reference: a time between two tenths depends on it.
+        # float32 like the reference, because it decides how times between two tenths are rounded.
         times = tuple(int(f"{time:.1f}".replace(".", "")) for time in (indices / fps).tolist())
         taken: list[int] = indices.tolist()
         video.count(taken)
@@ -201,9 +201,12 @@ class Molmo2Processor(Processor):
         )
 
     def _sample(self, video: Video, fps: float, options: MediaOptions) -> Tensor:
-        """Return ascending int32 indices of the frames to take from a video of rate `fps`.
+        """Return the ascending int32 indices of the frames to sample from a video with frame rate `fps`.
 
-        Raises InputError or LimitExceeded.
+        Raises:
+            InputError: The options cannot be met by this video.
+            LimitExceeded: The options ask for more frames than the model accepts.
+
         """
         check_asked(video, options)
         total = video.num_frames
@@ -219,7 +222,7 @@ class Molmo2Processor(Processor):
 
 
 def _geometry(settings: Mapping[str, Any], config: Any, where: str) -> Geometry:
-    """The geometry of images, or of videos, that the tower takes. UnsupportedCheckpoint."""
+    """Return the geometry of images or videos. Raise UnsupportedCheckpoint if the tower does not accept it."""
     check_settings(settings, {"resample": 2}, where)
     size, patch, vision = Size.read(settings["size"], where, square=True), settings["patch_size"], config.vision_config
     side = size.height or 0
@@ -240,18 +243,21 @@ def _geometry(settings: Mapping[str, Any], config: Any, where: str) -> Geometry:
 
 
 def _as_planes(rgb: Pixels) -> Tensor:
-    """uint8 [H, W, 3] -> float32 [1, 3, H, W], strides those of channels_last: resized several times as fast."""
+    """Convert uint8 [H, W, 3] to float32 [1, 3, H, W] in channels_last, which resizes several times as fast."""
     return torch.from_numpy(np.asarray(rgb, np.float32)).unsqueeze(0).permute(0, 3, 1, 2)
 
 
 def _resize(values: Tensor, out: Pixels) -> None:
-    """float32 [1, 3, H, W], bytes, -> `out`, uint8 [height, width, 3]: bilinear in float, not antialiased."""
+    """Resize float32 [1, 3, H, W] in [0, 255] into `out`, uint8 [height, width, 3].
+
+    The resize is bilinear, in float32 and without antialiasing.
+    """
     resized = F.interpolate(values, out.shape[:2], mode="bilinear", align_corners=False)
     torch.from_numpy(out).copy_(resized.round_()[0].permute(1, 2, 0))
 
 
 class Molmo2Model(PretrainedModel):
-    """`module` is transformers' Molmo2ForConditionalGeneration."""
+    """Model of Molmo 2. `module` is a `Molmo2ForConditionalGeneration` of transformers."""
 
     traits = Traits(
         vision_parts=("model.vision_tower",),
@@ -273,7 +279,10 @@ class Molmo2Model(PretrainedModel):
         self._tails = processor.tails
 
     def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """One span: the runs of all items, their starts, row ends and ends among them, but no frame's time."""
+        """Return one span that covers the runs of all items.
+
+        The span includes the start, column and end tokens of the runs. It leaves out the times of video frames.
+        """
         if not items:
             return None
         span_ids = torch.full((length,), -1)
@@ -285,13 +294,13 @@ class Molmo2Model(PretrainedModel):
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         features: dict[MediaItem, Tensor] = {}
-        for kind in self._geometries:  # apart: their windows are of different sizes
+        for kind in self._geometries:  # separately, because their windows differ in size
             if own := [item for item in items if item.shape.kind == kind]:
                 features.update(zip(own, self._features_of(own), strict=True))
         return [features[item] for item in items]
 
     def _features_of(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """The features of each of items of one kind."""
+        """Return the features of each item. All items must be of one kind."""
         patches = [self.patches(item) for item in items]
         windows, offset = [], 0
         for item, squares in zip(items, patches, strict=True):
@@ -300,10 +309,11 @@ class Molmo2Model(PretrainedModel):
         return split_features(self._pooled(torch.cat(patches), torch.cat(windows)), items)
 
     def _pooled(self, patches: Tensor, windows: Tensor) -> Tensor:
-        """[n, patches, values] and the host's int64 [features, patches of a window] -> [features, hidden].
+        """Pool patches [n, patches, values] to features [features, hidden].
 
-        As Molmo2Model.get_image_features, which asks the device twice for what the host knows: whether windows lack
-        patches, and whether one lacks all; none does.
+        `windows` is an int64 tensor [features, patches of a window] on the host. The computation is that of
+        `Molmo2Model.get_image_features`, without its two synchronisations with the device. The reference asks the
+        device whether windows lack patches, which the host knows, and whether a window is empty, which never happens.
         """
         model, device = self.module.model, self.spec.device
         states = model.vision_tower(patches, output_hidden_states=True).hidden_states
@@ -317,7 +327,7 @@ class Molmo2Model(PretrainedModel):
         counts = upload(present.sum(-1).to(pooled.dtype), device)
         query = pooled.sum(-2, keepdim=True) / counts.view(-1, 1, 1)
         adapter = model.multi_modal_projector
-        # A row for each head: where those share keys, one for all is no mask that an NPU takes.
+        # One mask row per head. With grouped keys, an NPU does not accept a mask that broadcasts over heads.
         mask = None if seen is None else seen[:, None, None].expand(-1, adapter.config.num_attention_heads, -1, -1)
         features: Tensor = adapter.image_projector(
             adapter.image_pooling_2d(query, pooled, attention_mask=mask)[0].squeeze(1)
@@ -325,9 +335,9 @@ class Molmo2Model(PretrainedModel):
         return features
 
     def patches(self, item: MediaItem) -> Tensor:
-        """float32 [squares, patches, patch * patch * 3], normalised, on the device: the whole image, then its crops.
+        """Return normalised patches, float32 [squares, patches, patch * patch * 3], on the device.
 
-        Or a video's frames.
+        The squares of an image are the whole image and then its crops. The squares of a video are its frames.
         """
         kind = item.shape.kind
         geometry, arrays = self._geometries[kind], item.view
@@ -339,7 +349,10 @@ class Molmo2Model(PretrainedModel):
         return cut_patches(self._normalizations[kind](squares).permute(0, 2, 3, 1), geometry.patch)
 
     def windows(self, item: MediaItem) -> Tensor:
-        """int64 [num_features, patches of a window]: the item's patches that each of its features is pooled from."""
+        """Return the patches that each feature is pooled from, int64 [num_features, patches of a window].
+
+        Patches are numbered within the item. -1 marks a missing patch.
+        """
         geometry, grid = self._geometries[item.shape.kind], item.shape.grid
         square, size = geometry.square_windows(), geometry.patches**2
         if item.shape.kind == "video":
@@ -348,12 +361,12 @@ class Molmo2Model(PretrainedModel):
 
 
 def _moved(windows: Tensor, offset: Tensor | int) -> Tensor:
-    """`windows` of patches that come `offset` patches later."""
+    """Add `offset` to all patch indices of `windows` except -1."""
     return torch.where(windows < 0, windows, windows + offset)
 
 
 class Molmo2(PretrainedFamily):
-    """Molmo 2 (Allen Institute for AI, 2025) over transformers' own modules."""
+    """Molmo 2 (Allen Institute for AI, 2025), run by transformers' modules."""
 
     model_types = ("molmo2",)
     published = "allenai/Molmo2-8B"

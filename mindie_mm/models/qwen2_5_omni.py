@@ -1,7 +1,8 @@
-"""Qwen2.5-Omni's thinker: images, videos, sound and text in one prompt, text out.
+"""The thinker of Qwen2.5-Omni: images, videos, audio and text in, text out.
 
-Source: arXiv 2503.20215; transformers' qwen2_5_omni, whose ids, grids, pixels and spectrograms these are. The talker,
-which speaks the answer, is not served, nor is the sound of a video's file: it can be given as an item of its own.
+Source: arXiv 2503.20215. Token ids, grids, pixels and spectrograms match transformers' `qwen2_5_omni`. The
+talker, which speaks the answer, is not supported. The sound track of a video is ignored, but it can be sent as an audio
+item of its own.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ _THINKER = "thinker_config"
 
 
 class Qwen25OmniProcessor(Qwen2VLProcessor):
-    """The tokenizer's half. Pictures' and videos' blocks are Qwen2-VL's, sound's Qwen2-Audio's.
+    """Processor of Qwen2.5-Omni.
 
-    A video's grid: (t, h, w, picoseconds from one t to the next). A clip's: its frames.
+    Blocks of images and videos are the same as in Qwen2-VL. Blocks of audio clips are the same as in Qwen2-Audio. The
+    grid of a video is (t, h, w, interval), where `interval` is the time between two steps of t in picoseconds. The grid
+    of a clip is (frames,).
     """
 
     traits = replace(Qwen2VLProcessor.traits, mindie_layouts={})
@@ -47,7 +50,7 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
         super().__init__(checkpoint)
         joint, config = checkpoint.json("processor_config.json"), checkpoint.config
         self.mel = read_mel(checkpoint, read_config(self.config_name, checkpoint).audio_config)
-        # The reference's processor has a size of its own for videos, whatever their preprocessor's configuration says.
+        # The reference's processor always overrides the size in the configuration of the video preprocessor.
         size = joint.get("videos_kwargs", {}).get("size", _VIDEO_SIZE)
         self.video = replace(self.video, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
         vision = (config.get("vision_start_token_id", 151652),), (config.get("vision_end_token_id", 151653),)
@@ -78,7 +81,7 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
     ) -> tuple[int, ...]:
-        # By the rate that was asked for, as the reference; by what the frames taken come to where they were handed in.
+        # The requested rate, as in the reference. If the caller supplies frames, the rate of the frames taken.
         rate = options.fps or _DEFAULT_FPS
         if options.sample_fps is not None:
             rate = len(indices) / video.num_frames * options.sample_fps
@@ -86,7 +89,7 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
 
 
 class Qwen25OmniModel(Qwen2VLModel):
-    """Towers and decoder; `module` is transformers' Qwen2_5OmniThinkerForConditionalGeneration."""
+    """Model of the thinker. `module` is a `Qwen2_5OmniThinkerForConditionalGeneration` of transformers."""
 
     traits = replace(Qwen2VLModel.traits, mindie_layouts={})
 
@@ -95,11 +98,11 @@ class Qwen25OmniModel(Qwen2VLModel):
         self.time_scale = module.config.position_id_per_seconds
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
-        """Sound goes on by one a token, as text does."""
+        """Return the positions of a prompt. Audio tokens advance the position by one each, like text."""
         return super().positions(length, [item for item in items if item.shape.kind != "audio"])
 
     def interval(self, shape: MediaShape) -> float:
-        """In seconds."""
+        """Return the distance between two steps on the time axis of the item's grid, in seconds for a video."""
         return shape.grid[3] / PICOSECONDS if shape.kind == "video" else 1.0
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -115,7 +118,7 @@ class Qwen25OmniModel(Qwen2VLModel):
     def _hear(self, items: Sequence[MediaItem]) -> list[Tensor]:
         device = self.spec.device
         spectrograms = [to_device(item.view, SPECTROGRAM, device) for item in items]
-        # Worked out on the host, as the tower would on the device, which then would wait at each of its layers.
+        # Indices are computed on the host. The tower would compute them on the device and synchronise in each layer.
         from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as theirs
 
         lengths = torch.tensor([item.shape.grid[0] for item in items])
@@ -132,7 +135,7 @@ class Qwen25OmniModel(Qwen2VLModel):
 
 
 class Qwen25Omni(PretrainedFamily):
-    """Qwen2.5-Omni's thinker (Xu et al., 2025, arXiv 2503.20215) over transformers' own modules."""
+    """The thinker of Qwen2.5-Omni (Xu et al., 2025, arXiv 2503.20215), run by transformers' modules."""
 
     model_types = ("qwen2_5_omni", "qwen2_5_omni_thinker")
     published = "Qwen/Qwen2.5-Omni-7B"
@@ -154,5 +157,5 @@ class Qwen25Omni(PretrainedFamily):
 
 
 def _thinker(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the thinker's configuration, where it is the whole model's."""
+    """Return the checkpoint with the thinker's section as its config.json, if it has that section."""
     return replace(checkpoint, config=checkpoint.config.get(_THINKER, checkpoint.config))

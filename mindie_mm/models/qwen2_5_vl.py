@@ -1,6 +1,6 @@
-"""Qwen2.5-VL: Qwen2-VL with windows in its tower, and with seconds on the time axis of a video's positions.
+"""Qwen2.5-VL: Qwen2-VL with windowed attention in the tower and with video positions that follow time in seconds.
 
-Source: arXiv 2502.13923; transformers' qwen2_5_vl, whose processors are Qwen2-VL's.
+Source: arXiv 2502.13923. The reference is transformers' `qwen2_5_vl`, which has the processors of Qwen2-VL.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from mindie_mm.shm.mindie import SegmentsView
 
 _UNSTATED_FPS = 24.0
 PICOSECONDS = 10**12
-"""In a second."""
+"""Picoseconds per second."""
 
 
 class Qwen25VLProcessor(Qwen2VLProcessor):
-    """The tokenizer's half. Blocks are Qwen2-VL's; a video's grid: (t, h, w, picoseconds from one t to the next)."""
+    """Processor of Qwen2.5-VL. Blocks are the same as in Qwen2-VL.
+
+    The grid of a video is (t, h, w, interval), where `interval` is the time between two steps of t in picoseconds.
+    """
 
     config_name = "Qwen2_5_VLConfig"
     image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # the same class in the first release
@@ -36,7 +39,7 @@ class Qwen25VLProcessor(Qwen2VLProcessor):
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
     ) -> tuple[int, ...]:
-        # Frames without a rate are ones of 24 a second to the reference.
+        # The reference assumes 24 frames per second for frames without a rate.
         fps = _UNSTATED_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
         return (*patches, _picoseconds(self.video.temporal_patch_size / fps))
 
@@ -45,7 +48,7 @@ class Qwen25VLProcessor(Qwen2VLProcessor):
 
 
 class Qwen25VLModel(Qwen2VLModel):
-    """Vision tower and decoder; `module` is transformers' Qwen2_5_VLForConditionalGeneration."""
+    """Model of Qwen2.5-VL. `module` is a `Qwen2_5_VLForConditionalGeneration` of transformers."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen25VLProcessor) -> None:
         super().__init__(module, spec, processor)
@@ -58,7 +61,7 @@ class Qwen25VLModel(Qwen2VLModel):
         return replace(shape, grid=(*shape.grid, _picoseconds(view["second_per_grid_t"].item())))
 
     def interval(self, shape: MediaShape) -> float:
-        """In positions; rounded as the reference does it, in float32."""
+        """Return the distance between two steps on the time axis in positions, in float32 like the reference."""
         if shape.kind != "video":
             return 1.0
         return float(np.float32(shape.grid[3] / PICOSECONDS) * self._tokens_per_second)
@@ -68,18 +71,24 @@ class Qwen25VLModel(Qwen2VLModel):
 
 
 def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """What the windowed tower `visual` takes of where the patches of grids int64 [items, 3] lie, by its own names.
+    """Return the keyword arguments of the windowed tower `visual` that describe its windows.
 
-    It would sort by numbers of the host, and wait for the device each time. The windows' bounds are read on the host.
+    The tower itself would reorder patches with an index on the host, which synchronises with the device each time.
+
+    Args:
+        visual: The vision tower.
+        grids: Size of each item in patches, int64 [items, 3], on the host.
+        device: Device of the window indices. The bounds of the windows stay on the host, where the tower reads them.
+
     """
-    from transformers.vision_utils import get_vision_window_index  # late, as the layers
+    from transformers.vision_utils import get_vision_window_index  # slow to import
 
     index, bounds = get_vision_window_index(grids, visual.spatial_merge_size, visual.window_size, visual.patch_size)
     return {"window_index": upload(index, device), "cu_window_seqlens": bounds}
 
 
 class Qwen25VL(PretrainedFamily):
-    """Qwen2.5-VL (Bai et al., 2025, arXiv 2502.13923) over transformers' own modules."""
+    """Qwen2.5-VL (Bai et al., 2025, arXiv 2502.13923), run by transformers' modules."""
 
     model_types = ("qwen2_5_vl",)
     published = "Qwen/Qwen2.5-VL-7B-Instruct"

@@ -1,6 +1,6 @@
-"""Qwen2-Audio: sound through Whisper's encoder.
+"""Qwen2-Audio: audio through the encoder of Whisper.
 
-Source: arXiv 2407.10759; transformers' qwen2_audio, whose ids and spectrograms these are.
+Source: arXiv 2407.10759. Token ids and spectrograms match transformers' `qwen2_audio`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 
-# What the first of the two convolutions before the encoder reaches beyond a clip's last frame, times the other's reach.
+# Frames after the end of a clip that the two convolutions before the encoder read.
 _FURTHER_FRAMES = 2
 _CHAT_TEMPLATE = (
     "{% set audio_count = namespace(value=0) %}{% for message in messages %}"
@@ -38,11 +38,14 @@ _CHAT_TEMPLATE = (
     "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The reference's own, for checkpoints without one."""
+"""Chat template of the reference for checkpoints without one."""
 
 
 class Qwen2AudioProcessor(Processor):
-    """The tokenizer's half: a clip's block holds `input_features`, float32 [bins, frames]; its grid: its frames."""
+    """Processor of Qwen2-Audio.
+
+    The block of a clip holds `input_features`, float32 [bins, frames]. The grid is (frames,).
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = read_config("Qwen2AudioConfig", checkpoint)
@@ -53,7 +56,7 @@ class Qwen2AudioProcessor(Processor):
         self.placeholders = {"audio": Placeholder((before,), token, (after,))}
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
-        """Never the tokenizer's: that of a base model knows of text alone."""
+        """Return the chat template. The tokenizer's template is ignored, because base models have one for text only."""
         return own or _CHAT_TEMPLATE
 
     def max_tokens(self, kind: Kind) -> int:
@@ -70,7 +73,7 @@ class Qwen2AudioProcessor(Processor):
 
 
 class Qwen2AudioModel(PretrainedModel):
-    """Audio tower and decoder; `module` is transformers' Qwen2AudioForConditionalGeneration."""
+    """Model of Qwen2-Audio. `module` is a `Qwen2AudioForConditionalGeneration` of transformers."""
 
     traits = Traits(projector_parts=("model.multi_modal_projector",))
 
@@ -78,7 +81,11 @@ class Qwen2AudioModel(PretrainedModel):
         super().__init__(module, spec, module.model.language_model, module.lm_head)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """The reference's, less the silence: it pads each clip to its window, and masks what it padded."""
+        """Return the features of each clip.
+
+        The reference pads all clips to the full window and masks the padding. Here they are padded to the longest clip
+        only.
+        """
         tower, device = self.module.model.audio_tower, self.spec.device
         spectrograms = [to_device(item.view, SPECTROGRAM, device) for item in items]
         longest = max(frames.shape[1] for frames in spectrograms)
@@ -99,7 +106,7 @@ class Qwen2AudioModel(PretrainedModel):
 
 
 class Qwen2Audio(PretrainedFamily):
-    """Qwen2-Audio (Chu et al., 2024, arXiv 2407.10759) over transformers' own modules."""
+    """Qwen2-Audio (Chu et al., 2024, arXiv 2407.10759), run by transformers' modules."""
 
     model_types = ("qwen2_audio",)
     published = "Qwen/Qwen2-Audio-7B-Instruct"

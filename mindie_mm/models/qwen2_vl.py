@@ -1,6 +1,6 @@
-"""Qwen2-VL: images and videos of any size, three-axis positions.
+"""Qwen2-VL: images and videos of any size, and positions on three axes.
 
-Source: arXiv 2409.12191; transformers' qwen2_vl, whose ids, grids and pixels these are.
+Source: arXiv 2409.12191. Token ids, grids and pixels match transformers' `qwen2_vl`.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_v
 _GRIDS: Mapping[Kind, str] = {"image": "grid_thw", "video": "video_grid_thw"}
 _PLANES = "planes"
 _SECONDS = "second_per_grid_t"
-# MindIE's own processor of this family writes these slots; its patches lie (channel, time, row, column).
+# Slots that MindIE's own processor writes for this family. Its patches have the axes (channel, time, row, column).
 _MINDIE: Mapping[Kind, Layout] = {
     "image": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["image"]))),
     "video": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["video"]), InSegment(_SECONDS, "float32"))),
 }
-# What transformers' classes do where a file does not say.
+# Defaults of transformers' classes for settings that a file leaves out.
 _IMAGE_DEFAULTS: Mapping[str, Any] = {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
 _VIDEO_DEFAULTS: Mapping[str, Any] = {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}
 
 
 @dataclass(frozen=True, slots=True)
 class PixelSettings:
-    """How a checkpoint has its images, or its videos, preprocessed."""
+    """Preprocessing settings of a checkpoint for images or for videos."""
 
     min_pixels: int
-    """Least pixels of a resized image or frame."""
+    """Minimum number of pixels of a resized image or frame."""
     max_pixels: int
-    """Most of them."""
+    """Maximum number of pixels of a resized image or frame."""
     patch_size: int
     temporal_patch_size: int
     merge_size: int
@@ -73,21 +73,21 @@ class PixelSettings:
     min_frames: int = 4
     max_frames: int = 768
     total_pixels: int | None = None
-    """Most pixels of all frames together, None for no such bound."""
+    """Maximum number of pixels of all frames together. None if there is no such limit."""
 
     @property
     def factor(self) -> int:
-        """Pixels along one side of what becomes one token."""
+        """Side in pixels of the square that becomes one token."""
         return self.patch_size * self.merge_size
 
     @property
     def patch_bytes(self) -> int:
-        """Bytes of a whole patch, with all of its frames."""
+        """Size of a patch with all of its frames, in bytes."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> PixelSettings:
-        """Read a preprocessor configuration that has a `size`. UnsupportedCheckpoint."""
+        """Read a preprocessor configuration that has a `size`. Raise UnsupportedCheckpoint if it is not supported."""
         needed = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": _BICUBIC}
         check_settings(config, needed, where)
         size = config["size"]
@@ -115,7 +115,13 @@ class PixelSettings:
         return settings
 
     def with_options(self, options: MediaOptions) -> PixelSettings:
-        """These settings under an item's options, which cannot exceed the checkpoint's maxima. LimitExceeded."""
+        """Return these settings with the options of an item applied.
+
+        Raises:
+            InputError: The options ask for fewer frames than a temporal patch has.
+            LimitExceeded: An option exceeds a limit of the checkpoint.
+
+        """
         limits = {"pixels": self.max_pixels, "frames": self.max_frames}
         for name in ("min_pixels", "max_pixels", "num_frames", "min_frames", "max_frames"):
             value, limit = getattr(options, name), limits[name.partition("_")[2]]
@@ -141,23 +147,27 @@ class PixelSettings:
         )
 
     def normalize(self, patches: torch.Tensor) -> torch.Tensor:
-        """uint8 patches of a block -> float32 [n, 3 * temporal * patch * patch] for the tower, on their device."""
+        """Normalise the uint8 patches of a block for the tower.
+
+        The result is float32 [n, 3 * temporal * patch * patch] on the same device.
+        """
         values = normalize_patches(patches, self.mean, self.std, self.rescale_factor)
         return values if values.shape[1] == self.patch_bytes else repeat_frames(values, self.temporal_patch_size)
 
     def normalize_planes(self, planes: torch.Tensor) -> torch.Tensor:
-        """The same of MindIE's patches, uint8 [n, 3 * temporal * patch * patch]."""
+        """Normalise MindIE's patches, uint8 [n, 3 * temporal * patch * patch], to the same result."""
         return normalize_planes(planes, self.mean, self.std, self.rescale_factor)
 
 
 class Qwen2VLProcessor(Processor):
-    """The tokenizer's half.
+    """Processor of Qwen2-VL.
 
-    An image's block holds `pixel_values`, uint8 [h * w, patch * patch * 3]; a video's `pixel_values_videos`, uint8
-    [t * h * w, temporal * patch * patch * 3]. The frame that an image would repeat is not stored. The grid: (t, h, w).
+    The block of an image holds `pixel_values`, uint8 [h * w, patch * patch * 3]. The second, identical frame of an
+    image is not stored. The block of a video holds `pixel_values_videos`, uint8 [t * h * w, temporal * patch * patch *
+    3]. The grid is (t, h, w), in patches.
 
-    On MindIE's wire both have `planes`, uint8 [t * h * w, 3 * temporal * patch * patch], the repeated frame too, and
-    their grid; a video also `second_per_grid_t`, float32 [1, 1].
+    On MindIE's wire, images and videos have `planes`, uint8 [t * h * w, 3 * temporal * patch * patch], and their grid.
+    The planes of an image include the repeated frame. A video also has `second_per_grid_t`, float32 [1, 1].
     """
 
     traits = Traits(bounds_pixels=True, mindie_layouts=_MINDIE)
@@ -193,7 +203,7 @@ class Qwen2VLProcessor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         if kind == "image":
             return np.zeros((*_largest(self.image), 3), np.uint8)
-        # Published limits make it tens of gigabytes: one element stands for all of them.
+        # With the published limits this would be tens of gigabytes, so a single element is broadcast.
         return np.broadcast_to(np.uint8(0), (self.video.max_frames, *_largest(self.video), 3))
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
@@ -212,25 +222,40 @@ class Qwen2VLProcessor(Processor):
         return Spelling() if made else None
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
-        """How many numbers stand behind patches (t, h, w) in a grid of `kind`."""
+        """Return how many numbers follow (t, h, w) in a grid of `kind`."""
         return 0
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
-        """From the configuration that videos are preprocessed by. UnsupportedCheckpoint."""
+        """Read the video preprocessor's configuration. Raise UnsupportedCheckpoint if it is not supported."""
         return PixelSettings.read(config, where)
 
     def sample(self, total: int, fps: float | None, settings: PixelSettings) -> list[int]:
-        """Indices of those taken of `total` frames, ascending; of frames with no rate to sample by, all. InputError."""
+        """Return the ascending indices of the frames to sample from `total` frames.
+
+        If `fps` is None and the settings have no num_frames, all frames are taken. Raise InputError if more frames are
+        requested than the video has.
+        """
         return sample_frames(total, fps, settings)
 
     def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
-        """Height and width that each of its `num_frames` frames taken is resized to. LimitExceeded."""
+        """Return height and width of the resized frames, `num_frames` of which are sampled.
+
+        Raise LimitExceeded if one side is more than 200 times as long as the other.
+        """
         return smart_resize(video.height, video.width, settings, num_frames=num_frames)
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
     ) -> tuple[int, ...]:
-        """`Plan.grid` of a video of `patches` (t, h, w), of which by `options` the frames `indices` are taken."""
+        """Return `Plan.grid` of a video.
+
+        Args:
+            patches: Size of the video in patches (t, h, w).
+            video: The video.
+            indices: Indices of the sampled frames.
+            options: Options of the item.
+
+        """
         return patches
 
     def _plan_video(self, data: Data, settings: PixelSettings, options: MediaOptions) -> Plan:
@@ -250,7 +275,7 @@ class Qwen2VLProcessor(Processor):
         height, width = self.frame_size(video, len(indices), settings)
         patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
         grid = (-(-len(indices) // temporal), height // patch, width // patch)
-        # Frames handed in without a rate are taken to be sampled at what MindIE samples at.
+        # Frames that come without a rate are assumed to be sampled at MindIE's default rate.
         fps = _DEFAULT_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -259,7 +284,7 @@ class Qwen2VLProcessor(Processor):
             for index, frame in enumerate(video.decode(indices)):
                 group, place = divmod(index, temporal)
                 patchify(resize(frame, height, width), groups[group, :, place], patch, merge)
-            if filled := len(indices) % temporal:  # the last frame stands still to the end of its group
+            if filled := len(indices) % temporal:  # the last group is filled up with the last frame
                 groups[-1, :, filled:] = groups[-1, :, filled - 1 : filled]
             if _PLANES in arrays:
                 arrays[_GRIDS["video"]][...] = grid
@@ -291,7 +316,7 @@ class Qwen2VLProcessor(Processor):
 
 
 def _check_tower(settings: PixelSettings, vision: Any, where: str) -> None:
-    """Raise UnsupportedCheckpoint unless pictures are cut into the patches that the tower takes."""
+    """Raise UnsupportedCheckpoint unless the settings produce the patches that the tower expects."""
     made = {"patch_size": settings.patch_size, "temporal_patch_size": settings.temporal_patch_size}
     made["merge_size"] = settings.merge_size
     for name, value in made.items():
@@ -326,7 +351,7 @@ def _plan_image(data: Data, settings: PixelSettings) -> Plan:
 
 
 def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) -> np.ndarray[Any, Any]:
-    """The patches of either wire, to be written as [n, frames stored of each, patch, patch, 3]."""
+    """Return a writable view of the patches of either wire, [n, stored frames, patch, patch, 3]."""
     if _PLANES in arrays:
         return arrays[_PLANES].reshape(len(arrays[_PLANES]), 3, -1, patch, patch).transpose(0, 2, 3, 4, 1)
     patches = arrays[_PIXELS[kind]]
@@ -334,17 +359,27 @@ def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) 
 
 
 def _largest(settings: PixelSettings) -> tuple[int, int]:
-    """Height and width that a resize leaves as they are, and that take the most tokens; nearly a square."""
+    """Return the nearly square height and width that take the most tokens and that a resize leaves unchanged."""
     tokens = settings.max_pixels // settings.factor**2
     rows = math.isqrt(tokens)
     return rows * settings.factor, tokens // rows * settings.factor
 
 
 def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: int = 1) -> tuple[int, int]:
-    """The size that an image, or a frame of a video of `num_frames`, is resized to.
+    """Return height and width to which an image, or a frame of a video, is resized.
 
-    Multiples of `settings.factor`, the proportions kept as far as that allows, the product within min_pixels and
-    max_pixels. LimitExceeded for a picture more than 200 times as long as wide.
+    Both are multiples of `settings.factor`, and their product lies between min_pixels and max_pixels. Proportions are
+    kept as far as this allows.
+
+    Args:
+        height: Height in pixels before the resize.
+        width: Width in pixels before the resize.
+        settings: Preprocessing settings.
+        num_frames: Number of sampled frames of the video, 1 for an image.
+
+    Raises:
+        LimitExceeded: One side is more than 200 times as long as the other.
+
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise LimitExceeded(f"{width}x{height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
@@ -364,11 +399,21 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
 
 
 def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -> list[int]:
-    """Return ascending, evenly spread indices of the frames to take from a video of `num_frames` frames at `fps`.
+    """Return ascending, evenly spread indices of the frames to sample from a video.
 
-    Their number is `settings.num_frames`, or follows from `settings.fps` (2.0 if the checkpoint has none) within
-    min_frames and max_frames. It is a multiple of the temporal patch size if the video is long enough. With `fps` None
-    all frames are taken, up to max_frames. Raises InputError.
+    `settings.num_frames` is the number of frames to take. If it is None, the number follows from `settings.fps` (2.0 if
+    the checkpoint has none), between min_frames and max_frames. The number is a multiple of the temporal patch size if
+    the video is long enough.
+
+    Args:
+        num_frames: Number of frames of the video.
+        fps: Frame rate of the video. If this and `settings.num_frames` are None, all frames are taken, up to
+            max_frames.
+        settings: Preprocessing settings.
+
+    Raises:
+        InputError: `settings.num_frames` is more than the video has.
+
     """
     temporal = settings.temporal_patch_size
     most = settings.max_frames // temporal * temporal
@@ -386,11 +431,11 @@ def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -
 
 
 class Qwen2VLModel(PretrainedModel):
-    """Vision tower and decoder of Qwen2-VL; `module` is transformers' Qwen2VLForConditionalGeneration."""
+    """Model of Qwen2-VL. `module` is a `Qwen2VLForConditionalGeneration` of transformers."""
 
     traits = Traits(mindie_layouts=_MINDIE, vision_parts=("model.visual",), projector_parts=("model.visual.merger",))
     time_scale: float = 1.0
-    """Positions that one of what `interval` counts comes to."""
+    """Positions per unit of `interval`."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen2VLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
@@ -404,7 +449,7 @@ class Qwen2VLModel(PretrainedModel):
         for kind, name in _GRIDS.items():
             if name in view:
                 t, h, w = view[name].tolist()
-                # Two words of MindIE's need not belong together: no check goes over both.
+                # MindIE's words for the pixels and for the grid may not belong together. No check covers both.
                 expected = (t * h * w, self._pixels[kind].patch_bytes)
                 if view[_PLANES].shape != expected:
                     raise CorruptReference(
@@ -421,27 +466,33 @@ class Qwen2VLModel(PretrainedModel):
         return mrope_positions(length, spans, [self.interval(item.shape) for item in items], self.time_scale)
 
     def interval(self, shape: MediaShape) -> float:
-        """From one time of the medium's grid to the next."""
+        """Return the distance between two steps on the time axis of the item's grid.
+
+        `time_scale` converts it to positions.
+        """
         return 1.0
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         return split_features(self.run_visual(items).pooler_output, items)
 
     def run_visual(self, items: Sequence[MediaItem]) -> Any:
-        """The vision tower's output, whose `pooler_output` are the features of all items, one behind another."""
+        """Return the output of the vision tower, whose `pooler_output` holds the features of all items in order."""
         patches = joined([self.normalized(item) for item in items])
-        # On the host: what the tower works out of them is known without a wait for the device.
+        # Kept on the host, so that the tower derives sizes from the grids without synchronising with the device.
         grids = torch.tensor([item.shape.grid[:3] for item in items])
         return self.module.model.visual(patches.to(self.spec.dtype), grid_thw=grids, **self.places(grids))
 
     def places(self, grids: Tensor) -> dict[str, Tensor]:
-        """What the tower takes of where the patches of grids int64 [items, 3] lie, by its own names."""
-        from transformers.vision_utils import get_vision_position_ids  # late, as the layers
+        """Return the tower's keyword arguments that describe where patches lie, for `grids` int64 [items, 3]."""
+        from transformers.vision_utils import get_vision_position_ids  # slow to import
 
         return {"position_ids": upload(get_vision_position_ids(grids, self._merge), self.spec.device)}
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [patches, 3 * temporal * patch * patch], on the device, of an item of either wire."""
+        """Return the normalised patches of an item of either wire.
+
+        The result is float32 [patches, 3 * temporal * patch * patch] on the device.
+        """
         view, kind = item.view, item.shape.kind
         settings, planar = self._pixels[kind], _PLANES in view
         patches = to_device(view, _PLANES if planar else _PIXELS[kind], self.spec.device)
@@ -449,7 +500,7 @@ class Qwen2VLModel(PretrainedModel):
 
 
 class Qwen2VL(PretrainedFamily):
-    """Qwen2-VL (Wang et al., 2024, arXiv 2409.12191) over transformers' own modules."""
+    """Qwen2-VL (Wang et al., 2024, arXiv 2409.12191), run by transformers' modules."""
 
     model_types = ("qwen2_vl",)
     published = "Qwen/Qwen2-VL-2B-Instruct"

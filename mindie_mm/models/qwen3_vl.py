@@ -1,7 +1,7 @@
-"""Qwen3-VL: Qwen2-VL's patches; several of the tower's layers reach the decoder, and text says when a frame was.
+"""Qwen3-VL: the patches of Qwen2-VL, outputs of several tower layers in the decoder, and frame times as text.
 
-Source: arXiv 2511.21631; transformers' qwen3_vl, whose ids, grids and pixels these are. Each temporal patch of a
-video is a run of its own in the prompt, behind its time in seconds.
+Source: arXiv 2511.21631. Token ids, grids and pixels match transformers' `qwen3_vl`. In the prompt, each
+temporal patch of a video is a run of its own, preceded by its time in seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ _VIDEO_DEFAULTS: Mapping[str, Any] = {
 
 
 class Qwen3VLProcessor(Qwen2VLProcessor):
-    """The tokenizer's half. Blocks are Qwen2-VL's; a video's grid: (t, h, w, and of each t its tenths of a second)."""
+    """Processor of Qwen3-VL. Blocks are the same as in Qwen2-VL.
+
+    The grid of a video is (t, h, w), followed by the time of each temporal patch in tenths of a second.
+    """
 
     traits = replace(Qwen2VLProcessor.traits, mindie_layouts={})
     config_name = "Qwen3VLConfig"
@@ -57,7 +60,10 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         self._frame = "".join(checkpoint.special_token(f"{name}_token") or text for name, text in spelled.items())
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
-        """`min_pixels` and `max_pixels` are those of all frames of a video together."""
+        """Read the video preprocessor's configuration.
+
+        `min_pixels` and `max_pixels` of the result are limits for all frames together.
+        """
         if not config["do_sample_frames"]:
             raise UnsupportedCheckpoint(f"{where}: do_sample_frames is False, only True is served")
         if config.get("num_frames") is not None and config.get("fps") is not None:
@@ -105,7 +111,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return new_height, new_width
 
     def _video_pixels(self, num_frames: int, settings: PixelSettings) -> int:
-        """Most pixels of all frames together."""
+        """Return the maximum number of pixels of all frames together."""
         if self._frame_pixels is None:
             return settings.max_pixels
         share = min(self._frame_pixels, settings.max_pixels // num_frames)
@@ -114,12 +120,12 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
     ) -> tuple[int, ...]:
-        # Frames without a rate are ones of 24 a second to the reference.
+        # The reference assumes 24 frames per second for frames without a rate.
         temporal, fps = self.video.temporal_patch_size, video.fps or _UNSTATED_FPS
         times = [index / fps for index in indices]
         times += times[-1:] * (-len(times) % temporal)
         groups = zip(times[::temporal], times[temporal - 1 :: temporal], strict=True)
-        # Through text, so that the digit is rounded as the reference rounds it.
+        # Formatted as text first, so that tenths are rounded as in the reference.
         return (*patches, *(int(f"{(first + last) / 2:.1f}".replace(".", "")) for first, last in groups))
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
@@ -140,7 +146,10 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return self.plan(Media(kind, data), data, {}).num_features
 
     def worst_case(self, kind: Kind) -> Data:
-        """A video's are many frames so long that they cannot shrink in proportion, or few large ones."""
+        """Return data that takes `max_tokens`.
+
+        For a video, this is either many frames that are too elongated to shrink in proportion, or few large frames.
+        """
         if kind == "image":
             return super().worst_case(kind)
         settings = self.video
@@ -166,9 +175,9 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
 
 
 class Qwen3VLModel(Qwen2VLModel):
-    """Vision tower and decoder; `module` is transformers' Qwen3VLForConditionalGeneration.
+    """Model of Qwen3-VL. `module` is a `Qwen3VLForConditionalGeneration` of transformers.
 
-    Behind a feature's hidden columns stand those of each tower layer that reaches the decoder.
+    The columns of a feature are the final output of the tower, followed by the outputs of its deepstack layers.
     """
 
     traits = replace(
@@ -214,14 +223,14 @@ class Qwen3VLModel(Qwen2VLModel):
 
 
 class Qwen3VL(PretrainedFamily):
-    """Qwen3-VL (Bai et al., 2025, arXiv 2511.21631) over transformers' own modules."""
+    """Qwen3-VL (Bai et al., 2025, arXiv 2511.21631), run by transformers' modules."""
 
     model_types = ("qwen3_vl",)
     published = "Qwen/Qwen3-VL-4B-Instruct"
     kinds = ("image", "video")
     processor = Qwen3VLProcessor
     module_name = "Qwen3VLForConditionalGeneration"
-    default_theta = 5_000_000.0  # transformers 4's; transformers 5 takes a tenth of it
+    default_theta = 5_000_000.0  # the default of transformers 4; that of transformers 5 is a tenth of it
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Qwen3VLModel:

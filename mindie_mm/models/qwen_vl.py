@@ -1,6 +1,6 @@
-"""Qwen-VL, the first: pictures of 448 x 448 pixels, each 256 features through a resampler.
+"""Qwen-VL, first generation: images of 448 x 448 pixels, which a resampler turns into 256 features each.
 
-Source: arXiv 2308.12966 and the code that came with the checkpoints, whose ids, pixels and logits these are.
+Source: arXiv 2308.12966. Token ids, pixels and logits match the code that came with the checkpoints.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from mindie_mm.shm.mindie import SegmentsView
 _BYTES = "image"
 _PIXELS = "pixel_values"
 _MINDIE: Mapping[Kind, Layout] = {"image": Layout((InSegment(_PIXELS, "float32"),))}
-_HEAD_WIDTH = 128  # of the resampler, in every checkpoint
+_HEAD_WIDTH = 128  # of the resampler; the same in all checkpoints
 _TOWER_EPS = 1e-6
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-KEYS = Keys(  # the defaults are QWenConfig's, and its VisionTransformer's
+KEYS = Keys(  # the defaults come from QWenConfig and VisionTransformer of the original code
     read={
         "vocab_size": 151936,
         "hidden_size": 4096,
@@ -67,7 +67,7 @@ KEYS = Keys(  # the defaults are QWenConfig's, and its VisionTransformer's
         "no_bias": (True,),
         "tie_word_embeddings": (False,),
         "rope_scaling": (),
-        # What text models of this model_type have, and the original code of Qwen-VL has not.
+        # Keys of text-only models with the same model_type. The original code of Qwen-VL does not have them.
         "use_cache_quantization": (False,),
         "softmax_in_fp32": (False,),
         "n_embd": (),
@@ -76,7 +76,7 @@ KEYS = Keys(  # the defaults are QWenConfig's, and its VisionTransformer's
         "n_layer": (),
         "ffn_hidden_size": (),
     },
-    unused=words(  # the original code scales scores whatever it is told, and --dtype chooses the precision
+    unused=words(  # the original code always scales attention scores, and --dtype sets the precision
         "attn_dropout_prob emb_dropout_prob scale_attn_weights bf16 fp16 fp32 use_flash_attn onnx_safe tokenizer_type",
         "use_cache_kernel",
     ),
@@ -97,7 +97,7 @@ KEYS = Keys(  # the defaults are QWenConfig's, and its VisionTransformer's
     },
 )
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
-# Callers write these, and answers hold them: text like any other, each of one id.
+# Prompts and answers contain these tokens, so they are decoded as text. Each is a single id.
 _TAGS = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
 _IMAGE = ("<img>", "</img>", "<imgpad>")
 _CHATML = """\
@@ -121,10 +121,10 @@ _CHATML = """\
 
 
 class QwenVLProcessor(Processor):
-    """The tokenizer's half.
+    """Processor of Qwen-VL.
 
-    An image's block holds `image`, uint8 [size, size, 3]. On MindIE's wire it has `pixel_values`, float32
-    [1, 3, size, size], normalised.
+    The block of an image holds `image`, uint8 [size, size, 3]. On MindIE's wire, an image has normalised
+    `pixel_values`, float32 [1, 3, size, size].
     """
 
     traits = Traits(chat_template=_CHATML, mindie_layouts=_MINDIE)
@@ -145,7 +145,7 @@ class QwenVLProcessor(Processor):
         return np.zeros((self.size, self.size, 3), np.uint8)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        image, size = open_image(data, drop_alpha=True), self.size  # as Qwen-VL's own code, `convert("RGB")`
+        image, size = open_image(data, drop_alpha=True), self.size  # like `convert("RGB")` in the original code
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             resized = np.asarray(Image.fromarray(image.decode()).resize((size, size), Image.Resampling.BICUBIC))
@@ -166,7 +166,7 @@ class QwenVLProcessor(Processor):
 
 
 def resize_grid(table: Tensor, count: int) -> Tensor:
-    """Rows [n, width] of a square grid -> [count, width] of one that is resized, float32."""
+    """Resize a table [n, width] over a square grid to [count, width], float32. `n` and `count` must be squares."""
     side, target = math.isqrt(len(table)), math.isqrt(count)
     grid = table.float().view(1, side, side, -1).permute(0, 3, 1, 2)
     if side != target:
@@ -182,7 +182,7 @@ class _TowerAttention(nn.Module):
         self.out_proj = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # A head's query, key and value lie side by side.
+        # The query, key and value of a head are adjacent.
         heads = self.in_proj(hidden).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         mixed = scaled_dot_product_attention(*heads.chunk(3, dim=-1))
         projected: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
@@ -205,7 +205,7 @@ class _TowerBlock(nn.Module):
 
 
 class _Resampler(nn.Module):
-    """A fixed number of learned queries over a picture's patches."""
+    """Cross-attention from a fixed number of learned queries to the patches of an image."""
 
     def __init__(self, num_queries: int, width: int, out: int) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class _Tower(nn.Module):
         self.proj = nn.Parameter(torch.empty(out, out))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[n, 3, size, size] -> [n, queries, output_dim]."""
+        """Map pixels [n, 3, size, size] to features [n, queries, output_dim]."""
         hidden = self.conv1(pixels).flatten(2).transpose(1, 2)
         hidden = self.ln_pre(hidden + resize_grid(self.positional_embedding, hidden.shape[1]).to(hidden.dtype))
         for block in self.transformer["resblocks"].children():
@@ -292,7 +292,7 @@ class _Block(nn.Module):
 
 
 class _Network(nn.Module):
-    """Modules under the names that the checkpoints' weights have."""
+    """The whole network. Parameters have the names of the published weights."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -309,7 +309,11 @@ class _Network(nn.Module):
 
 
 class QwenVLModel(Model):
-    """Tower and decoder. Positions have two axes: the index, and the rotary base's factor, one for a whole prompt."""
+    """Model of Qwen-VL.
+
+    Positions have two axes: the index of the token, and the factor of the rotary base. The factor is the same for all
+    tokens of a prompt.
+    """
 
     traits = Traits(
         mindie_layouts=_MINDIE,
@@ -328,12 +332,13 @@ class QwenVLModel(Model):
         self._trained_length: int = config["seq_length"]
         self._dynamic_ntk: bool = config["use_dynamic_ntk"]
         logn: bool = config["use_logn_attn"]
-        # Made by the host, as the reference's are: an NPU has no float64.
+        # Computed on the host in float64 like the reference, because an NPU has no float64.
         exponent, most = spec.head_dim / (spec.head_dim - 2), self._factor(spec.max_model_len)
         base: float = config["rotary_emb_base"]
-        # float32 [most + 1], by the factor.
+        # float32 [most + 1], indexed by factor.
         self._rotary_bases = upload([base * factor**exponent for factor in range(most + 1)], spec.device)
-        # float32 [max_model_len], by the index: queries behind the length trained on grow with its logarithm.
+        # float32 [max_model_len], indexed by position. Beyond the trained length, queries are scaled by the logarithm
+        # of their position.
         scales = [max(math.log(i + 1, self._trained_length), 1.0) if logn else 1.0 for i in range(spec.max_model_len)]
         self._query_scales = upload(scales, spec.device)
 
@@ -352,7 +357,7 @@ class QwenVLModel(Model):
         return list(self.module.transformer["visual"](pixels.to(self.spec.dtype)))
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [1, 3, size, size], on the device, of an item of either wire."""
+        """Return the normalised pixels of an item of either wire, float32 [1, 3, size, size], on the device."""
         if _PIXELS in item.view:
             return to_device(item.view, _PIXELS, self.spec.device)
         picture = to_device(item.view, _BYTES, self.spec.device)
@@ -376,14 +381,14 @@ class QwenVLModel(Model):
         return logits.float()
 
     def _factor(self, length: int) -> int:
-        """The factor by which a prompt of `length` tokens stretches the rotary base."""
+        """Return the factor by which a prompt of `length` tokens scales the rotary base."""
         if not self._dynamic_ntk or not length:
             return 1
         return max(int(2 ** math.ceil(math.log2(length / self._trained_length) + 1)) - 1, 1)
 
 
 class QwenVL(Family):
-    """Qwen-VL (Bai et al., 2023, arXiv 2308.12966), its layers written here."""
+    """Qwen-VL (Bai et al., 2023, arXiv 2308.12966) with layers of its own."""
 
     model_types = ("qwen",)
     published = "Qwen/Qwen-VL-Chat"
@@ -397,7 +402,7 @@ class QwenVL(Family):
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
-        # The text-only models of that time have the same model_type.
+        # The text-only Qwen models of the same generation share this model_type.
         return super().serves(config) and isinstance(config.get("visual"), Mapping)
 
     @classmethod
@@ -431,7 +436,7 @@ class QwenVL(Family):
 
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json with the defaults of what it lacks. UnsupportedCheckpoint for what is not served."""
+    """Return config.json, completed with defaults. Raise UnsupportedCheckpoint for unsupported settings."""
     where = f"{checkpoint.path}/config.json"
     config = KEYS.complete(checkpoint.config, where)
     visual, width = config["visual"], config["hidden_size"]
@@ -451,7 +456,10 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Return the checkpoint's own ids, and in a chat model those of <|im_start|> and <|im_end|>, which end turns."""
+    """Return the end tokens of the checkpoint.
+
+    Chat models also end at <|im_start|> and <|im_end|>.
+    """
     end_of_text = checkpoint.config["visual"]["image_start_id"] - len(_CONTROL) - len(_TAGS)
     own = eos_token_ids(checkpoint, [end_of_text])
     if checkpoint.json("generation_config.json").get("chat_format") != "chatml":
@@ -460,7 +468,7 @@ def _stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def _read_ranks(data: bytes, checkpoint: Checkpoint) -> dict[bytes, int]:
-    """The BPE's tokens and their ids, which go up from 0."""
+    """Return the ids of the BPE tokens. Raise UnsupportedCheckpoint unless they are 0 to n - 1."""
     try:
         pairs = [line.split() for line in data.splitlines() if line]
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
@@ -472,14 +480,14 @@ def _read_ranks(data: bytes, checkpoint: Checkpoint) -> dict[bytes, int]:
 
 
 def fast_tokenizer(ranks: Mapping[bytes, int], checkpoint: Checkpoint) -> Any:
-    """transformers' fast tokenizer of these ranks, the control tokens behind them."""
+    """Build transformers' fast tokenizer from BPE `ranks`. The ids of added tokens follow the ranks."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    # Every way to make a token of two others, those of the lowest rank first: what tiktoken does without a list.
+    # All splits of a token into two other tokens, lowest rank first. tiktoken merges in this order without a list.
     merges = [
         (spelled[token[:cut]], spelled[token[cut:]])
         for token in sorted(ranks, key=ranks.__getitem__)

@@ -1,6 +1,6 @@
-"""SmolVLM: Idefics3's images, and videos whose frames the prompt introduces by their times.
+"""SmolVLM: images as in Idefics3, and videos whose frames the prompt introduces with their times.
 
-Source: arXiv 2504.05299; transformers' smolvlm, whose ids, pixels and logits these are.
+Source: arXiv 2504.05299. Token ids, pixels and logits match transformers' `smolvlm`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.shm import ArraySpec
 
-# The reference's for every conversation with a video: the published templates pass over it.
+# The reference uses this template for all conversations with a video, because the published templates skip videos.
 _VIDEO_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
@@ -32,9 +32,9 @@ _VIDEO_TEMPLATE = (
     "{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 _FPS_OF_FRAMES = 24
-"""What the reference takes the rate of frames to be that are handed in without one."""
+"""Rate that the reference assumes for frames without one, in frames per second."""
 _SKIPPED_S = 1
-"""Seconds at either end of a long video from which no frame is taken."""
+"""Seconds at either end of a long video from which no frames are sampled."""
 _SMALL = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -44,10 +44,10 @@ _ONES, _TENS = _SMALL.split(), _TENTHS.split()
 
 
 class SmolVLMProcessor(Idefics3Processor):
-    """The tokenizer's half. Images as Idefics3's.
+    """Processor of SmolVLM. Images are processed as in Idefics3.
 
-    A video's block holds `pixel_values`, uint8 [frames, side, side, 3]; its grid is the duration and then the time of
-    each frame, all in whole seconds.
+    The block of a video holds `pixel_values`, uint8 [frames, side, side, 3]. Its grid is the duration, followed by the
+    time of each frame, all in whole seconds.
     """
 
     config_name = "SmolVLMConfig"
@@ -70,7 +70,7 @@ class SmolVLMProcessor(Idefics3Processor):
         self.normalizations["video"] = Normalization.read(settings)
         self._num_frames: int | None = sampling.get("max_frames", settings.get("num_frames"))
         self._fps: float | None = sampling.get("fps", settings.get("fps"))
-        # Each frame takes the three tokens around its features, too.
+        # Each frame also takes three tokens around its features.
         positions: int = self.config.get_text_config().max_position_embeddings
         self._limit = positions // (self.tile_features + 3)
 
@@ -123,7 +123,10 @@ class SmolVLMProcessor(Idefics3Processor):
         )
 
     def _sample(self, video: Video, options: MediaOptions) -> list[int]:
-        """Indices of the frames taken, ascending; of frames handed in all, unless the options ask for fewer."""
+        """Return the ascending indices of the sampled frames.
+
+        Frames that the caller supplies are all taken unless the options ask for fewer.
+        """
         check_asked(video, options)
         total, fps = video.num_frames, video.fps
         if fps is None or comes_sampled(video, options):
@@ -150,7 +153,7 @@ def _spread(first: int, last: int, count: int) -> list[int]:
 
 
 def in_words(number: int) -> str:
-    """An integer below a million, not negative, as one says it: one hundred and twenty-three."""
+    """Spell out an integer from 0 to 999,999, such as "one hundred and twenty-three"."""
     if number < 20:
         return _ONES[number]
     if number < 100:
@@ -165,7 +168,7 @@ def in_words(number: int) -> str:
 
 
 class SmolVLM(PretrainedFamily):
-    """SmolVLM and SmolVLM2 (Marafioti et al., 2025, arXiv 2504.05299) over transformers' own modules."""
+    """SmolVLM and SmolVLM2 (Marafioti et al., 2025, arXiv 2504.05299), run by transformers' modules."""
 
     model_types = ("smolvlm",)
     published = "HuggingFaceTB/SmolVLM2-2.2B-Instruct"

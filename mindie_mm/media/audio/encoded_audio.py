@@ -1,4 +1,4 @@
-"""Decoding of sound through PyAV, with a mix to one channel and resampling, as in `load_audio` of transformers.
+"""Decoding of audio through PyAV, with a mix to one channel and resampling, as in `load_audio` of transformers.
 
 The result equals that of its soundfile backend and of `librosa.load`, bit for bit for lossless files. Channels are
 averaged, soxr resamples at quality HQ, and the result has ceil(samples * rate / source rate) samples.
@@ -26,7 +26,7 @@ CONTAINERS = (
     *("wav", "flac", "mp3", "aac", "ogg", "aiff", "caf", "w64", "au", "nistsphere"),
     *("mov", "matroska", "asf", "avi", "mpegts", "flv", "mpeg"),
 )
-"""Supported containers, detected by content. Video containers are supported for their sound.
+"""Supported containers, detected by content. Video containers are supported for their audio.
 
 `mov` includes MP4 and M4A, `matroska` includes WebM, and `mpeg` is the program stream. Playlists are not supported.
 """
@@ -39,13 +39,13 @@ MAX_AMPLITUDE = 1e9
 """Maximum absolute sample value. Unscaled integers are far below it, and powers of larger values would overflow."""
 
 _MAX_PLANES = 7
-"""Maximum number of planes of a frame that PyAV can read. It looks for the end of a list that longer lists lack."""
+"""Maximum number of planes of a frame that PyAV can read. It needs an end marker, which a longer list lacks."""
 
 # Seconds that are decoded beyond a cut, so that the resampling filter does not see the cut.
 _MARGIN_S = 1.0
 
 Samples = NDArray[np.float32]
-"""float32 [samples] of one channel, mostly within [-1, 1]."""
+"""Samples of one channel, float32 [samples], mostly within [-1, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ class EncodedAudio:
     max_source_samples: int
     """Maximum number of decoded samples per channel. They are kept as float32 until they are resampled."""
     max_pixels: int
-    """Maximum size in pixels of an embedded cover picture."""
+    """Maximum number of pixels of an embedded cover picture."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedAudio:
         """Read the container of `data` without decoding it.
 
         Raises:
-            MediaError: The data are not readable as sound.
+            MediaError: The data are not readable as audio.
             LimitExceeded: The clip exceeds a cap.
 
         """
@@ -143,7 +143,7 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
 
     Raises:
         InputError: `rate` is given for an encoded clip.
-        MediaError: The data are not readable as sound.
+        MediaError: The data are not readable as audio.
         LimitExceeded: The clip exceeds a cap.
 
     """
@@ -169,7 +169,7 @@ def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
         raise MediaError("the file's sound states no rate, how many samples a second it has")
     stream: AudioStream = best_stream(container, "audio")
     check_codec(stream.codec_context, "the file's sound")
-    if num_channels := stream.codec_context.channels:  # the list is freed by this, and let go of by the next
+    if num_channels := stream.codec_context.channels:  # this frees the list, and the next line drops it
         stream.codec_context.layout = f"{num_channels} channels"
     return stream, num_channels
 
@@ -191,13 +191,13 @@ def _num_source_samples(max_samples: int, source_rate: int, rate: int) -> int:
 
 
 def _mono(frame: av.AudioFrame) -> Samples:
-    """float32 [samples]: whole numbers scaled to [-1, 1), the channels averaged."""
+    """Return float32 [samples]. Integers are scaled to [-1, 1), and channels are averaged."""
     array = frame.to_ndarray()
     channels = array if frame.format.is_planar else array.reshape(-1, frame.layout.nb_channels).T
-    with np.errstate(over="ignore", invalid="ignore"):  # what is no number is refused once it is together
+    with np.errstate(over="ignore", invalid="ignore"):  # `_resample` refuses NaN and infinities
         scaled: Samples = channels.astype(np.float32)
         if array.dtype.kind == "u":
-            scaled -= 128  # bytes are the only unsigned samples there are
+            scaled -= 128  # unsigned samples always have 8 bits
         if array.dtype.kind != "f":
             scaled *= np.float32(2.0 ** (1 - 8 * array.dtype.itemsize))
         mono: Samples = scaled[0] if len(scaled) == 1 else scaled.mean(axis=0)
@@ -206,7 +206,7 @@ def _mono(frame: av.AudioFrame) -> Samples:
 
 def _resample(samples: Samples, source_rate: int, rate: int, max_samples: int) -> Samples:
     peak = np.abs(samples).max()
-    if not peak <= MAX_AMPLITUDE:  # not a number among others
+    if not peak <= MAX_AMPLITUDE:  # true for NaN, too
         raise MediaError(f"the clip has samples of {peak}; the limit is {MAX_AMPLITUDE:g}")
     if source_rate != rate:
         samples = samples[: _num_source_samples(max_samples, source_rate, rate)]

@@ -1,8 +1,8 @@
-"""Log-mel spectrograms, as transformers' WhisperFeatureExtractor computes them with torch.
+"""Log-mel spectrograms, as computed by transformers' WhisperFeatureExtractor with torch.
 
-Source: Whisper (arXiv 2212.04356, section 2.2): Hann windows, power, mel filters, log10, no more than 8 below the
-clip's largest value, (x + 4) / 4. The extractor pads each clip to 30 s or more; of that silence no more is computed
-here than what is asked for.
+The steps follow Whisper (arXiv 2212.04356, section 2.2): Hann windows, power, mel filters, log10, a floor of 8 below
+the maximum of the clip, and (x + 4) / 4. The extractor pads each clip with silence to 30 s or more. Here only the
+requested part of that silence is computed.
 """
 
 from __future__ import annotations
@@ -28,22 +28,27 @@ _MAX_FREQUENCY = 8000.0
 
 @dataclass(frozen=True, slots=True)
 class MelSettings:
-    """How a checkpoint has its sound made into spectrograms."""
+    """Spectrogram settings of a checkpoint."""
 
     rate: int
-    """Samples a second."""
+    """Sampling rate in Hz."""
     num_bins: int
-    """Mel bins of a frame."""
+    """Number of mel bins per frame."""
     window: int
-    """Samples of a frame's window."""
+    """Length of the window in samples."""
     hop: int
-    """Samples from one frame to the next."""
+    """Distance between frames in samples."""
     max_samples: int
-    """Samples of the longest clip; what lies behind them is cut off, as the reference does."""
+    """Maximum length of a clip in samples. The rest is cut off, as in the reference."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> MelSettings:
-        """From a feature extractor's configuration; UnsupportedCheckpoint for what is not served."""
+        """Read the configuration of a feature extractor. `where` names it in errors.
+
+        Raises:
+            UnsupportedCheckpoint: A setting is not supported.
+
+        """
         for name, needed in (("padding_value", 0.0), ("dither", 0.0)):
             if config.get(name, needed) != needed:
                 raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}, only {needed!r} is served")
@@ -58,40 +63,45 @@ class MelSettings:
 
     @property
     def max_frames(self) -> int:
-        """Frames of the longest clip."""
+        """Number of frames of the longest clip."""
         return self.max_samples // self.hop
 
     def num_frames(self, num_samples: int) -> int:
-        """Frames that begin within a clip of `num_samples`."""
+        """Return the number of frames that begin within a clip of `num_samples`, up to `max_frames`."""
         return min(math.ceil(num_samples / self.hop), self.max_frames)
 
 
 def write_log_mel(samples: Samples, settings: MelSettings, out: NDArray[np.float32]) -> None:
-    """The spectrogram of a clip into `out`, float32 [num_bins, frames]; frames behind the clip are of silence.
+    """Write the spectrogram of a clip.
 
-    `frames` is any number from `settings.num_frames(len(samples))` to `settings.max_frames`.
+    Args:
+        samples: Samples at the rate of `settings`, float32 [samples].
+        settings: Spectrogram settings.
+        out: Output, float32 [num_bins, frames], with `settings.num_frames(len(samples))` to `settings.max_frames`
+            frames. Frames after the clip contain silence.
+
     """
     samples = samples[: settings.max_samples]
     num_frames = out.shape[1]
     assert settings.num_frames(len(samples)) <= num_frames <= settings.max_frames, (len(samples), out.shape)
-    # Silence as long as a window, so that the last frames are what they are in silence without an end.
+    # Silence follows the clip, so that the last frames do not depend on where the silence ends.
     length = min(max(len(samples), num_frames * settings.hop) + 2 * settings.window, settings.max_samples)
     padded = torch.zeros(length)
     padded[: len(samples)] = torch.from_numpy(samples.copy() if not samples.flags.writeable else samples)
     spectrum = torch.stft(
         padded, settings.window, settings.hop, window=torch.hann_window(settings.window), return_complex=True
     )
-    real, imaginary = torch.view_as_real(spectrum.T[:-1]).unbind(-1)  # torch's own order in memory: no copy
+    real, imaginary = torch.view_as_real(spectrum.T[:-1]).unbind(-1)  # torch's memory order, so no copy
     power = real.square().addcmul_(imaginary, imaginary)
     logarithm = (_filters(settings.rate, settings.num_bins, settings.window) @ power.T).clamp_(min=_FLOOR).log10_()
-    floor = logarithm.max() - _RANGE  # over all the clip's frames, also those that are not asked for
+    floor = logarithm.max() - _RANGE  # over all frames, including those that are not requested
     torch.from_numpy(out).copy_(logarithm[:, :num_frames].clamp_(min=floor).add_(4.0).div_(4.0))
 
 
 @cache
 def _filters(rate: int, num_bins: int, window: int) -> Tensor:
-    """float32 [num_bins, 1 + window // 2], as Slaney's Auditory Toolbox has them."""
-    from transformers.audio_utils import mel_filter_bank  # late: it takes a second, and most prompts hold no sound
+    """Return the filters of Slaney's Auditory Toolbox, float32 [num_bins, 1 + window // 2]."""
+    from transformers.audio_utils import mel_filter_bank  # late, because it takes a second and few prompts need it
 
     filters = mel_filter_bank(
         num_frequency_bins=1 + window // 2,

@@ -36,8 +36,8 @@ _CLOSED = tuple(
         "2002::/16",  # 6to4
         "fec0::/10",  # site-local
         "192.88.99.0/24",  # 6to4 relays
-        "192.0.0.0/24",  # protocols; one cloud's metadata are at .192
-        "168.63.129.16/32",  # another cloud's host, for its own machines alone
+        "192.0.0.0/24",  # IETF protocols; a cloud's metadata service is at .192
+        "168.63.129.16/32",  # host service of another cloud
         "3fff::/20",  # documentation
         "5f00::/16",  # segment routing
     )
@@ -73,7 +73,7 @@ async def fetch(
 
     Args:
         url: An http or https URL.
-        max_bytes: Maximum size of the body, as sent and as decoded.
+        max_bytes: Maximum size of the body in bytes, as sent and as decoded.
         timeout_s: Maximum duration in seconds, including redirects.
         connect_timeout_s: Maximum time in seconds to open a connection.
         read_timeout_s: Maximum time in seconds in which the server sends nothing.
@@ -82,7 +82,7 @@ async def fetch(
         allow_private: Whether to allow addresses that are not public.
         spend: Called with the size in bytes of each chunk, and with the bytes that decoding adds. An exception from it
             ends the fetch.
-        request: Request on whose behalf the URL is fetched. Name lookups take turns between requests.
+        request: Request on whose behalf the URL is fetched. Its concurrent name lookups are limited.
 
     Raises:
         MediaError: The URL is not allowed or cannot be fetched.
@@ -147,11 +147,11 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callabl
 
 
 LOOKUPS = Threads("lookup")
-"""Shared by all fetches: it is the process's threads that are bounded."""
+"""Threads for name lookups, shared by all fetches, because their number is limited per process."""
 
 
 class _Resolver(AbstractResolver):
-    """The system's resolver; a name is refused if any of its addresses is not public."""
+    """The system's resolver, except that a name is refused if any of its addresses is not public."""
 
     def __init__(self, allow_private: bool, request: str | None) -> None:
         self._allow_private = allow_private
@@ -166,16 +166,22 @@ class _Resolver(AbstractResolver):
         return results
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because the resolver holds no resources."""
 
 
 def _resolve(host: str, port: int, family: int) -> list[ResolveResult]:
-    """As aiohttp's own resolver, which asks the event loop. OSError (gaierror), UnicodeError if it is no name."""
+    """Resolve `host` as aiohttp does, but without the event loop.
+
+    Raises:
+        OSError: The name cannot be resolved (gaierror).
+        UnicodeError: The name is malformed.
+
+    """
     numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
     return [
         ResolveResult(
             hostname=host,
-            host=socket.getnameinfo(address, numeric)[0],  # with the zone, where the address has one
+            host=socket.getnameinfo(address, numeric)[0],  # includes the zone
             port=port,
             family=found,
             proto=protocol,
@@ -188,7 +194,10 @@ def _resolve(host: str, port: int, family: int) -> list[ResolveResult]:
 
 
 class _NotPublic(OSError):
-    """An address outside the public internet; an OSError, as the connector expects from a failed connection."""
+    """An error for an address that is not public.
+
+    It is an OSError, as the connector expects for a failed connection.
+    """
 
 
 def _socket_factory(allow_private: bool) -> Callable[[aiohttp.AddrInfoType], socket.socket]:
@@ -202,7 +211,7 @@ def _socket_factory(allow_private: bool) -> Callable[[aiohttp.AddrInfoType], soc
 
 
 def _reason(error: BaseException) -> str:
-    """Our words for a failure; the library's own name addresses and may be of any length."""
+    """Describe a failure. The messages of aiohttp are not used, because they contain addresses and have any length."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, _NotPublic):

@@ -22,7 +22,7 @@ _UNDECODED = frozenset(("br", "zstd", "dcb", "dcz", "compress", "x-compress", "e
 """Other content codings in the IANA registry. Any other name (identity, aws-chunked, utf-8) is ignored."""
 _MEMBER_START = b"\x1f\x8b\x08"
 _CHUNK_BYTES = 2**14
-"""Bytes given to zlib at once. It copies what it has not used at the end of each member."""
+"""Number of bytes per call of zlib, which copies its unused input at the end of each member."""
 
 
 def codings_of(headers: Iterable[str], host: str | None) -> list[str]:
@@ -65,7 +65,7 @@ def decode_body(body: bytes, codings: list[str], max_bytes: int, host: str | Non
 def _gunzip(body: bytes, reach: int) -> bytes:
     """Return the first `reach` decoded bytes. Raise EOFError, zlib.error or LimitExceeded.
 
-    Bytes behind a member that do not start another one are ignored, as browsers and urllib3 ignore them.
+    Bytes after a member that do not start another member are ignored, as in browsers and urllib3.
     """
     if (num_members := body.count(_MEMBER_START)) > MAX_MEMBERS:
         raise LimitExceeded(f"the gzip body has {num_members} members; the limit is {MAX_MEMBERS}")

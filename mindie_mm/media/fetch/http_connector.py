@@ -1,7 +1,6 @@
-"""aiohttp's connector, whose connections take one answer, with few interim ones (1xx) in front of it.
+"""An aiohttp connector that limits the number of interim responses (1xx) before the final response.
 
-aiohttp itself reads past interim answers for as long as they come. A server that sends nothing else, as fast as it can,
-would have the event loop for itself.
+aiohttp skips any number of interim responses. A server that sends them without end would occupy the event loop.
 """
 
 from __future__ import annotations
@@ -16,32 +15,35 @@ from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
 
 MAX_INTERIM = 8
-"""Most interim answers (100 Continue, 103 Early Hints and the like) to one request."""
+"""Maximum number of interim responses to one request, such as 100 Continue and 103 Early Hints."""
 
 
 class TooManyInterim(aiohttp.ClientError):
-    """A server that sends further interim answers."""
+    """An error for a server that sends more than `MAX_INTERIM` interim responses."""
 
 
 class Connector(aiohttp.TCPConnector):
-    """aiohttp's, for one request a connection: with `force_close`. Its requests raise TooManyInterim."""
+    """A TCP connector whose requests raise TooManyInterim.
+
+    Responses are counted per connection. Set `force_close`, so that each connection carries only one request.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         factory = functools.partial(_Protocol, loop=asyncio.get_running_loop())
-        self._factory = factory  # type: ignore[assignment]  # mypy knows no partial of a subclass
+        self._factory = factory  # type: ignore[assignment]  # mypy rejects a partial of a subclass
 
 
 class _Protocol(ResponseHandler):
-    """One connection's."""
+    """Protocol of one connection. It counts the responses."""
 
     _num_answers = 0
 
     def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
-        """Takes the head of an answer, interim or not."""
+        """Handle the head of an interim or final response. Abort the connection after too many interim responses."""
         self._num_answers += 1
         if self._num_answers <= 1 + MAX_INTERIM:
             super().feed_data(data, size)
         elif self.transport is not None and not self.transport.is_closing():
             self.transport.abort()
-            self.set_exception(TooManyInterim())  # which whoever waits for the answer gets, unless it came before
+            self.set_exception(TooManyInterim())  # raised where the response is awaited, unless it has already arrived

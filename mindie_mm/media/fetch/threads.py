@@ -1,7 +1,7 @@
-"""Work that may get stuck in the system, in threads of its own: names looked up, files of a mount that stalls.
+"""Threads for system calls that may hang, such as name lookups and reads from a stalled mount.
 
-The event loop's threads are few and do other work, and neither a lookup nor a read can be ended: those that nothing
-answers would hold up all else, long after the requests that they were for.
+Neither a lookup nor a read can be cancelled. In the few threads of the event loop, calls that hang would block all
+other work long after their requests ended.
 """
 
 from __future__ import annotations
@@ -16,34 +16,46 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MAX_THREADS = 64
-"""Most works at a time, those included that nobody waits for any more."""
+"""Maximum number of running calls, including calls whose result is no longer awaited."""
 MAX_OF_A_REQUEST = 4
-"""Most of them that are for one request; further ones wait."""
+"""Maximum number of running calls for one request. Further calls wait."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
     do: Callable[[], Any]
     request: str | None
-    """The request that it is for."""
+    """Request on whose behalf the call runs, or None."""
     done: Future[Any] = field(default_factory=Future)
 
 
 class Threads:
-    """Works, each in a daemon thread, so that a process ends without them. For any thread and any event loop."""
+    """A limited set of daemon threads, one per call, that do not keep the process alive.
+
+    The methods may be called from any thread and any event loop.
+    """
 
     def __init__(self, name: str) -> None:
-        """`name` is that of each thread."""
+        """Set the name of the threads."""
         self._name = name
         self._lock = threading.Lock()
         self._waiting: list[_Work] = []
         self._running: list[_Work] = []
 
     async def run(self, do: Callable[[], T], request: str | None = None) -> T:
-        """`do()`. When cancelled, what has begun goes on, and nobody has its result; the rest is not done.
+        """Call `do` in a thread and return its result.
 
-        `request` names whose work it is: of one request only so many run at a time. None: nobody's. OSError where no
-        further thread is to be had.
+        If this coroutine is cancelled, a call that is running continues and its result is dropped. A call that is
+        waiting is not made.
+
+        Args:
+            do: The function to call.
+            request: Request on whose behalf the call is made. At most `MAX_OF_A_REQUEST` of its calls run at a time.
+                None if there is no request, so that this limit does not apply.
+
+        Raises:
+            OSError: The system cannot start another thread.
+
         """
         work = _Work(do, request)
         with self._lock:
@@ -57,7 +69,7 @@ class Threads:
                     self._waiting.remove(work)
 
     def _start(self) -> None:
-        """Starts what may run of what waits, the longest waiting first; the lock is held."""
+        """Start the waiting calls that may run, in the order of their arrival. The caller holds the lock."""
         for work in [*self._waiting]:
             if len(self._running) >= MAX_THREADS:
                 return
@@ -69,7 +81,7 @@ class Threads:
                 continue
             try:
                 threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True).start()
-            except RuntimeError as error:  # no further thread is to be had
+            except RuntimeError as error:  # the system cannot start another thread
                 work.done.set_exception(OSError(str(error)))
             else:
                 self._running.append(work)
@@ -77,7 +89,7 @@ class Threads:
     def _run(self, work: _Work) -> None:
         try:
             work.done.set_result(work.do())
-        except Exception as error:  # noqa: BLE001 - whoever waits has it
+        except Exception as error:  # noqa: BLE001 - passed on to the caller of `run`
             work.done.set_exception(error)
         finally:
             with self._lock:

@@ -14,24 +14,30 @@ import pybase64
 from mindie_mm.errors import LimitExceeded, MediaError
 
 MAX_URL_LENGTH = len("file://localhost") + 3 * 4096
-"""Characters: of a path as long as the system takes, with each byte written as %XX."""
+"""Maximum length of a `file:` URL in characters: a path of the system's maximum length, with each byte as %XX."""
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63}):")  # base64 that goes on without end is not searched for more
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63}):")  # bounded, so that long base64 is not searched whole
 WHITE_SPACE = " \t\n\r\f\v"
 """ASCII white space, which is allowed anywhere in base64."""
 _MAX_TAIL = 128
-"""Number of characters at the end of base64 in which padding is searched. White space may surround it."""
+"""Number of characters at the end of base64 that are searched for padding. White space may surround the padding."""
 _MAX_DATA_HEAD = 256
 """Maximum number of characters before the data of a `data:` URL."""
 
 
 def scheme_of(source: str) -> str:
-    """A URL's scheme in small letters, whether it is known or not; empty for what is no URL."""
+    """Return the scheme of a URL in lower case, known or not, or an empty string if `source` is not a URL."""
     return found[1].lower() if (found := _SCHEME.match(source)) else ""
 
 
 def file_url_path(url: str) -> str:
-    """The path that a `file:` URL names. MediaError for another machine's; LimitExceeded for one that is too long."""
+    """Return the path of a `file:` URL.
+
+    Raises:
+        MediaError: The URL is malformed or names another machine.
+        LimitExceeded: The URL is too long.
+
+    """
     if len(url) > MAX_URL_LENGTH:
         raise LimitExceeded(f"a file: URL of {len(url)} characters, the limit is {MAX_URL_LENGTH}")
     try:

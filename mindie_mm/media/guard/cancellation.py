@@ -1,7 +1,7 @@
-"""Whether somebody still waits for what a thread reads and decodes.
+"""Cancellation of work in a thread whose request was given up.
 
-A thread asks at each packet of a video or a sound, at each frame that was handed in, and while a pipe or an address
-gives nothing. A decoder process is killed instead.
+A thread calls `check` at each packet of a video or audio stream and at each frame that the caller supplies. It also
+does so while a pipe or a URL delivers no data. Decoder processes are killed instead.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from mindie_mm.errors import RequestAborted
 
 CHECK_S = 0.1
-"""Time in seconds between two questions of a thread that waits for data."""
+"""Interval in seconds between checks while a thread waits for data."""
 
 _own = threading.local()
 
 
 @contextmanager
 def until(given_up: threading.Event) -> Iterator[None]:
-    """Work on this thread for somebody who sets `given_up` when the result is not wanted any more."""
+    """Make `check` raise in this thread once `given_up` is set, because the result is no longer wanted."""
     _own.given_up = given_up
     try:
         yield
@@ -29,7 +29,7 @@ def until(given_up: threading.Event) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise RequestAborted if nobody waits for this thread's work."""
+    """Raise RequestAborted if the request that this thread works for was given up."""
     given_up = getattr(_own, "given_up", None)
     if given_up is not None and given_up.is_set():
         raise RequestAborted("the request was given up while its media were decoded")

@@ -72,7 +72,7 @@ def add_picture(width: int, height: int) -> None:
 def under(these: MediaCaps) -> Iterator[Work]:
     """Apply the caps `these` to all media opened inside this context, which count as one request.
 
-    Opened media keep these caps when they are decoded later. The context gives the work that is counted.
+    Opened media keep these caps when they are decoded later. The context manager yields the work of this request.
     """
     of_request = Work(these)
     token = _work.set(of_request)

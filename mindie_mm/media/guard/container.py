@@ -1,4 +1,4 @@
-"""Opening containers of video and sound: from memory alone, and of the formats and codecs listed here alone."""
+"""Opening of audio and video containers, from memory only and restricted to the formats and codecs listed here."""
 
 from __future__ import annotations
 
@@ -25,30 +25,43 @@ from mindie_mm.media.guard.transport import whole_packets
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 
 MAX_STREAMS = 64
-"""Most streams of a container."""
+"""Maximum number of streams of a container."""
 OPEN_S = 0.5
-"""Most processor time until a container's tracks are known, our own checks included, in seconds, if that takes more
-than `OPEN_BYTES`."""
+"""Maximum processor time in seconds to find the tracks of a container, once more than `OPEN_BYTES` have been read.
+
+The time includes the checks in this package.
+"""
 OPEN_BYTES = 3 * 2**21
-"""Bytes that may be read meanwhile in `DECODE_S`; FFmpeg decodes frames of 5 MB at most to know its tracks."""
+"""Number of bytes that may be read before `OPEN_S` replaces `DECODE_S` as the limit.
+
+FFmpeg decodes at most 5 MB of frames to find the tracks.
+"""
 DECODE_S = 3.0
-"""Most processor time until then of any container, in seconds: a second's frames of 7680x4320 take one."""
+"""Maximum processor time in seconds to find the tracks of any container. One second of 7680x4320 video takes 1 s."""
 WHOLE_BYTES = 2**24 + OPEN_BYTES
-"""Most bytes of what FFmpeg reads whole until then: pictures, texts, attached files, tables, first frames."""
+"""Maximum number of bytes that FFmpeg reads as whole objects until the tracks are known.
+
+Such objects are pictures, texts, attached files, tables and first frames.
+"""
 MAX_READ = 4
-"""Most bytes of a stream's packets, as a multiple of the container's: samples of an MP4 may be the same bytes."""
+"""Maximum size of a stream's packets as a multiple of the container size. Samples of an MP4 may share bytes."""
 SPARE_BYTES = 2**24
-"""Bytes that packets may have beyond that."""
+"""Number of bytes that packets may have in addition to this multiple."""
 BARE = ("mp3", "aac")
-"""Formats of frames one after another that decoders find by themselves: tags and zeroes lie between and behind them."""
+"""Formats without a container, whose frames decoders find by themselves.
+
+Tags and zeros may lie between the frames and after them.
+"""
 _TRANSPORT_STREAM = "mpegts"
 _PROBE_PACKETS = 100
-"""Most packets that are looked at to find out what a stream is of which the container does not say it: each by all that
-FFmpeg knows, anew, which took 64 streams 3 seconds."""
+"""Maximum number of packets that FFmpeg probes to identify a stream whose codec the container does not state.
+
+FFmpeg runs all of its probes again for each packet. For 64 streams this can take 3 s.
+"""
 _BUFFER_BYTES = 2**15
-"""Of FFmpeg's buffer. What is larger it reads past it."""
+"""Size in bytes of FFmpeg's read buffer. FFmpeg bypasses the buffer for larger reads."""
 _PIECE_BYTES = 2**20
-"""Most bytes that are handed over at a time: they are a copy."""
+"""Maximum number of bytes that one read returns, because each read makes a copy."""
 _VIDEO_CODECS = (
     "h264,hevc,libdav1d,av1,vp8,vp9,mpeg1video,mpeg2video,mpeg4,h263,flv,msmpeg4v1,msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
     "theora,mjpeg,prores,dnxhd,ffv1,huffyuv,rawvideo,gif,dvvideo,qtrle,cinepak"
@@ -59,18 +72,22 @@ _SOUND_CODECS = (
     "pcm_s16le,pcm_s24be,pcm_s24le,pcm_s32be,pcm_s32le,pcm_s8,pcm_u8,pcm_bluray,pcm_dvd"
 )
 CODECS = frozenset([*_VIDEO_CODECS.split(","), *_SOUND_CODECS.split(",")])
-"""Decoders that are run, by FFmpeg's names. It has some hundreds more, of games and cameras: few are ever fuzzed."""
+"""Decoders that may run, by FFmpeg's names.
+
+FFmpeg has hundreds of other decoders, for example for games and cameras. Few of them are ever fuzzed.
+"""
 
 
 class _Source(io.BytesIO):
-    """A container's bytes, which FFmpeg reads a piece at a time.
+    """The bytes of a container, which FFmpeg reads in pieces.
 
-    FFmpeg bounds neither boxes nor chunks, tags or cues: 40 MiB of them took it up to 6 seconds. Nor does it bound what
-    it keeps whole, which it asks for by its size, and not by that of its buffer.
+    FFmpeg does not limit the number of boxes, chunks, tags or cues. 40 MiB of them can take 6 s. It does not limit the
+    size of objects that it keeps whole either. Reads of these objects can be recognised, because FFmpeg requests the
+    size of the object instead of the size of its buffer.
     """
 
     def __init__(self, data: bytes, began: float) -> None:
-        """`began` on this thread's clock."""
+        """Wrap `data`. `began` is the value of `time.thread_time()` when opening began."""
         super().__init__(data)
         self._num_bytes = len(data)
         self._began = began
@@ -79,7 +96,10 @@ class _Source(io.BytesIO):
         self._refusal = ""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Nothing more once a limit is passed, as at the end: PyAV prints what is raised here more than once."""
+        """Return at most `_PIECE_BYTES` bytes, or no bytes after a limit was exceeded.
+
+        The limit is reported later by `opened`, because PyAV prints an exception that is raised here more than once.
+        """
         size = self._num_bytes if size is None or size < 0 else size
         if not self._is_open:
             self._refusal = self._refusal or self._refuses(size)
@@ -89,13 +109,13 @@ class _Source(io.BytesIO):
         return piece
 
     def opened(self) -> None:
-        """Says that the tracks are known, or none are. LimitExceeded if that took too much."""
+        """End the limits on reading, with or without tracks found. Raise LimitExceeded if a limit was exceeded."""
         if self._refusal:
             raise LimitExceeded(f"to find out what the container holds takes more than {self._refusal}, the limit")
         self._is_open = True
 
     def _refuses(self, size: int) -> str:
-        """The limit that is passed where FFmpeg asks for `size` bytes more, if one is."""
+        """Return the limit that is exceeded by reading `size` more bytes, or an empty string."""
         limit_s = OPEN_S if self._num_read > OPEN_BYTES else DECODE_S
         if time.thread_time() - self._began > limit_s:
             return f"{limit_s:g} s"
@@ -105,7 +125,7 @@ class _Source(io.BytesIO):
 
 @contextmanager
 def reading(failure: Callable[[], MediaError]) -> Iterator[None]:
-    """Raises `failure()` for what PyAV raises of a broken container; to be out of memory says nothing of one."""
+    """Raise `failure()` in place of PyAV's errors for a broken container. Lack of memory is not such an error."""
     try:
         yield
     except MemoryError:
@@ -115,10 +135,19 @@ def reading(failure: Callable[[], MediaError]) -> Iterator[None]:
 
 
 def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> InputContainer:
-    """A container of one of `formats`, told by content. Closing it is the caller's.
+    """Open a container whose format is detected by content. The caller must close it.
 
-    Raises what PyAV raises for what is none; LimitExceeded, MediaError. Frames of more than `max_pixels`, and of what
-    whole blocks add to them, are not even decoded to find out what they are.
+    Args:
+        data: The container.
+        formats: Allowed formats, by FFmpeg's names.
+        max_pixels: Maximum number of pixels of a frame, apart from padding to whole blocks. FFmpeg does not decode
+            larger frames, not even to identify a stream.
+
+    Raises:
+        LimitExceeded: The container exceeds a limit.
+        MediaError: The container has a feature that is not supported.
+        av.FFmpegError: The data are not a container of one of `formats`. `reading` translates this error.
+
     """
     began = time.thread_time()
     check_metadata(data)
@@ -126,7 +155,7 @@ def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> Inpu
     others = [name for name in formats if name != _TRANSPORT_STREAM]
     try:
         return _open(without_compression(data), others, max_pixels, began)
-    except av.ArgumentError:  # it is of none of these
+    except av.ArgumentError:  # none of these formats matches
         if _TRANSPORT_STREAM not in formats:
             raise
     return _open(whole_packets(data), [_TRANSPORT_STREAM], max_pixels, began)
@@ -152,7 +181,7 @@ def _open(data: bytes, formats: Sequence[str], max_pixels: int, began: float) ->
 
 @contextmanager
 def _adding_streams() -> Iterator[None]:
-    """LimitExceeded where FFmpeg has no room for one: of those beyond `max_streams` it says no more."""
+    """Raise LimitExceeded in place of PyAV's MemoryError, which is all that FFmpeg reports above `max_streams`."""
     try:
         yield
     except av.MemoryError:
@@ -162,7 +191,12 @@ def _adding_streams() -> Iterator[None]:
 
 
 def best_stream(container: InputContainer, kind: Literal["video", "audio"]) -> Any:
-    """The stream of `kind` that players take, not a preview or a commentary beside it. MediaError for none."""
+    """Return the stream of `kind` that players choose, instead of a preview or a commentary.
+
+    Raises:
+        MediaError: The container has no stream of this kind.
+
+    """
     stream = container.streams.best(kind)
     if stream is None:
         raise MediaError(f"the file has no {kind} stream")
@@ -170,15 +204,18 @@ def best_stream(container: InputContainer, kind: Literal["video", "audio"]) -> A
 
 
 def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[av.Packet[_Stream]]:
-    """Packets of `stream`, in the order of decoding, without the empty ones; other streams are passed over unread.
+    """Yield the packets of `stream` in decoding order, without empty ones. Other streams are skipped without reading.
 
-    LimitExceeded where they are much more than the `num_bytes` of the container, RequestAborted.
+    Raises:
+        LimitExceeded: The packets have many more bytes than the `num_bytes` of the container.
+        RequestAborted: The request was given up.
+
     """
     for other in container.streams:
         if other.index != stream.index:
             other.discard = Discard.all
     read, limit = 0, MAX_READ * num_bytes + SPARE_BYTES
-    with _adding_streams(), suppress(IndexError):  # PyAV's, at the end, where some were first met on the way
+    with _adding_streams(), suppress(IndexError):  # PyAV's, at the end, if streams appeared late
         for packet in container.demux(stream):
             cancellation.check()
             read += packet.size
@@ -208,12 +245,15 @@ def frames_of(
 
 
 def coded_pixels(max_pixels: int) -> int:
-    """FFmpeg's limit for frames of `max_pixels`: it counts what is coded, sides rounded up to blocks of 16 or 32."""
+    """Return FFmpeg's limit for frames of at most `max_pixels`.
+
+    FFmpeg counts coded pixels, with sides that are rounded up to blocks of 16 or 32.
+    """
     return max_pixels + 64 * math.isqrt(max_pixels) + 32 * 32
 
 
 def check_codec(context: av.CodecContext | None, what: str) -> None:
-    """MediaError unless the decoder of `what`, a stream, is one that is run."""
+    """Raise MediaError unless the decoder of a stream is one of `CODECS`. `what` names the stream in the error."""
     if context is None:
         raise MediaError(f"{what} is of a codec that is not known")
     if context.name not in CODECS:

@@ -1,7 +1,8 @@
-"""What a Matroska or WebM file says of compressed tracks, looked at before FFmpeg unpacks them.
+"""Detection of compressed tracks in Matroska and WebM files, before FFmpeg decompresses them.
 
-FFmpeg unpacks each block as it looks for packets, 10 MB from 9 KB, of tracks too that nobody reads, and passes over
-those that fail: no count of packets sees them all. Elements and their names: RFC 9559.
+FFmpeg decompresses each block while it looks for packets, even of tracks that are not read. 9 KB may become 10 MB.
+Blocks that fail to decompress are skipped, so a limit on packets does not cover them. Elements and their IDs follow
+RFC 9559.
 """
 
 from __future__ import annotations
@@ -11,29 +12,34 @@ from collections.abc import Iterator
 from mindie_mm.errors import LimitExceeded, MediaError
 
 MAX_ELEMENTS = 2**14
-"""Most elements that are read, of all descriptions of tracks: 256 for each of 64 tracks."""
+"""Maximum number of elements read in all track descriptions: 256 for each of 64 tracks."""
 MAX_PREFIX = 64
-"""Most bytes that are put before each frame, of a track that leaves out what its frames begin with."""
+"""Maximum size in bytes of a stripped header, which FFmpeg puts back in front of each frame of the track."""
 
 _TRACKS, _TRACK, _TYPE = b"\x16\x54\xae\x6b", b"\xae", b"\x83"
 _ENCODINGS, _ENCODING, _COMPRESSION = b"\x6d\x80", b"\x62\x40", b"\x50\x34"
 _ALGORITHM, _PREFIX = b"\x42\x54", b"\x42\x55"
 _NOTHING = b"\x6d\x81"
-"""The name of no element, as long as that of the encodings: readers pass over it."""
+"""Unassigned element ID, as long as that of the encodings. Readers skip unknown elements."""
 _PREFIXED = 3
-"""The algorithm that only leaves out what each frame begins with. The others are those of archives."""
+"""ContentCompAlgo of header stripping. The other values are compression algorithms such as zlib."""
 _VIDEO = 1
 Span = tuple[int, int]
-"""Start and stop of bytes."""
+"""Start and stop offsets in bytes."""
 
 
 def without_compression(data: bytes) -> bytes:
-    """`data`; where tracks of Matroska other than video are compressed, a copy that does not say so.
+    """Return `data`, or a copy that hides the encodings of compressed tracks from FFmpeg.
 
-    Subtitles often are, and are not read. MediaError for video that is, LimitExceeded.
+    Subtitles are often compressed, and they are not read.
+
+    Raises:
+        MediaError: A video track is compressed.
+        LimitExceeded: The track descriptions have more than `MAX_ELEMENTS` elements.
+
     """
     reader, copy, place = _Reader(data), None, -1
-    while (place := data.find(_TRACKS, place + 1)) >= 0:  # wherever they are: FFmpeg goes where an index says
+    while (place := data.find(_TRACKS, place + 1)) >= 0:  # anywhere, because FFmpeg follows an index
         _, tracks = next(reader.elements((place, len(data)), _TRACKS), (0, (0, 0)))
         for name in reader.compressed(tracks):
             copy = copy or bytearray(data)
@@ -42,14 +48,14 @@ def without_compression(data: bytes) -> bytes:
 
 
 class _Reader:
-    """Reads elements, and counts them."""
+    """A reader of elements that limits their total number."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._num_read = 0
 
     def compressed(self, tracks: Span) -> Iterator[int]:
-        """Where the encodings that unpack are named. MediaError for those of video, LimitExceeded."""
+        """Yield the offset of each ContentEncodings that needs decompression. Raise MediaError for a video track."""
         for _, track in self.elements(tracks, _TRACK):
             for name, encodings in self.elements(track, _ENCODINGS):
                 if self._unpacks(encodings):
@@ -58,7 +64,7 @@ class _Reader:
                     yield name
 
     def elements(self, span: Span, name: bytes) -> Iterator[tuple[int, Span]]:
-        """Where those of that name start, and their content. LimitExceeded."""
+        """Yield offset and content of each element `name` in `span`. Raise LimitExceeded if too many are read."""
         place, stop = span
         while place < stop:
             self._num_read += 1
@@ -70,14 +76,14 @@ class _Reader:
                 return
             most = (1 << 7 * (start - at)) - 1
             size = int.from_bytes(self._data[at:start]) & most
-            # The most that there can be is an unknown size: FFmpeg goes on within, up to what belongs further out.
+            # The largest value means an unknown size. FFmpeg then reads up to the next element of an outer level.
             end = stop if size == most else min(start + size, stop)
             if self._data[place:at] == name:
                 yield place, (start, end)
             place = start if size == most else end
 
     def _unpacks(self, encodings: Span) -> bool:
-        """Whether they are more than short beginnings that were left out."""
+        """Return whether the encodings are more than short stripped headers."""
         for _, encoding in self.elements(encodings, _ENCODING):
             algorithms: set[int] = set()
             for _, compression in self.elements(encoding, _COMPRESSION):
@@ -93,5 +99,5 @@ class _Reader:
 
 
 def _num_bytes(data: bytes, place: int) -> int:
-    """Bytes of the number at `place`, by the zeros that its first begins with; 9 for what is none."""
+    """Return the length in bytes of the variable-size integer at `place`, or 9 if its first byte is 0 or missing."""
     return 9 - int.from_bytes(data[place : place + 1]).bit_length()

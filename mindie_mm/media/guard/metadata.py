@@ -1,12 +1,13 @@
-"""What a file says besides its sound and frames, counted before FFmpeg reads it: FFmpeg bounds none of it.
+"""Limits on the metadata of media files, checked before FFmpeg reads them, because FFmpeg has none.
 
-It compares each tag's name with those before it: a megabyte of names takes minutes. They are counted wherever they lie
-within what holds them, not from one to the next: readers do not agree on where a broken one ends. Elements of Matroska:
-RFC 9559; comments: the Vorbis I specification, 5.2; ID3: id3.org.
+FFmpeg compares the name of each tag with all earlier names, so a megabyte of names takes minutes. Tags are counted
+wherever they occur inside the element that holds them. Walking from one tag to the next would not be reliable, because
+readers disagree on where a broken tag ends. Matroska elements follow RFC 9559, comments follow the Vorbis I
+specification (section 5.2), and ID3 follows id3.org.
 
-Only names are counted that the limits of `container` do not end: those that FFmpeg compares without reading in between,
-and those behind the first frames. Names in RIFF, CAF, Wave64, SPHERE and ASF end at its limit of time, covers and
-attached files at its limit of bytes.
+Only names that escape the limits in `container` are counted: names that FFmpeg compares without reading in between, and
+names after the first frames. The time limit there applies to names in RIFF, CAF, Wave64, SPHERE and ASF. The byte
+limit applies to cover pictures and attached files.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from itertools import islice
 from mindie_mm.errors import LimitExceeded, MediaError
 
 MAX_TAGS = 2**12
-"""Most tags, chapters or attached files."""
+"""Maximum number of tags, chapters or attached files."""
 MAX_PLACES = 2**17
-"""Most entries of an index or of chapters in Matroska: one for each frame of an hour."""
+"""Maximum number of index or chapter entries in Matroska, enough for one entry per frame of an hour."""
 MAX_PAGES = 2**19
-"""Most pages in Ogg: one of 128 bytes for each 20 ms of three hours."""
+"""Maximum number of pages in Ogg, enough for one page of 128 bytes per 20 ms of about three hours."""
 MAX_MAKER = 128
-"""Most bytes in front of the number of comments in Ogg, which cuts nothing into pages before the 255th byte."""
+"""Maximum size in bytes of the vendor string, which precedes the number of comments in Ogg.
+
+Within this size the number is contiguous, because a packet continues on another page only after its first 255 bytes.
+"""
 
 _MATROSKA = b"\x1a\x45\xdf\xa3"
 _COUNTED = (
@@ -36,21 +40,24 @@ _COUNTED = (
     ("cues", b"\x1c\x53\xbb\x6b", b"\xbb", MAX_PLACES),
     ("cues", b"\x1c\x53\xbb\x6b", b"\xb7", MAX_PLACES),
 )
-"""Elements, as messages call them: what holds them, their own name, and how many there may be."""
+"""Counted elements: name in error messages, ID of the parent element, ID of the element, and maximum number."""
 _BY_CHANCE = 192
-"""Media data look like one of `MAX_PLACES` once in 256 bytes: one in so many bytes is no more than chance."""
+"""Number of bytes per chance match that is tolerated, for elements that are limited to `MAX_PLACES`.
+
+Their IDs have one byte, so media data match once in 256 bytes.
+"""
 _FLAC_COMMENTS = 4
 _ID3 = re.compile(rb"ID3[\2-\4].{2}([\0-\x7f]{4})", re.DOTALL)
 _ID3_CHUNKS = (b"ID3 ", b"id3 ")
 _FRAME = re.compile(rb"T[A-Z0-9]{2}|PRIV|GEO|PIC|CHAP|ULT|USLT|COM|WXX")
 _MP4_TAGS = (b"----\0", b"mdta")
-"""What tags of any name begin with in an MP4; others have names that FFmpeg knows, which are few."""
+"""Beginnings of MP4 tags with arbitrary names. The names of other tags are known to FFmpeg, and they are few."""
 _FLV_SCRIPT = re.compile(rb"onMetaData|onCuePoint")
 _AMF_BYTES = {0: 8, 1: 1, 5: 0, 6: 0, 11: 10, 13: 0}
-"""Of Adobe's AMF0: bytes of values that have always as many. Other kinds are texts, objects and arrays."""
+"""Size in bytes of the AMF0 types of fixed size, by type marker. Other types are strings, objects and arrays."""
 _AMF_TEXT, _AMF_OBJECT, _AMF_NAMED_ARRAY, _AMF_ARRAY = 2, 3, 8, 10
 _COMMENTS = (b"OpusTags", b"\3vorbis", b"\x81theora")
-"""What comments begin with in Ogg, looked for one by one: a search for all takes ten times as long."""
+"""Beginnings of comments in Ogg. They are searched one by one, because a joint search takes ten times as long."""
 _PAGE = b"OggS\0"
 _OGG_FLAC = b"\x7fFLAC"
 _OGG_UNREAD = (
@@ -63,13 +70,16 @@ _OGG_UNREAD = (
     b"\1text\0",
     b"Direct Show Sam",
 )
-"""What streams in Ogg begin with that have comments, too, behind nothing that tells them, and are not decoded here."""
+"""Beginnings of unsupported Ogg streams whose comments have no marker and so cannot be counted."""
 
 
 def check_metadata(data: bytes) -> None:
-    """LimitExceeded for more tags, chapters, cues or attached files than a decoder should have to read.
+    """Check the number of tags, chapters, cues and attached files of a media file.
 
-    MediaError for an Ogg of streams that are not decoded, and whose tags are not told.
+    Raises:
+        LimitExceeded: There are too many of them.
+        MediaError: An Ogg file has an unsupported stream whose comments cannot be counted.
+
     """
     if _MATROSKA in data[: 2**12]:
         for what, holder, name, limit in _COUNTED:
@@ -80,7 +90,7 @@ def check_metadata(data: bytes) -> None:
     if data.startswith(b"FLV"):
         _check_flv(data)
     place = _check_id3(data, 0)
-    if data[:4] in (b"RIFF", b"FORM", b"RF64"):  # looked for by the tag: a search for either name takes 0.3 s
+    if data[:4] in (b"RIFF", b"FORM", b"RF64"):  # found by tag, as a search by chunk name takes 0.3 s
         tags = (tag.start() for tag in _ID3.finditer(data))
         for start in islice((at for at in tags if data[at - 8 : at - 4] in _ID3_CHUNKS), MAX_TAGS):
             _check_id3(data, start)
@@ -96,7 +106,10 @@ def _check(what: str, number: int, limit: int) -> None:
 
 
 def _spans(data: bytes, holder: bytes) -> Iterator[tuple[int, int]]:
-    """What elements of that name hold, each byte once; media data have one in 2**32 bytes by chance."""
+    """Yield start and stop of the content of each element `holder`, without overlaps.
+
+    Media data match an ID by chance once in 2**32 bytes.
+    """
     place, done, num_found = -1, 0, 0
     while (place := data.find(holder, place + 1)) >= 0:
         num_found += 1
@@ -108,7 +121,7 @@ def _spans(data: bytes, holder: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _content(data: bytes, place: int) -> tuple[int, int]:
-    """Start and stop of what an element holds whose size is at `place`, cut where `data` end."""
+    """Return start and stop of the content of an element whose size is at `place`, cut off at the end of `data`."""
     width = 9 - int.from_bytes(data[place : place + 1]).bit_length()
     most = (1 << 7 * width) - 1
     size = int.from_bytes(data[place : place + width]) & most
@@ -116,7 +129,7 @@ def _content(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _check_id3(data: bytes, place: int) -> int:
-    """Where the ID3 tags at `place` end."""
+    """Check the ID3 tags at `place` and return the offset of their end."""
     num_tags = 0
     while tag := _ID3.match(data, place):
         size = 0
@@ -137,14 +150,14 @@ def _check_ogg(data: bytes) -> None:
 
 
 def _places(data: bytes, name: bytes) -> Iterator[int]:
-    """Where `name` is; `re` looks for it ten times as long."""
+    """Yield each offset of `name`. A search with `re` takes ten times as long."""
     place = -1
     while (place := data.find(name, place + 1)) >= 0:
         yield place
 
 
 def _ogg_comments(data: bytes) -> Iterator[int]:
-    """Where lists of comments begin. MediaError for streams in which they are not told."""
+    """Yield the offset of each list of comments. Raise MediaError for a stream whose comments cannot be found."""
     for name in _COMMENTS:
         yield from islice((at + len(name) for at in _places(data, name)), MAX_TAGS)
     is_flac, num_pieces = False, 0
@@ -159,7 +172,7 @@ def _ogg_comments(data: bytes) -> Iterator[int]:
         _check("pieces of pages", num_pieces, MAX_PAGES)
         is_first = True
         for size in sizes if is_flac else b"":
-            if is_first and data[start : start + 1] in (b"\4", b"\x84"):  # sound begins with FF
+            if is_first and data[start : start + 1] in (b"\4", b"\x84"):  # audio packets begin with FF
                 yield start + 4
             start += size
             is_first = size < 255
@@ -188,15 +201,15 @@ def _check_flv(data: bytes) -> None:
 
 
 def _amf_values(data: bytes, place: int) -> Iterator[bool]:
-    """Whether each value has a name, of the one at `place` and of those in it."""
-    unnamed: list[int | None] = [1]  # values to come, of each array that is open; None of what names its values
+    """Yield whether a value has a name, for the value at `place` and for each value inside it."""
+    unnamed: list[int | None] = [1]  # values left in each open array; None for objects, whose values have names
     while unnamed and place < len(data):
         if (left := unnamed[-1]) is None:
             size = int.from_bytes(data[place : place + 2])
             place += 2 + size
             if not size:
                 unnamed.pop()
-                place += 1  # its end has a kind, too
+                place += 1  # the end of an object has a type marker too
                 continue
         elif left:
             unnamed[-1] = left - 1
@@ -221,6 +234,6 @@ def _amf_values(data: bytes, place: int) -> Iterator[bool]:
 
 
 def _num_comments(data: bytes, place: int) -> int:
-    """As stated behind the name of what wrote them."""
+    """Return the number of comments that is stated after the vendor string at `place`."""
     place += 4 + int.from_bytes(data[place : place + 4], "little")
     return int.from_bytes(data[place : place + 4], "little")

@@ -1,4 +1,7 @@
-"""What an MP4 states of its samples, looked at before FFmpeg makes an index of them: 3 KB can ask for gigabytes."""
+"""Limits on the sample tables of MP4 files, checked before FFmpeg builds an index from them.
+
+A file of 3 KB can state an index of gigabytes.
+"""
 
 from __future__ import annotations
 
@@ -12,42 +15,56 @@ from numpy.typing import NDArray
 from mindie_mm.errors import LimitExceeded, MediaError
 
 MAX_TABLES = 2**19
-"""Most tables of samples of an MP4: a fragment for each frame of four hours."""
+"""Maximum number of sample tables of an MP4, enough for one fragment per frame of four hours."""
 MAX_BOXES = 2**17
-"""Most outermost boxes of an MP4: two for each of 65,000 fragments, which FFmpeg takes more than a second to read."""
+"""Maximum number of top-level boxes of an MP4: two for each of 65,000 fragments.
+
+FFmpeg takes more than a second to read that many.
+"""
 MAX_INDEX = 2**25
-"""Most bytes of boxes that may hold tables: a frame takes some 30, a fragment 200, a cover as many as it has."""
+"""Maximum size in bytes of all boxes that may hold tables.
+
+A frame takes about 30 bytes, a fragment 200 bytes, and a cover picture its own size.
+"""
 EDITS_OF_ALL = 16
-"""Most edits that may each show as many samples as a container has bytes: FFmpeg copies the index for each."""
+"""Maximum number of edits if each shows as many samples as the container has bytes.
+
+FFmpeg copies the index for each edit.
+"""
 _PIECE = 160
-"""Fewest samples of sound that FFmpeg makes one of, where it cuts chunks into pieces instead of reading sizes."""
+"""Minimum number of audio samples in a piece, where FFmpeg cuts chunks into pieces instead of reading sizes."""
 _READ = frozenset(
     b"moov moof trak mdia minf stbl mvex traf tref dinf edts udta meta ilst sinf schi wave stsd iprp ipco cmov hoov "
     b"free stsz stz2 trun sidx".split()
 )
-"""Outermost boxes in which FFmpeg's demuxer finds tables of samples, whatever the standard says; not media data."""
+"""Top-level boxes in which FFmpeg finds sample tables, whatever the standard says. Media data are excluded."""
 _UPRIGHT = struct.pack(">5i", 1 << 16, 0, 0, 0, 1 << 16)
-"""A matrix of no change, as far as it can turn."""
+"""First five entries of the identity matrix, the entries that can rotate or mirror."""
 _MATROSKA_POSES = tuple(name + size for name in (b"\x76\x73", b"\x76\x75") for size in (b"\x84", b"\x88"))
 """Identifiers and sizes of ProjectionPoseYaw, which mirrors, and ProjectionPoseRoll, which rotates.
 
 Other data may contain the same bytes. A false match only costs another read of the file.
 """
 _MATROSKA_HEAD = 2**16
-"""Bytes in which a track's entry is looked for."""
+"""Number of bytes at the start of a file in which the track entries of Matroska are searched."""
 Span = tuple[int, int]
-"""Start and stop of bytes."""
+"""Start and stop offsets in bytes."""
 
 
 def check_tables(data: bytes) -> None:
-    """LimitExceeded for an MP4 that states more samples than it has bytes: FFmpeg makes an index of them all first.
+    """Check that an MP4 does not state more samples than it has bytes. FFmpeg first builds an index of all samples.
 
-    Tables are found by their names, not from box to box: FFmpeg descends into more boxes than the standard nests.
-    MediaError for one whose index is compressed, as of QuickTime 3: it could state anything.
+    Tables are searched by name instead of from box to box, because FFmpeg descends into more boxes than the standard
+    nests. Other formats pass.
+
+    Raises:
+        LimitExceeded: The tables state too many samples or edits, overlap, or are too many or too large.
+        MediaError: The index is compressed, as in QuickTime 3. It could state anything.
+
     """
     spans = _read_spans(data)
     num_pieces = _stated_pieces(data, spans)
-    # Not both: of a track FFmpeg reads sizes or cuts pieces, and the sizes of plain sound are all its bytes already.
+    # Not the sum: FFmpeg reads sizes or cuts pieces of a track, and the sizes of PCM already add up to all its bytes.
     stated = max(_stated_samples(data, spans), num_pieces, _grouped_samples(data, spans))
     if stated > len(data):
         raise LimitExceeded(f"the container states {stated} samples; its {len(data)} bytes cannot hold them")
@@ -74,7 +91,7 @@ def may_be_turned(data: bytes) -> bool:
 
 
 def _stated_samples(data: bytes, spans: Sequence[Span]) -> int:
-    """Samples that tables state; each takes a byte at least, as data or in its table. LimitExceeded."""
+    """Return the number of samples that tables state. Each sample takes at least one byte, as data or in its table."""
     stated = sum(_number(data, place + 4) for place in _places(data, b"trun", spans))
     stated += sum(_number(data, place + 8) for place in _places(data, b"stz2", spans))
     for place in _places(data, b"stsz", spans):
@@ -83,9 +100,12 @@ def _stated_samples(data: bytes, spans: Sequence[Span]) -> int:
 
 
 def _stated_pieces(data: bytes, spans: Sequence[Span]) -> int:
-    """At most so many pieces of sound without sizes: FFmpeg reads none where all samples last 1. LimitExceeded."""
+    """Return an upper bound for the number of audio pieces without sizes.
+
+    FFmpeg reads no sizes if all samples have a duration of 1.
+    """
     times = ((_number(data, place + 4), _number(data, place + 12)) for place in _places(data, b"stts", spans))
-    if not any(count == 1 and (lasts == 1 or lasts >= 2**31) for count, lasts in times):  # it takes those below 0 for 1
+    if not any(count == 1 and (lasts == 1 or lasts >= 2**31) for count, lasts in times):  # negative ones count as 1
         return 0
     num_chunks = sum(_number(data, place + 4) for kind in (b"stco", b"co64") for place in _places(data, kind, spans))
     num_chunks = min(num_chunks, len(data) // 4)
@@ -94,7 +114,10 @@ def _stated_pieces(data: bytes, spans: Sequence[Span]) -> int:
 
 
 def _grouped_samples(data: bytes, spans: Sequence[Span]) -> int:
-    """Samples in groups, and with times, of which FFmpeg makes a list where there are groups. LimitExceeded."""
+    """Return the number of samples in groups and with composition offsets, or 0 if there are no groups.
+
+    FFmpeg makes a list of both if there are groups.
+    """
     grouped = sum(int(table[:, 0].sum(dtype=np.uint64)) for table in _tables(data, b"sbgp", 2, spans))
     return grouped and grouped + sum(
         int(table[:, 0].sum(dtype=np.uint64)) for table in _tables(data, b"ctts", 2, spans)
@@ -102,7 +125,7 @@ def _grouped_samples(data: bytes, spans: Sequence[Span]) -> int:
 
 
 def _tables(data: bytes, kind: bytes, width: int, spans: Sequence[Span]) -> Iterator[NDArray[np.uint32]]:
-    """What boxes of a kind hold, [entries, width]. LimitExceeded for more than there can be."""
+    """Yield the entries of each box `kind`, uint32 [entries, width]. Raise LimitExceeded if they cannot all fit."""
     num_entries = 0
     for place in _places(data, kind, spans):
         begin = place + 8
@@ -117,7 +140,7 @@ def _tables(data: bytes, kind: bytes, width: int, spans: Sequence[Span]) -> Iter
 
 
 def _places(data: bytes, kind: bytes, spans: Sequence[Span]) -> Iterator[int]:
-    """Where what a box holds may begin, for all that looks like one of that kind. LimitExceeded."""
+    """Yield the offset after each occurrence of `kind`, where content of a box may begin. Raise LimitExceeded."""
     num_places = 0
     for start, stop in spans:
         place = start
@@ -134,9 +157,14 @@ def _number(data: bytes, place: int) -> int:
 
 
 def _read_spans(data: bytes) -> list[Span]:
-    """Where in `data` FFmpeg reads boxes of an MP4: nowhere, for other formats; everywhere, where it is not certain.
+    """Return the spans in which FFmpeg reads boxes of an MP4, or the whole file if this is uncertain.
 
-    Media data are left out: they have a table's name in them by chance, once in 2**32 bytes. LimitExceeded.
+    The list is empty for other formats. Media data are left out, because they contain the name of a table by chance
+    once in 2**32 bytes.
+
+    Raises:
+        LimitExceeded: There are more than `MAX_BOXES` top-level boxes, or more than `MAX_INDEX` bytes in the spans.
+
     """
     starts, spans = list[int](), list[Span]()
     place, end = 0, len(data)
@@ -160,7 +188,10 @@ def _read_spans(data: bytes) -> list[Span]:
 
 
 def _stays_within(data: bytes, spans: Sequence[Span]) -> bool:
-    """Whether what FFmpeg does not cut at the end of the box around it ends in the span: sample entries, properties."""
+    """Return whether sample entries and item properties end inside their span.
+
+    FFmpeg does not cut them off at the end of the enclosing box.
+    """
     num_entries = 0
     for start, stop in spans:
         for place in _places(data, b"ipco", [(start, stop)]):
@@ -177,7 +208,10 @@ def _stays_within(data: bytes, spans: Sequence[Span]) -> bool:
 
 
 def _reads_in_order(data: bytes, spans: Sequence[Span], starts: AbstractSet[int]) -> bool:
-    """Whether FFmpeg, which goes where segment indices say that fragments are, comes to the `starts` of boxes only."""
+    """Return whether FFmpeg only comes to the `starts` of boxes.
+
+    FFmpeg jumps to the fragments whose positions a segment index (sidx) states.
+    """
     if all(data.find(b"sidx", start, stop) < 0 for start, stop in spans):
         return True
     num_fragments = 0
@@ -185,7 +219,7 @@ def _reads_in_order(data: bytes, spans: Sequence[Span], starts: AbstractSet[int]
         if any(data.find(kind, start + 8, stop) >= 0 for kind in (b"sidx", b"moof")):
             return False
         if data[start + 4 : start + 8] == b"sidx":
-            width = 8 if data[start + 8 : start + 9] != b"\0" else 4  # bytes of a time, by the version
+            width = 8 if data[start + 8 : start + 9] != b"\0" else 4  # size of a time in bytes, by version
             first = start + 24 + 2 * width
             place = stop + int.from_bytes(data[first - 4 - width : first - 4])
             count = int.from_bytes(data[first - 2 : first])

@@ -1,6 +1,7 @@
-"""The parts of a picture's file: what they make a decoder do is bounded before it starts.
+"""Limits on the parts of an image file, checked before a decoder runs.
 
-A part of four bytes costs Pillow a turn of a Python loop, a scan of ten costs libjpeg a pass over all coefficients.
+A part of four bytes costs Pillow one iteration of a Python loop. A scan of ten bytes costs libjpeg one pass over all
+coefficients.
 """
 
 from __future__ import annotations
@@ -15,32 +16,48 @@ import numpy as np
 from mindie_mm.errors import LimitExceeded
 
 MAX_PARTS = 100_000
-"""Most segments of a JPEG's head, chunks of a PNG, blocks of a GIF before its first frame, entries or strips of a TIFF:
-about half a second of Pillow's. What it searches or takes apart byte by byte counts by bytes."""
+"""Maximum number of parts, for which Pillow takes about half a second.
+
+Parts are the segments of a JPEG header, the chunks of a PNG, the blocks of a GIF before its first frame, and the
+entries or strips of a TIFF. Where Pillow searches or parses data byte by byte, each byte counts as a part.
+"""
 MAX_SCANS = 20
-"""Scans that a JPEG of any size may have. libjpeg writes a progressive one in 10, and in 18 if it has four colours."""
+"""Number of scans that a JPEG of any size may have.
+
+libjpeg writes a progressive JPEG in 10 scans, or in 18 if it has four colour components.
+"""
 MAX_SCAN_PIXELS = 2**28
-"""Most pixels of a JPEG times its scans where these are more than MAX_SCANS. A pixel of a scan takes 1 to 2 ns, and a
-JPEG that is not quite regular is decoded twice."""
+"""Maximum product of pixels and scans of a JPEG with more than `MAX_SCANS` scans.
+
+A pixel of a scan takes 1 to 2 ns, and an irregular JPEG is decoded twice.
+"""
 
 JPEG_START = b"\xff\xd8\xff"
 PNG_START = b"\x89PNG\r\n\x1a\n"
 _GIF_STARTS = (b"GIF87a", b"GIF89a")
 _TIFF_STARTS = (b"II", b"MM")
 
-_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # 00 and RSTn belong to a scan's data; FF before a marker fills up
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # FF 00 and RSTn are scan data, FF FF is padding
 _SOS, _EOI, _TEM, _DQT, _APP1, _APP13 = 0xDA, 0xD9, 0x01, 0xDB, 0xE1, 0xED
 _WITH_LENGTH = frozenset({*range(0xC0, 0xC8), *range(0xC9, 0xD0), *range(0xDA, 0xF0), 0xFE})
 _EXIF_PARTS = 1000
-"""What a segment of EXIF, up to 64 KiB, counts for: Pillow copies all those before it. Real files have one or two."""
+"""Number of parts that an EXIF segment counts as. Real files have one or two such segments, of up to 64 KiB.
+
+Pillow copies all earlier EXIF segments for each further one.
+"""
 _SCAN_MARGIN = 64
-"""Added to a JPEG's sides: blocks that stick out, and what a scan costs however few pixels it has."""
+"""Pixels added to each side of a JPEG, for blocks beyond the edge and for the fixed cost of a scan."""
 _STRIP_TAGS = frozenset({273, 279, 324, 325})
-"""TIFF: where strips and tiles stand, and of how many bytes they are."""
+"""TIFF tags with the offsets and sizes of strips and tiles."""
 
 
 def check_parts(data: bytes) -> None:
-    """LimitExceeded for a picture, told by content, of more parts than MAX_PARTS. What is broken passes."""
+    """Check the number of parts of an image file, whose format is detected by content. Broken files pass.
+
+    Raises:
+        LimitExceeded: There are more than `MAX_PARTS`.
+
+    """
     if data.startswith(JPEG_START):
         jpeg_head(data)
     elif data.startswith(PNG_START):
@@ -52,9 +69,13 @@ def check_parts(data: bytes) -> None:
 
 
 def jpeg_head(data: bytes) -> int:
-    """Bytes of a JPEG before its first scan, all of them if it has none. LimitExceeded for more than MAX_PARTS.
+    """Return the size in bytes of a JPEG before its first scan, or of the whole file if it has no scan.
 
-    The steps are those of Pillow's reader, which goes over bytes outside of segments one by one.
+    Parts are counted as Pillow reads them, which skips bytes outside segments one by one.
+
+    Raises:
+        LimitExceeded: There are more than `MAX_PARTS`.
+
     """
     num_parts, behind = 0, 2
     for kind, start, stop in _segments(data, MAX_PARTS + 2):
@@ -74,10 +95,18 @@ def jpeg_head(data: bytes) -> int:
 
 
 def check_scans(data: bytes, width: int, height: int, *, up_to_end: bool = False) -> None:
-    """LimitExceeded for a JPEG of more scans than its size allows; `width` and `height` as its own frame header says.
+    """Check the number of scans of a JPEG.
 
-    Scan markers count wherever they stand in `data`, as a decoder may find them. `up_to_end` is for libjpeg, which
-    skips segments by their length and stops at the end of the image: there other pictures, or a film, may follow.
+    Args:
+        data: The file. Scan markers count at any position, because a decoder may find them there.
+        width: Width in pixels, as stated in the frame header.
+        height: Height in pixels, as stated in the frame header.
+        up_to_end: Count only the scans that libjpeg finds. It skips segments by their length and stops at the end of
+            the image, which other images or a video may follow.
+
+    Raises:
+        LimitExceeded: There are more scans than the size allows.
+
     """
     limit = max(MAX_SCANS, MAX_SCAN_PIXELS // ((width + _SCAN_MARGIN) * (height + _SCAN_MARGIN)))
     num_scans = _scan_markers(data)
@@ -88,7 +117,7 @@ def check_scans(data: bytes, width: int, height: int, *, up_to_end: bool = False
 
 
 def _scan_markers(data: bytes) -> int:
-    """How often FF DA is in `data`: as numbers of two bytes, from even places and from odd; bytes.count is slow."""
+    """Count FF DA in `data`, as 16-bit numbers at even and at odd offsets, because bytes.count is slow."""
     num = 0
     for start in (0, 1)[: max(len(data) - 1, 0)]:
         pairs = np.frombuffer(data, "<u2", (len(data) - start) // 2, start)
@@ -97,7 +126,7 @@ def _scan_markers(data: bytes) -> int:
 
 
 def _scans_up_to_end(data: bytes, num_markers: int) -> int:
-    """Scans that libjpeg finds; all `num_markers` where the walk meets what it is not sure of."""
+    """Return the number of scans that libjpeg finds, or `num_markers` if that is uncertain."""
     num_scans = 0
     for place, (kind, _, _) in enumerate(_segments(data)):
         if kind == _EOI:
@@ -109,7 +138,7 @@ def _scans_up_to_end(data: bytes, num_markers: int) -> int:
 
 
 def _segments(data: bytes, reach: int = sys.maxsize) -> Iterator[tuple[int, int, int]]:
-    """Kind, start and stop of what begins with a marker, behind a JPEG's start, at most `reach` bytes between two."""
+    """Yield kind, start and stop of each segment after the start of a JPEG, up to a gap of more than `reach` bytes."""
     place = 2
     while (marker := _MARKER.search(data, place, min(len(data), place + reach))) is not None:
         start, place = marker.span()
@@ -128,13 +157,13 @@ def _check_png(data: bytes) -> None:
 
 
 def _check_gif(data: bytes) -> None:
-    """Goes as Pillow does: over what is no block byte by byte, and up to the first frame."""
+    """Check the blocks up to the first frame as Pillow reads them, which skips other data byte by byte."""
     palette = 3 << (data[10] & 7) + 1 if data[10:11] >= b"\x80" else 0
     place, num_parts = 13 + palette, 0
     while (kind := data[place : place + 1]) not in {b",", b";", b""}:
         place += 2 if kind == b"!" else 1
         size = int.from_bytes(data[place : place + 1]) if kind == b"!" else 0
-        while size and num_parts <= MAX_PARTS:  # an extension's sub-blocks, of which one is of no bytes
+        while size and num_parts <= MAX_PARTS:  # sub-blocks of an extension, up to an empty one
             place += 1 + size
             size = int.from_bytes(data[place : place + 1])
             num_parts += 1
@@ -144,7 +173,7 @@ def _check_gif(data: bytes) -> None:
 
 
 def _check_tiff(data: bytes) -> None:
-    """Looks at the directory of the first page, which alone is read."""
+    """Check the directory of the first page. The other pages are not read."""
     order, big = "<" if data.startswith(b"II") else ">", b"+" in data[2:4]
     offset, count, entry = ("Q", "Q", "HHQ8x") if big else ("L", "H", "HHL4x")
     entry_bytes = struct.calcsize(order + entry)

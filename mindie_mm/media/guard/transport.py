@@ -1,7 +1,8 @@
-"""What an MPEG transport stream says of its programs, counted before FFmpeg compares them with each other.
+"""A limit on the program lists of MPEG transport streams, checked before FFmpeg compares the programs with each other.
 
-It bounds neither them nor how often they change: 300 kB of lists took it seven minutes. Packets: ISO/IEC 13818-1,
-2.4.3; with four bytes of time before each (192), BDAV; with parity behind each (204), DVB.
+FFmpeg limits neither the number of programs nor the number of changes. 300 kB of lists can take seven minutes. Packets
+of 188 bytes follow ISO/IEC 13818-1, 2.4.3. BDAV puts four bytes of time before each packet (192 bytes), and DVB puts
+parity after it (204 bytes).
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ import re
 from mindie_mm.errors import LimitExceeded
 
 MAX_LISTS = 32
-"""Most packets that list other programs than the one before; each lists 46 at most. Captures that were joined have a
-few, those of 43 programs or more two each time."""
+"""Maximum number of packets that list other programs than the previous list. Each packet lists at most 46.
+
+Captures that were joined have a few such packets, or two at each joint if they have 43 programs or more.
+"""
 
 _PACKET_BYTES = 188
 _STRIDES = (_PACKET_BYTES, 192, 204)
 _HEAD_BYTES = 4
 _ANYWHERE = 1
 _LIST = re.compile(rb"G[\x00\x20\x40\x60\x80\xa0\xc0\xe0]\x00")
-"""What packets that list programs begin with, whatever is flagged of them."""
+"""Beginning of a packet that lists programs, whatever flags are set."""
 
 
 def whole_packets(data: bytes) -> bytes:
-    """Packets of `data`, a transport stream, with nothing between them; as it is where they do not follow each other.
+    """Return the packets of a transport stream without the bytes between them.
 
-    LimitExceeded.
+    The data are returned unchanged if the distance between packets is not constant.
+
+    Raises:
+        LimitExceeded: The list of programs changes more than `MAX_LISTS` times.
+
     """
     stride, start = _order(data)
     listed, num_lists = b"", 0
@@ -42,7 +49,10 @@ def whole_packets(data: bytes) -> bytes:
 
 
 def _order(data: bytes) -> tuple[int, int]:
-    """From one packet to the next, and where the first begins, in bytes; 1 and 0 if FFmpeg has to look for each."""
+    """Return the distance between packets and the offset of the first packet, in bytes.
+
+    The result is 1 and 0 if FFmpeg must search for each packet.
+    """
     for stride in _STRIDES:
         for start in range(stride):
             if _all_begin(data[start : start + 64 * stride : stride]) and _all_begin(data[start::stride]):

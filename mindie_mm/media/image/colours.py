@@ -1,4 +1,4 @@
-"""Conversion of pictures of any mode to 8-bit RGB, with a background for transparency and scaling of deep samples."""
+"""Conversion of images of any mode to 8-bit RGB, with a background for transparency and scaling of deep samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TURNS: Mapping[Any, Image.Transpose] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Transpositions that turn a picture upright, by EXIF orientation. Files may hold values that are not listed."""
+"""Transpositions that turn an image upright, by EXIF orientation. Files may hold values that are not listed."""
 _DEEP_MODES = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I", "F"})
 """Greyscale modes with more than 8 bits, which Pillow would clip at 255."""
 _WITH_ALPHA = frozenset({"RGBA", "RGBa", "LA", "La", "PA", "P", "RGB", "L", "1"})
@@ -76,7 +76,7 @@ def mend_transparency(image: Image.Image) -> None:
     depth = int(found[1])
 
     def in_eight_bits(value: int) -> int:
-        return value >> 8 if depth > 8 else value * 255 // (2**depth - 1)  # of 16 bits Pillow keeps the upper byte
+        return value >> 8 if depth > 8 else value * 255 // (2**depth - 1)  # Pillow keeps the upper byte
 
     if isinstance(colour, int):
         image.info["transparency"] = in_eight_bits(colour)

@@ -42,15 +42,15 @@ cannot be detected by content.
 _FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
 
 Pixels = NDArray[np.uint8]
-"""uint8 [height, width, 3] of an image, [frames, height, width, 3] of a video; RGB."""
+"""RGB pixels, uint8 [height, width, 3] for an image and [frames, height, width, 3] for a video."""
 Frames = tuple[bytes | Pixels, ...]
 """Frames of a video, each as an encoded image or as pixels."""
 Data = bytes | NDArray[Any] | Frames
-"""Input of preprocessing: encoded bytes, pixels, samples of sound, or frames of a video."""
+"""Input of preprocessing: encoded bytes, pixels, audio samples, or frames of a video."""
 
 Resample = Literal["bilinear", "bicubic", "lanczos"]
 RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
-"""Filters by the number under which Pillow, and so a preprocessor's configuration, knows them."""
+"""Filters by their number in Pillow, which preprocessor configurations use too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class EncodedImage:
             file = _open_file(data)
             width, height = file.size
             add_picture(width, height)  # first, because reading the orientation may decode the image
-            if data.startswith(JPEG_START):  # Pillow calls a JPEG of several pictures MPO
+            if data.startswith(JPEG_START):  # not by format, because Pillow reports a JPEG with several images as MPO
                 check_scans(data, width, height, up_to_end=True)
             mend_transparency(file)
             orientation = orientation_of(file) if _has_exif(file, data) else 1
@@ -233,6 +233,6 @@ def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    except (ValueError, KeyError):  # it has no name for the subsampling 4:4:1
+    except (ValueError, KeyError):  # simplejpeg has no name for 4:4:1 subsampling
         return None
     return (height, width) if colours in {"Gray", "YCbCr", "RGB"} else None

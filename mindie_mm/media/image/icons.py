@@ -1,4 +1,4 @@
-"""Selection of the picture in a Windows icon that Pillow would use, without decoding any picture."""
+"""Selection of the image in a Windows icon that Pillow would choose, without decoding any of its images."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mindie_mm.media.guard.segments import PNG_START
 
 ICON_START = b"\0\0\1\0"
 MAX_SIDE = 256
-"""Maximum side length in pixels of a bitmap in an icon. Larger pictures are stored as PNG."""
+"""Maximum side length in pixels of a bitmap in an icon. Larger images are stored as PNG."""
 _ENTRY = "<BBBBHHII"
 
 
 def picture_of_icon(data: bytes) -> bytes:
-    """Return the largest picture of the icon `data`, as a PNG or as an icon with only that bitmap.
+    """Return the largest image of the icon `data`, as a PNG or as an icon with only that bitmap.
 
-    Pillow decodes an icon when it opens it, before the size can be checked. Among pictures of equal size it chooses the
+    Pillow decodes an icon when it opens it, before the size can be checked. Among images of equal size it chooses the
     one with the fewest colours, and so does this function.
 
     Raises:
@@ -41,7 +41,7 @@ def picture_of_icon(data: bytes) -> bytes:
 
 
 def _entries(data: bytes) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """Yield the sort key by which Pillow chooses, the size in bytes and the offset of each picture."""
+    """Yield the sort key by which Pillow chooses, the size in bytes and the offset of each image."""
     (num_pictures,) = struct.unpack_from("<H", data, 4)
     for place in range(num_pictures):
         width, height, colours, _, _, bits, num_bytes, offset = struct.unpack_from(_ENTRY, data, 6 + 16 * place)

@@ -1,4 +1,4 @@
-"""Cutting images into the rows that a vision tower with a convolutional patch embedding takes."""
+"""Conversion of images to rows of patches, the input of vision towers with a convolutional patch embedding."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from mindie_mm.media.image.encoded_image import Pixels
 
 
 def patchify(rgb: Pixels, patches: np.ndarray[Any, np.dtype[np.uint8]], patch_size: int, merge_size: int) -> None:
-    """Cuts `rgb`, uint8 [H, W, 3], into `patches`, uint8 [H/patch * W/patch, patch, patch, 3], in place.
+    """Cut an image into patches.
 
-    Patches that a tower merges into one token stand together: blocks of merge_size x merge_size patches, row by row.
-    H and W are multiples of patch_size * merge_size. Where in `patches` only the first axis is strided, channels stay
-    where a decoder puts them; sorting the bytes into planes, where it has them so, takes five times as long.
+    The patches that a tower merges into one token are adjacent: blocks of merge_size x merge_size patches, row by row.
+
+    Args:
+        rgb: Pixels, uint8 [H, W, 3]. H and W are multiples of patch_size * merge_size.
+        patches: Output, uint8 [H/patch * W/patch, patch, patch, 3]. Its patches are contiguous, or stored as one plane
+            per channel, which takes five times as long.
+        patch_size: Side of a patch in pixels.
+        merge_size: Side of a merged block in patches.
+
     """
     height, width, channels = rgb.shape
     blocks_high, blocks_wide = height // (patch_size * merge_size), width // (patch_size * merge_size)
@@ -24,7 +30,7 @@ def patchify(rgb: Pixels, patches: np.ndarray[Any, np.dtype[np.uint8]], patch_si
         assert np.shares_memory(apart, patches)
         np.copyto(apart, blocks.transpose(0, 3, 1, 4, 2, 5, 6))
         return
-    # One element is one row of one patch: numpy moves it at once.
+    # One element is one row of one patch, which numpy copies as a unit.
     patch_row = np.dtype((np.void, patch_size * channels))
     rows = np.ascontiguousarray(rgb).reshape(height, -1).view(patch_row)
     source = rows.reshape(blocks_high, merge_size, patch_size, blocks_wide, merge_size)
@@ -37,7 +43,18 @@ def patchify(rgb: Pixels, patches: np.ndarray[Any, np.dtype[np.uint8]], patch_si
 
 
 def unpatchify(patches: Pixels, rows: int, columns: int, merge_size: int) -> Pixels:
-    """The picture, uint8 [rows * patch, columns * patch, 3], that `patchify` cut into uint8 [n, patch, patch, 3]."""
+    """Return the image that `patchify` cut into patches.
+
+    Args:
+        patches: Patches, uint8 [rows * columns, patch, patch, 3].
+        rows: Height of the image in patches.
+        columns: Width of the image in patches.
+        merge_size: Side of a merged block in patches.
+
+    Returns:
+        Pixels, uint8 [rows * patch, columns * patch, 3].
+
+    """
     size = patches.shape[1]
     blocks = patches.reshape(rows // merge_size, columns // merge_size, merge_size, merge_size, size, size, 3)
     return np.ascontiguousarray(blocks.transpose(0, 2, 4, 1, 3, 5, 6)).reshape(rows * size, columns * size, 3)

@@ -1,4 +1,4 @@
-"""The steps of transformers' image processors up to the normalisation, as a preprocessor_config.json names them."""
+"""The steps of transformers' image processors before normalisation, as configured by preprocessor_config.json."""
 
 from __future__ import annotations
 
@@ -17,17 +17,27 @@ Color = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What pictures are resized to: one height and width, or by their shorter side."""
+    """Target size of a resize: a fixed height and width, or the length of the shorter side."""
 
     height: int | None = None
     width: int | None = None
     shortest_edge: int | None = None
     longest_edge: int | None = None
-    """With `shortest_edge`: what the longer side is kept below."""
+    """Maximum length of the longer side. Only allowed with `shortest_edge`."""
 
     @classmethod
     def read(cls, value: Any, where: str, *, square: bool = False) -> Self:
-        """From a `size` or `crop_size`; of a number alone, both sides if `square`. UnsupportedCheckpoint."""
+        """Read a `size` or `crop_size` of a configuration.
+
+        Args:
+            value: The value in the configuration.
+            where: Name of the configuration in errors.
+            square: Use a single number for both sides instead of the shorter side.
+
+        Raises:
+            UnsupportedCheckpoint: The value has an unsupported form.
+
+        """
         if isinstance(value, int):
             return cls(value, value) if square else cls(shortest_edge=value)
         if isinstance(value, Mapping):
@@ -40,11 +50,11 @@ class Size:
 
     @property
     def fixed(self) -> tuple[int, int] | None:
-        """Height and width of every picture, where that is known."""
+        """Height and width of every resized image, or None if they depend on the image."""
         return None if self.height is None or self.width is None else (self.height, self.width)
 
     def of(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width that a picture of `height` and `width` is resized to."""
+        """Return the height and width to which an image of `height` and `width` is resized."""
         if self.fixed is not None:
             return self.fixed
         assert self.shortest_edge is not None
@@ -53,32 +63,32 @@ class Size:
             short = self.longest_edge * min(height, width) / max(height, width)
         if min(height, width) == round(short):
             return height, width
-        # The reference rounds the shorter side, and takes the longer one of what it was before that.
+        # The reference rounds the shorter side, but derives the longer one from the unrounded value.
         long = int(short * max(height, width) / min(height, width))
         return (long, round(short)) if width < height else (round(short), long)
 
 
 @dataclass(frozen=True, slots=True)
 class Preprocess:
-    """Padding, resize and centre crop."""
+    """Padding to a square, resize and centre crop, in this order. Each step is optional."""
 
     size: Size | None
-    """The size that pictures are resized to; None: not resized."""
+    """Size to which images are resized, or None for no resize."""
     resample: Resample
     crop: tuple[int, int] | None = None
-    """Height and width that is cut from the middle; None: not cropped."""
+    """Height and width of the centre crop in pixels, or None for no crop."""
     background: Color | None = None
-    """What a picture is padded to a square with, before it is resized; None: not padded."""
+    """Colour of the padding to a square, or None for no padding."""
 
     @property
     def output_size(self) -> tuple[int, int] | None:
-        """Height and width of every picture that is made, where all are of one size."""
+        """Height and width of every result, or None if they depend on the image."""
         if self.crop is not None or self.size is None:
             return self.crop
         return self.size.of(1, 1) if self.background is not None else self.size.fixed
 
     def check(self, height: int, width: int) -> None:
-        """LimitExceeded where a picture of `height` and `width` would be resized to an enormous one."""
+        """Raise LimitExceeded if an image of this size would be resized to more than `MAX_IMAGE_PIXELS`."""
         if self.size is None:
             return
         side = max(height, width)
@@ -90,7 +100,7 @@ class Preprocess:
             )
 
     def apply(self, rgb: Pixels) -> Pixels:
-        """uint8 [..., H, W, 3] of a picture, or of frames of one size."""
+        """Apply all steps to uint8 [..., H, W, 3], an image or frames of one size."""
         if self.background is not None:
             rgb = pad_to_square(rgb, self.background)
         if self.size is not None:
@@ -99,47 +109,55 @@ class Preprocess:
 
 
 def pad_to_square(rgb: Pixels, background: Color) -> Pixels:
-    """uint8 [..., H, W, 3] in the middle of a square as wide as its longer side."""
+    """Pad uint8 [..., H, W, 3] to a square as wide as the longer side, with the image in the centre."""
     height, width = rgb.shape[-3:-1]
     side = max(height, width)
     return pad(rgb, side, side, background)
 
 
 def pad(rgb: Pixels, height: int, width: int, background: Color = (0, 0, 0)) -> Pixels:
-    """uint8 [..., H, W, 3] in the middle of a larger picture; where that is not whole, nearer to the top left."""
+    """Pad uint8 [..., H, W, 3] to `height` and `width`, with the image in the centre.
+
+    If a margin is odd, the image is one pixel nearer to the top or left.
+    """
     if rgb.shape[-3:-1] == (height, width):
         return rgb
     top, left = (height - rgb.shape[-3]) // 2, (width - rgb.shape[-2]) // 2
     padded: Pixels = np.empty((*rgb.shape[:-3], height, width, 3), np.uint8)
     padded.reshape(*padded.shape[:-2], -1)[...] = np.tile(
         np.array(background, np.uint8), width
-    )  # by rows: 3 at a time are slow
+    )  # by rows, because copying 3 bytes at a time is slow
     padded[..., top : top + rgb.shape[-3], left : left + rgb.shape[-2], :] = rgb
     return padded
 
 
 def center_crop(rgb: Pixels, height: int, width: int) -> Pixels:
-    """uint8 [..., H, W, 3] -> [..., height, width, 3]: its middle; a picture smaller than that is padded in black."""
+    """Crop uint8 [..., H, W, 3] to its centre, [..., height, width, 3]. Smaller images are padded with black."""
     rgb = pad(rgb, max(height, rgb.shape[-3]), max(width, rgb.shape[-2]))
     top, left = (rgb.shape[-3] - height) // 2, (rgb.shape[-2] - width) // 2
     return rgb[..., top : top + height, left : left + width, :]
 
 
 def background_of(mean: Any) -> Color:
-    """The colour that the mean of a normalisation stands for, what the reference's processors pad with."""
+    """Return the colour of the normalisation mean, with which the reference processors pad images."""
     red, green, blue = (int(value * 255) for value in mean)
     return red, green, blue
 
 
 def resample_of(config: Mapping[str, Any], where: str, name: str = "resample") -> Resample:
-    """The filter that `name` of a preprocessor configuration numbers. UnsupportedCheckpoint."""
+    """Return the filter whose number a preprocessor configuration has under `name`.
+
+    Raises:
+        UnsupportedCheckpoint: The number is not one of `RESAMPLES`.
+
+    """
     if (number := config[name]) not in RESAMPLES:
         raise UnsupportedCheckpoint(f"{where}: {name} is {number!r}, only {[*RESAMPLES]} are served")
     return RESAMPLES[number]
 
 
 def check_output_size(output_size: tuple[int, int] | None, side: int, where: str) -> None:
-    """UnsupportedCheckpoint unless every picture that is made has the tower's `side`, in pixels, and is a square."""
+    """Raise UnsupportedCheckpoint unless every result is a square with the `side` of the tower in pixels."""
     if output_size != (side, side):
         raise UnsupportedCheckpoint(
             f"{where}: images become {output_size or 'of several sizes'}, the tower takes {side} pixels a side"
@@ -147,7 +165,7 @@ def check_output_size(output_size: tuple[int, int] | None, side: int, where: str
 
 
 def check_settings(config: Mapping[str, Any], needed: Mapping[str, Any], where: str) -> None:
-    """UnsupportedCheckpoint unless each of `needed` has that value in a configuration, or none; a null is none."""
+    """Raise UnsupportedCheckpoint if a configuration has another value than `needed`. Missing and null values pass."""
     for name, value in needed.items():
         if (found := config.get(name)) is not None and found != value:
             raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}, only {value!r} is served")

@@ -1,4 +1,4 @@
-"""Pictures as tiles of the size that a tower takes, beside the whole picture in one."""
+"""Division of images into tiles of the input size of a tower, next to a tile with the whole image."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mindie_mm.media.image.encoded_image import Pixels, Resample, resize
 from mindie_mm.media.image.preprocess import pad
 
 CanvasSize = tuple[int, int]
-"""Height and width in pixels, whole numbers of tiles."""
+"""Height and width in pixels, both multiples of the tile side."""
 
 
 def best_canvas(height: int, width: int, canvases: Sequence[CanvasSize]) -> CanvasSize:
-    """Return the canvas that keeps the most pixels of a picture. Among equals, the first of the smallest is returned.
+    """Return the canvas that keeps the most pixels of an image. Among equals, the first of the smallest is returned.
 
-    A picture as thin as a line keeps no pixels on small canvases. These canvases are then equal.
+    An image as thin as a line keeps no pixels on small canvases. These canvases are then equal.
     """
     best, most, least_wasted = canvases[0], 0, math.inf
     for canvas in canvases:
@@ -28,7 +28,7 @@ def best_canvas(height: int, width: int, canvases: Sequence[CanvasSize]) -> Canv
 
 
 def fit(height: int, width: int, canvas: CanvasSize) -> tuple[int, int]:
-    """Height and width that a picture has on `canvas`, its proportions kept."""
+    """Return the height and width of an image that is scaled to fit `canvas`, with its aspect ratio kept."""
     by_width, by_height = canvas[1] / width, canvas[0] / height
     if by_width < by_height:
         return min(math.ceil(height * by_width), canvas[0]), canvas[1]
@@ -36,12 +36,20 @@ def fit(height: int, width: int, canvas: CanvasSize) -> tuple[int, int]:
 
 
 def closest_grid(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
-    """Rows and columns of `least` to `most` tiles whose proportions are nearest to those of a picture.
+    """Return the rows and columns of the grid of tiles whose aspect ratio is nearest to that of an image.
 
-    Of several as near ones the last, those with most tiles, as long as the picture has half as many pixels as they.
+    Among equally near grids, a larger one is preferred if the image has more than half as many pixels as that grid.
+
+    Args:
+        height: Height of the image in pixels.
+        width: Width of the image in pixels.
+        tile: Side of a tile in pixels.
+        least: Minimum number of tiles.
+        most: Maximum number of tiles.
+
     """
     sides = range(1, most + 1)
-    # By their number alone: those of one number stay in the order of their columns, as in the reference.
+    # Grids with the same number of tiles stay in the order of their columns, as in the reference.
     grids = sorted(
         ((rows, columns) for columns in sides for rows in sides if least <= rows * columns <= most), key=math.prod
     )
@@ -55,14 +63,20 @@ def closest_grid(height: int, width: int, tile: int, least: int, most: int) -> t
 
 
 def without_padding(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-    """How many of a canvas's `rows` and `columns` of features a picture of `height` and `width` takes."""
+    """Return how many of a canvas's `rows` and `columns` of features show an image of this size, not its padding."""
     if width / height > columns / rows:
         return rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
     return rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2
 
 
 def cut(rgb: Pixels, tiles: Pixels) -> None:
-    """uint8 [rows * tile, columns * tile, 3] -> `tiles` [rows * columns, tile, tile, 3], row by row."""
+    """Cut an image into tiles, row by row.
+
+    Args:
+        rgb: Pixels, uint8 [rows * tile, columns * tile, 3].
+        tiles: Output, uint8 [rows * columns, tile, tile, 3].
+
+    """
     tile = tiles.shape[1]
     rows, columns = rgb.shape[0] // tile, rgb.shape[1] // tile
     for row in range(rows):
@@ -71,9 +85,14 @@ def cut(rgb: Pixels, tiles: Pixels) -> None:
 
 
 def write_canvas(rgb: Pixels, canvas: CanvasSize, tiles: Pixels, resample: Resample) -> None:
-    """The picture as it is resized to one tile, then the tiles of `canvas`, in whose middle it stands.
+    """Write an image resized to one tile, followed by the tiles of a canvas that shows the image in its centre.
 
-    Into `tiles`, uint8 [1 + tiles of the canvas, tile, tile, 3].
+    Args:
+        rgb: Pixels, uint8 [height, width, 3].
+        canvas: Height and width of the canvas in pixels.
+        tiles: Output, uint8 [1 + tiles of the canvas, tile, tile, 3].
+        resample: Filter for both sizes.
+
     """
     side = tiles.shape[1]
     tiles[0] = resize(rgb, side, side, resample)

@@ -281,7 +281,7 @@ class SampledVideo:
 
 
 Video = EncodedVideo | SampledVideo
-"""Either."""
+"""An encoded video, or frames that the caller has sampled."""
 
 
 def open_video(data: Data, sample_fps: float | None) -> Video:

@@ -21,12 +21,12 @@ LEAST_SPARED = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keyframes:
-    """The keyframes of a video, from which decoding may start."""
+    """The keyframes of a video, at which decoding may start."""
 
     times: NDArray[np.int64]
     """Ascending presentation times of all frames, [frames], in units of the time base of the stream."""
     places: NDArray[np.int64]
-    """Ascending indices of keyframes, [keyframes]. No frame from a keyframe on depends on a frame before it."""
+    """Ascending indices of keyframes, [keyframes]. Frames at or after a keyframe do not depend on frames before it."""
 
     @classmethod
     def of(cls, times: NDArray[np.int64], key_times: NDArray[np.int64]) -> Keyframes | None:

@@ -28,7 +28,7 @@ from mindie_mm.media.video.bitstreams import has_fields, is_idr, is_whole
 AVI = "avi"
 """FFmpeg's name for AVI. Its frames have no timestamps. All chunks last equally long, and empty ones repeat a frame."""
 PLACEHOLDER = 2**30
-"""Frame count that FFmpeg writes into the header of an AVI in a pipe. So many frames would last a year."""
+"""Frame count that FFmpeg writes into the header of an AVI in a pipe. That many frames would last a year."""
 _ONE_FRAME_EACH = frozenset(
     ["h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mjpeg", "prores", "dnxhd", "ffv1", "huffyuv", "rawvideo"]
 )
@@ -36,7 +36,7 @@ _ONE_FRAME_EACH = frozenset(
 _LONGEST_TAIL = 32
 """Maximum number of packets in a damaged or missing tail, which may also be at most a tenth of all packets.
 
-With a longer tail, a large missing part of a film would go unnoticed.
+With a longer tail, a large missing part of a video would go unnoticed.
 """
 _LONGEST_PAUSE_S = 10.0
 """Maximum gap in seconds between frames of an MPEG stream. A longer gap is a joint of captures, as in ffmpeg."""
@@ -48,10 +48,10 @@ _NO_TIME = -(2**63)
 _FACTS = np.dtype(
     [("time", "i8"), ("decoded_at", "i8"), ("duration", "i8"), ("is_shown", "?"), ("starts", "?"), ("is_frame", "?")]
 )
-"""What is kept of each packet.
+"""Fields that are kept for each packet.
 
-The times are those of presentation and decoding, in units of the time base. `starts` is whether no picture from this
-one on refers to an earlier one. `is_frame` is false if the packet may become no frame, or half of one.
+The times are those of presentation and decoding, in units of the time base. `starts` is true if neither this picture
+nor a later one refers to an earlier picture. `is_frame` is false if the packet may become no frame, or half of one.
 """
 
 
@@ -71,7 +71,10 @@ class Packets:
     are_frames: bool
     """Whether each shown packet certainly becomes one frame."""
     key_times: NDArray[np.int64]
-    """Presentation times of keyframes in decoding order. No picture from a keyframe on refers to an earlier one."""
+    """Presentation times of keyframes in decoding order.
+
+    Pictures at or after a keyframe do not refer to pictures before it.
+    """
     end: int
     """End of the last shown packet, in units of the time base."""
     num_chunks: int
