@@ -90,7 +90,10 @@ class LocalTokenizer(_InCaller):
 
 
 class DecodingTokenizer(_InCaller):
-    """Many requests at once in the caller's event loop, with decoders. Inputs are those of LocalTokenizer."""
+    """A tokenizer with decoders that works on many requests at once, in the caller's event loop.
+
+    Its inputs are those of LocalTokenizer.
+    """
 
     def __init__(self, prompts: Prompts, decoders: Decoders) -> None:
         """Hold prompts and the decoders that write their media. Use `start` to create them."""
