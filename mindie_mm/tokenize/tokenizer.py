@@ -166,9 +166,7 @@ class Tokenizer:
 
         """
         parsed = parse_messages(messages)
-        if tools := template_kwargs.get(
-            "tools"
-        ):  # described before escaping, because the text of a docstring is plain text
+        if tools := template_kwargs.get("tools"):  # described before escaping, because docstrings are plain text
             template_kwargs["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
         draft = self.prompts.draft_messages(parsed, add_generation_prompt, template_kwargs)

@@ -232,9 +232,7 @@ class TextEncoder:
         """Return the ids. Add the tokenizer's special tokens, such as BOS, unless the text begins with BOS."""
         if rendered.restore:
             plain = Rendered(rendered.text.translate(rendered.restore), {}, rendered.items)
-            if self._spelled_in(plain.text) == self._spelled_in(
-                rendered.text
-            ):  # the escaped characters spell no control token
+            if self._spelled_in(plain.text) == self._spelled_in(rendered.text):  # the escaped text spells none
                 rendered = plain
         if rendered.restore or len(rendered.text) > _REMEMBERED_CHARS:
             return self._encoded(rendered)
