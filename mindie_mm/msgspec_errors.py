@@ -20,7 +20,7 @@ _TYPES = {
     "object": "an object",
 }
 _GOT = {"float": "a number with a fraction"}
-"""Names of types that differ when they describe the value that was given."""
+"""Names of types in descriptions of the given value, if they differ from `_TYPES`."""
 
 
 def in_words(error: msgspec.DecodeError | UnicodeDecodeError) -> str:

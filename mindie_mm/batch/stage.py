@@ -114,9 +114,7 @@ class Stage:
         except MindieMMError as error:
             if place.is_listed and isinstance(error, MediaError):
                 _require_listed(record, place.folder)
-            if isinstance(error, ArenaFull) and isinstance(
-                error.__cause__, OSError
-            ):  # the disk has failed, not the row
+            if isinstance(error, ArenaFull) and isinstance(error.__cause__, OSError):  # the disk failed
                 raise StorageError(str(error)) from error
             failed = printable(f"{error_name(error)}: {error}")
         except Exception as error:  # noqa: BLE001 - one row fails, not the run

@@ -35,7 +35,7 @@ class _Commands(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Parse the command line and run the command. An interrupt while parsing ends with 130 too.
 
-        The standard streams are put in order first, before anything else is opened or printed.
+        The standard streams are set up before anything else is opened or printed.
         """
         restart_in_utf8()
         use_utf8()
@@ -61,7 +61,7 @@ class _Commands(click.Group):
         return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:
-        """Run a command. Show an error of ours as one line, and end with 130 on an interrupt."""
+        """Run a command. Show an error of this package as one line, and end with 130 on an interrupt."""
         try:
             interruptible()
             return super().invoke(context)

@@ -45,7 +45,7 @@ class SettingsCommand(click.Command):
 def settings(*classes: type[Any], without: Collection[str] = ()) -> Callable[[Command], Command]:
     """Return a decorator that adds one option per field of the settings `classes`, and `--config`.
 
-    `without` names the fields that mean nothing to the command.
+    `without` names the fields that have no effect on the command.
     """
 
     def decorate(command: Command) -> Command:

@@ -74,15 +74,15 @@ def unknown_variables(settings: Collection[str]) -> list[str]:
 
 
 def foreign(names: Iterable[str]) -> dict[str, str]:
-    """Variables of other programs that are set, by their names: for `doctor`, which says what is wrong with them."""
+    """Return the variables of other programs that are set, by name. `doctor` checks them."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def keep_backends_out() -> None:
-    """Has `import torch` of this process and its children not import the libraries of accelerators that are installed.
+    """Prevent `import torch` in this process and its children from importing the installed libraries of accelerators.
 
-    One that does not load (CANN's environment is not set) would make torch itself fail, whatever device is asked for;
-    the package imports them by itself, where the device is used.
+    A library that cannot be loaded, as when CANN's environment is not set, would make the import of torch fail,
+    whatever device is chosen. This package imports such a library itself if the device is used.
     """
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
@@ -133,7 +133,7 @@ def restart_in_utf8() -> None:
 def text_of(name: str, text: str) -> str:
     """Decode a text of the command line or of a variable, which holds surrogates if it is not UTF-8.
 
-    Raises InputError, with `name`, if the text is neither UTF-8 nor in the locale's encoding. The message does not show
+    Raise InputError, with `name`, if the text is neither UTF-8 nor in the locale's encoding. The message does not show
     the text, because it may be a secret.
     """
     if _is_utf8(text):
