@@ -1,4 +1,4 @@
-"""Checks of whether this machine can serve, with advice for each problem."""
+"""Checks of a machine before it serves, with advice for each problem."""
 
 from __future__ import annotations
 

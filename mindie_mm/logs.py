@@ -63,7 +63,7 @@ def configure(settings: LogSettings, process: str, stream: TextIO | None = None)
 
 
 def adopt() -> None:
-    """Replace the log handlers of imported libraries, so that their records go to the root logger."""
+    """Remove the log handlers of imported libraries, so that their records go to the root logger."""
     for name in list(logging.root.manager.loggerDict):
         logger = logging.getLogger(name)
         for handler in logger.handlers[:]:
@@ -91,7 +91,7 @@ def _escaped(control: re.Match[str]) -> str:
 
 
 class _Text(logging.Formatter):
-    """A format such as `2026-11-21T15:50:13.123Z INFO api[17] service.access: message`."""
+    """A formatter of lines such as `2026-11-21T15:50:13.123Z INFO api[17] service.access: message`."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {process}[{os.getpid()}] %(name)s: %(message)s")
@@ -112,7 +112,7 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """A format with one JSON object per line. Keys of the `extra` mapping `fields` of a record become keys of the
+    """A formatter of JSON objects, one per line. Keys of the `extra` mapping `fields` of a record become keys of the
     object.
     """
 
@@ -146,8 +146,9 @@ def _utc(record: logging.LogRecord) -> str:
 
 
 def _trace(error: BaseException | None) -> str:
-    """Return the frames and classes of an exception and its causes, first cause first, with the messages that may be
-    shown.
+    """Return the frames and classes of an exception and its causes, starting with the first cause.
+
+    A message is included only if it cannot quote a client's input.
     """
     parts: list[str] = []
     seen: set[int] = set()

@@ -24,7 +24,7 @@ _GOT = {"float": "a number with a fraction"}
 
 
 def in_words(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
-    """Return a message without a full stop and without the value."""
+    """Describe an error, without the invalid value and without a full stop at the end."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is not UTF-8"
     if not isinstance(error, msgspec.ValidationError):

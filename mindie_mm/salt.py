@@ -8,5 +8,5 @@ from blake3 import blake3
 
 
 def salted(salt: str) -> blake3:
-    """Return a hash for such a digest. All clients without a salt share the empty one."""
+    """Return a hash object keyed by `salt`. Clients without a salt share the empty one."""
     return blake3(key=blake3(salt.encode()).digest()) if salt else blake3()

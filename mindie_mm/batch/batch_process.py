@@ -43,7 +43,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, folder: str, cursor_path: st
 
 
 def _reports(stage: Stage, cursor: RowCursor, job: Job) -> Iterator[Report]:
-    """Do a job and yield its reports. Errors are reported at once, and other rows after a pause."""
+    """Do a job and yield its reports. Report errors at once, and other rows at intervals."""
     steps, sent_s = list[Step](), time.monotonic()
     for report in stage.run(job.chunk, job.doomed):
         if isinstance(report, Finished):

@@ -50,8 +50,8 @@ def shards(
     """Yield the chunks with their shards as they are done, in no order.
 
     Args:
-        address: Address of the cluster to join as host:port, "auto" for the one that runs on this machine, or "local"
-            to start one.
+        address: Address of the cluster to join as host:port, "auto" for the cluster that runs on this machine, or
+            "local" to start one.
         run: Run to write shards of.
         folder: Folder of the run on each node.
         chunks: Chunks to tokenize.

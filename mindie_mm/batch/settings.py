@@ -65,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     shard_bytes: int = 256 * MiB
     """Size of blocks in bytes at which a shard ends."""
     shard_rows: int = 128
-    """Maximum number of rows of a shard. A process does so many rows at a time, and repeats them if it dies."""
+    """Maximum number of rows of a shard. A process does that many rows at a time, and repeats them if it dies."""
     media: MediaCaps = MediaCaps()
     """Limits on media. An item above a limit is an error of its row. `max_decode_bytes` does not apply."""
 
@@ -139,7 +139,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: Settings, folder: Path, sources: Sequence[Source] | None = None) -> Run:
-        """Read what the settings name.
+        """Compute the fingerprints of the files that the settings name.
 
         Args:
             settings: Settings of the run.
@@ -164,7 +164,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self) -> dict[str, Any]:
         """Return everything that decides the bytes of the run, by name. It includes no location.
 
-        A part is named in the message that refuses to continue a run if it differs.
+        If a part differs, the message that refuses to continue the run names it.
         """
         values: dict[str, Any] = msgspec.to_builtins(self)
         return {

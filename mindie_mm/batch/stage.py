@@ -160,6 +160,6 @@ def _next(records: Iterator[Record], source: Source) -> Record:
     except InputError:
         source.require_unchanged()  # then the change is the reason
         raise
-    except (OSError, ValueError, NotImplementedError, StopIteration) as error:  # the first three are also pyarrow's
+    except (OSError, ValueError, NotImplementedError, StopIteration) as error:  # pyarrow raises the first three
         source.require_unchanged()
         raise StorageError(f"{source.path} cannot be read any further: {str(error) or 'it ended early'}") from error

@@ -50,7 +50,7 @@ class Workers:
         """
         try:
             await gather([self._worker(self._chunks) for _ in range(num_workers or available_cpus())])
-            # Run a single worker, so that memory that another one takes cannot end it again.
+            # Run a single worker, so that the memory that other workers take cannot end it again.
             while self._set_aside:
                 again, self._set_aside = self._set_aside, []
                 await self._worker(chain(again, self._chunks), alone=True)

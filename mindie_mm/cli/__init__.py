@@ -78,8 +78,8 @@ def _ending_at_once() -> Iterator[None]:
     """End this process with status 0 on SIGTERM, SIGINT and SIGHUP until the server handles them.
 
     The process holds no resources yet. The kernel drops signals for which process 1 of a container has no handler, and
-    `serve` imports for a second or more. Signals that the process was started to ignore, such as SIGHUP
-    under nohup, stay ignored.
+    `serve` spends a second or more on imports. Signals that the process was started to ignore, such as SIGHUP under
+    nohup, stay ignored.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}

@@ -79,7 +79,9 @@ def _option(cls: type[Any], field: dataclasses.Field[Any], text: str) -> Callabl
 
 
 def _shown(field: dataclasses.Field[Any]) -> str:
-    """Return a field's default as help shows it: sizes with their unit, switches as on or off, none as nothing."""
+    """Return a field's default as help shows it: sizes with their unit, switches as on or off, no default as an empty
+    text.
+    """
     value = field.default
     if value is None or value == ():
         return ""

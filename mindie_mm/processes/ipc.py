@@ -166,7 +166,7 @@ class Channel:
         self._writer.writelines((_LENGTH.pack(len(message)), message))
 
     def send_with(self, message: bytes, descriptors: Sequence[int]) -> None:
-        """Send `message` with open files beside it, which the peer receives with the length.
+        """Send `message` together with open files. The peer receives the files with the length of the message.
 
         The peer must be waiting for it, with room in the socket. A message to a dead peer is dropped.
         """
@@ -319,7 +319,7 @@ class Lifeline:
         self._thread.start()
 
     def hold(self, make: Callable[[], T], remove: Callable[[T], None]) -> T:
-        """Return the result of `make`, and remove it before the process ends. At no moment can it be left behind."""
+        """Return the result of `make`, and remove it before the process ends. A lock makes sure of the removal."""
         with self._lock:
             made = make()
             self._actions.append(lambda: remove(made))

@@ -81,8 +81,8 @@ def foreign(names: Iterable[str]) -> dict[str, str]:
 def keep_backends_out() -> None:
     """Prevent `import torch` in this process and its children from importing the installed libraries of accelerators.
 
-    A library that cannot be loaded, as when CANN's environment is not set, would make the import of torch fail,
-    whatever device is chosen. This package imports such a library itself if the device is used.
+    If such a library cannot be loaded, for example because CANN's environment is not set, the import of torch fails on
+    any device. This package imports a library itself if its device is used.
     """
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
@@ -91,7 +91,7 @@ def limit_spinning() -> None:
     """Let OpenMP threads of this process and its children sleep soon at a barrier, unless a variable sets this.
 
     GNU OpenMP reads GOMP_SPINCOUNT when torch loads it. By default, a waiting thread spins for milliseconds. If other
-    programs share the CPUs, it takes time from the thread that it waits for.
+    programs share the CPUs, this takes time from the thread that it waits for.
     """
     if not any(name in _WAIT_POLICIES or name.startswith("KMP_") for name in os.environ):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

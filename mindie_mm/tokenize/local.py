@@ -65,7 +65,7 @@ class LocalTokenizer(_InCaller):
         """
         thread = WorkThread("mindie_mm-tokenizer")
         try:
-            await thread.run(partial(collect, [default_spool()]))  # no service does this here
+            await thread.run(partial(collect, [default_spool()]))  # no service does this for the caller
             return cls(await thread.run(partial(_tokenizer, model_path, config)), thread)
         except BaseException:
             thread.stop()
@@ -114,7 +114,7 @@ class DecodingTokenizer(_InCaller):
         """
         checkpoint, preprocessed = Checkpoint.open(model_path), Preprocessed(config.preprocessed_cache_bytes)
         async with AsyncExitStack() as undo:
-            await in_thread(partial(collect, [default_spool()]))  # no service does this here
+            await in_thread(partial(collect, [default_spool()]))  # no service does this for the caller
             arena = Arena.create(config.arena_bytes, quota_bytes=config.arena_request_bytes)
             room = Room(arena, config.arena_wait_s, is_own=True)
             undo.callback(room.close)

@@ -253,7 +253,7 @@ def _reaching(item: Expansion, ids: Sequence[int], start: int, stop: int) -> Exp
 
 
 def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return the length of the common prefix of both."""
+    """Return the length of the common prefix of two sequences."""
     equal = (one == other for one, other in zip(ids, others, strict=False))
     return sum(1 for _ in takewhile(bool, equal))
 

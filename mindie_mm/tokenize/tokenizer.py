@@ -48,7 +48,7 @@ class Tokenizer:
     def __init__(self, prompts: Prompts, loop: LoopThread | None = None, decoders: Decoders | None = None) -> None:
         """Hold the maker of prompts. Use `from_pretrained` to create a tokenizer."""
         self.prompts = prompts
-        """Makes drafts of prompts."""
+        """Maker of drafts and of prompts."""
         self._loop = loop
         self._end_decoders: Callable[[], object] = lambda: None
         if loop is not None and decoders is not None:
@@ -83,7 +83,7 @@ class Tokenizer:
                 where `caps.max_decode_bytes` and `caps.max_decode_s` do not apply.
 
         Raises:
-            InputError: The arguments do not go together.
+            InputError: The arguments contradict each other.
             UnsupportedCheckpoint: The checkpoint cannot be served.
             ProcessDied: The decoders cannot be started.
 

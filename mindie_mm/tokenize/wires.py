@@ -64,7 +64,9 @@ class Wire(ABC):
 
 
 class NativeWire(Wire):
-    """A wire with one block per item. An item has a name word and a shape word, or only the name word in one slot."""
+    """A wire with one block per item. An item has a name word and a shape word, or only the name word if it has one
+    slot.
+    """
 
     def __init__(
         self,

@@ -39,10 +39,10 @@ _WRONG_PATH = frozenset(
 
 @contextmanager
 def creating(path: Path, advice: str) -> Iterator[None]:
-    """Turn an OSError of creating or opening an output into an error of ours.
+    """Turn an OSError of creating or opening an output into an error of this package.
 
     Raises:
-        InputError: The caller has to name another path, or needs other rights. The message ends with `advice`.
+        InputError: The caller has to name another path, or needs other permissions. The message ends with `advice`.
         StorageError: The file system fails or is full.
 
     """

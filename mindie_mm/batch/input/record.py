@@ -32,7 +32,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=repr)
 
 
 class RecordsDigest:
-    """Digest of consecutive records, by which a later call tells whether a shard was made from them."""
+    """Digest of consecutive records. A later call uses it to tell whether a shard was made from the same records."""
 
     def __init__(self) -> None:
         self._hash = xxh3_128()

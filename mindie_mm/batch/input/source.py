@@ -143,7 +143,7 @@ class Source(ABC):
         self.state = now
 
     def close(self) -> None:
-        """Close the state for reading the next chunk. The next chunk opens it again."""
+        """Discard the open state between chunks. The next chunk opens the file again."""
 
     def check(self) -> None:
         """Raise InputError for damage that would otherwise end a run halfway."""

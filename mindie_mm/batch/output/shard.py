@@ -30,8 +30,7 @@ from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words
 MAX_ROW_BYTES = 1 << 34
 """Maximum number of bytes that the row which fills a shard may add to it."""
 MAX_BLOCKS = 2048
-"""Maximum number of media items of a shard. If less than half are left, the next row begins a new shard, to have
-room."""
+"""Maximum number of media items of a shard. If fewer than half are left, the next row begins a new shard."""
 
 _SPAN = pa.struct([("kind", pa.string()), *((name, pa.int64()) for name in ("start", "stop", "token", "lead", "tail"))])
 _ARRAY = pa.struct([("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int64()))])

@@ -125,7 +125,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     except MindieMMError as error:
         channel.send(msgspec.msgpack.encode(Failure.of(error)))
         return
-    lifeline.before_end(collect)  # collects the arena of a tokenizer that died before the parent
+    lifeline.before_end(collect)  # nobody else collects the arena of a tokenizer that died before the parent
     with arena:
         faults.point("arena-made")
         with suppress(asyncio.CancelledError):  # SIGTERM

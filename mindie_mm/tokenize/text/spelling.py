@@ -22,7 +22,7 @@ from mindie_mm.errors import InputError
 _FREE = range(0xE000, 0x110000)
 """Characters that may replace others, private use first."""
 _FIELDS = re.compile("[%{]")
-"""Places where a string in a template may be a format that takes other strings."""
+"""Characters that may begin a field in a format string of a template."""
 
 
 @dataclass(frozen=True, slots=True)

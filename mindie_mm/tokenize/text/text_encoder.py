@@ -1,13 +1,12 @@
 """Encoding of prompts such that a caller's text can never produce a control token.
 
 A prompt is rendered to one string, by the checkpoint's chat template or item by item. Control tokens that the template
-or a media item writes are intended. A caller's text may spell a control token, or complete one, or several texts may
-form one where they join. Such spellings are plain text. They are escaped before rendering (`spelling.py`), so that
-every control token left in the string is intended.
+or a media item writes are intended. A caller's text may spell or complete a control token, and several texts may form
+one where they join. Such spellings are plain text. They are escaped before rendering (`spelling.py`), so that every
+control token left in the string is intended.
 
 The string is then split at its control tokens. The text between them is restored, and encoded with the recognition of
-control tokens off. A prompt without escapes, which is nearly every prompt, is encoded whole, exactly as transformers
-does it.
+control tokens off. Nearly all prompts have no escapes. They are encoded whole, exactly as in transformers.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class TextEncoder:
         self._remembered = lru_cache(_REMEMBERED)(lambda text, items: self._encoded(Rendered(text, {}, items)))
 
     def check_items(self, items: Sequence[Item], max_tokens: int) -> None:
-        """Raise ContextLengthExceeded if the texts are longer than `max_tokens` of the longest tokens.
+        """Raise ContextLengthExceeded if the texts have more characters than `max_tokens` of the longest tokens.
 
         Encoding takes time and memory for every character, so this check comes first. It also applies to prompts that
         are truncated.
@@ -232,7 +231,7 @@ class TextEncoder:
         """Return the ids. Add the tokenizer's special tokens, such as BOS, unless the text begins with BOS."""
         if rendered.restore:
             plain = Rendered(rendered.text.translate(rendered.restore), {}, rendered.items)
-            if self._spelled_in(plain.text) == self._spelled_in(rendered.text):  # the escaped text spells none
+            if self._spelled_in(plain.text) == self._spelled_in(rendered.text):  # restoring adds no spelling
                 rendered = plain
         if rendered.restore or len(rendered.text) > _REMEMBERED_CHARS:
             return self._encoded(rendered)
@@ -352,12 +351,12 @@ def _control_ids(
 
 
 def _odd_ones(pieces: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
-    """Return the range [start, stop) of every second piece in the concatenation of all pieces."""
+    """Return the ranges [start, stop) of every second piece in the concatenation of all pieces."""
     ends = [*accumulate(map(len, pieces))]
     return [*zip(ends[:-1:2], ends[1::2], strict=True)]
 
 
 def _touched(places: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
-    """Return the range of those `places`, ascending ranges [start, stop), that overlap [start, stop)."""
+    """Return the index range of the `places` that overlap [start, stop). Places are ranges too, in ascending order."""
     first = bisect_right(places, start, key=lambda place: place[1])
     return first, max(first, bisect_left(places, stop, key=lambda place: place[0]))
