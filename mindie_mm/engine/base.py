@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Draw = tuple[int, list[TokenLogprob] | None]
-"""A token and its log-probabilities, or None if the request did not ask for log-probabilities."""
+"""A token with its log-probabilities. These are None if the request did not ask for them."""
 
 
 class BaseEngine(ABC):

@@ -126,7 +126,7 @@ class Engine(BaseEngine):
 
     @torch.inference_mode()
     def _collect_prompt_logprobs(self, rows: PromptRows) -> None:
-        """Score prompt rows in pieces, each as large as the start-up measurement has reserved memory for."""
+        """Score prompt rows in pieces that fit in the memory reserved at start-up."""
         sequence, start = rows.sequence, rows.start
         for states in rows.states.split(self._head_rows):
             token_ids = sequence.token_ids[start : start + len(states)]

@@ -1,8 +1,8 @@
-"""The ranks of an engine, which are processes with a share of the text model's weights each.
+"""The ranks of an engine. Each rank is a process that holds a share of the text model's weights.
 
 All ranks run the same steps. Each rank gets the same messages, maps the same shared memory and schedules by itself.
-This module synchronizes the results that may differ between ranks: results that only rank 0 knows, failures of a single
-rank, and amounts of memory.
+This module synchronizes only the values that may differ between ranks: results of rank 0, failures of a single rank,
+and amounts of memory.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PATIENCE = timedelta(minutes=2)
 collective operation never receives the error. In this case the failed rank ends, and all others end with it."""
 LOADING_PATIENCE = timedelta(hours=2)
 """Replacement for `PATIENCE` while weights are loaded. Loading times differ, and no collective operation is running."""
-_FOREVER = timedelta(days=365)  # an engine at rest waits for its next message
+_FOREVER = timedelta(days=365)  # an idle engine waits for its next message
 _INLINE = 504
 """Number of bytes of a message that are sent together with its length."""
 
 
 class Ranks:
-    """The ranks of an engine, here of an engine with one process."""
+    """The ranks of an engine, implemented for a single process."""
 
     number = 0
     """Rank of this process, from 0. Rank 0 communicates with the parent."""

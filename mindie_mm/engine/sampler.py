@@ -32,7 +32,7 @@ def sample(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tup
     Args:
         logits: Raw logits, float32 [rows, vocabulary], changed in place.
         sequences: Sequence of each row.
-        eos_token_ids: End-of-sequence ids, which are masked before `min_tokens`.
+        eos_token_ids: End-of-sequence ids, which are masked until a sequence has `min_tokens` tokens.
 
     Returns:
         Tokens, int64 [rows].

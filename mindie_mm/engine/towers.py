@@ -38,7 +38,7 @@ def fetched_bytes(max_tower_bytes: int) -> int:
 
 
 class Towers:
-    """Batched calls of a model's towers, within the limits of one call."""
+    """The towers of a model, called with as many items at once as the limits allow."""
 
     def __init__(
         self, model: MediaModel, encoder_cache: EncoderCache, limits: TowerLimits, ranks: Ranks, *, by_item: bool

@@ -18,7 +18,7 @@ from mindie_mm.structured.schema_numbers import with_exact_numbers
 _LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000, max_grammar_size=50_000, step_lexer_fuel=50_000)
 _MAX_SAID = 300
 KEPT = 16
-"""Number of recent schemas that stay compiled. A schema that is slow to compile takes up to 7 MiB."""
+"""Number of recent schemas that stay compiled. A schema that is slow to compile also takes 7 MiB of memory."""
 # The style of json.dumps. With flexible whitespace, a small model may write nothing but whitespace.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -105,7 +105,7 @@ class Grammars:
     def _matcher(self, schema: str) -> LLMatcher:
         read = with_exact_numbers(schema)
         try:
-            grammar = LLMatcher.grammar_from_json_schema(read, defaults=_STYLE)  # type: ignore[arg-type] # a stub alone
+            grammar = LLMatcher.grammar_from_json_schema(read, defaults=_STYLE)  # type: ignore[arg-type] # only the stub rejects it
         except ValueError as error:
             raise InputError(f"the JSON schema is not valid JSON: {str(error)[:_MAX_SAID]}") from error
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)

@@ -69,8 +69,8 @@ class LLM:
             path: Checkpoint directory. None: `config.model`, or the embedded checkpoint.
             config: Settings of the worker. None: defaults.
             family: Family that serves the checkpoint. None: `config.family`.
-            decoders: Number of processes that decode the items of a prompt in parallel. 0: `config.decoders`. If that is
-                0 as well, a thread of this process decodes.
+            decoders: Number of processes that decode the items of a prompt in parallel. 0: use `config.decoders`. If
+                that is 0 as well, a thread of this process decodes.
 
         """
         config = config or WorkerConfig()

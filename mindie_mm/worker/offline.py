@@ -257,7 +257,7 @@ class _Asking:
                 await self._ask_again(part)
 
     async def _require_answering(self) -> None:
-        """Raise one of `_ENGINE_FAILED` if the engine also fails a trivial request, so that no row is the cause."""
+        """Raise one of `_ENGINE_FAILED` if even a trivial request makes the engine fail, so that no row is to blame."""
         engine = self._worker.engine
         await engine.wait_until_up(_BACK_S)
         one = SamplingParams(max_tokens=1)

@@ -111,7 +111,7 @@ class PromptSource:
         faults.point("freed-early")
 
     async def _make_again(self, *, freed: bool) -> Prompt:
-        """Make the prompt again. This may happen any number of times after a `freed` prompt, but once after a loss."""
+        """Make the prompt again. A `freed` prompt is made again any number of times, and a lost one only once."""
         if self._again is None or (self._retried and not freed):
             raise ProcessDied("the request's media were lost with their tokenizer, and there is no third try")
         self._retried = self._retried or not freed

@@ -253,7 +253,7 @@ def _logits(model: Model, *batch: Any) -> Tensor:
 
 
 def _cut(data: Data, wanted: int, num_features: int) -> Data:
-    """Return the first frames, rows or samples of an item, in proportion `wanted` / `num_features`."""
+    """Return the first frames, rows or samples of an item. The returned share is `wanted` / `num_features`."""
     if not isinstance(data, np.ndarray):
         return data
     if data.ndim > 3 and len(data) == 1:  # cut the rows of a single frame

@@ -37,7 +37,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     """Prompt ids, int64 [T], native byte order. Handle words in the slots are all that the engine learns of media."""
     params: SamplingParams
     asked_s: float = msgspec.field(default_factory=time.monotonic)
-    """Time of the request in seconds, by time.monotonic, a clock that all processes of a machine share."""
+    """Time at which the client asked for the request, by time.monotonic. All processes of a machine share its clock."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -55,14 +55,14 @@ class Refill(msgspec.Struct, frozen=True, tag="refill"):
 
 
 class Mount(msgspec.Struct, frozen=True, tag="mount"):
-    """A file whose blocks handle words name as arena `number`. Later requests may contain such words."""
+    """A file on disk to mount as arena `number`. Handle words in later requests may refer to its blocks."""
 
     path: str
     number: int
 
 
 class Unmount(msgspec.Struct, frozen=True, tag="unmount"):
-    """An arena `number` to unmount. No request has handle words of this arena."""
+    """The arena `number` to unmount. No request has handle words of this arena."""
 
     number: int
 
@@ -118,7 +118,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """A sign that the engine accepts requests. If it cannot start, it sends a Failure with the reason instead."""
+    """The message that the engine accepts requests. An engine that cannot start sends a Failure instead."""
 
     vocab_size: int
     max_model_len: int
@@ -133,7 +133,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     max_output_len: int | None = None
     """Maximum number of output tokens, if they do not count towards `max_model_len`."""
     default_sampling: SamplingParams = SamplingParams()
-    """Sampling settings of requests that state none."""
+    """Default sampling settings of requests."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

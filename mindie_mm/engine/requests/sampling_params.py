@@ -130,7 +130,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return typed
 
     def _typed(self) -> SamplingParams:
-        """Convert each setting to its type: 16.0 to 16, and one stop string to a tuple. Raise InputError."""
+        """Convert each setting to its type, such as 16.0 to 16. Raise InputError if a setting has a wrong type."""
         given = {
             name: whole(value) if name in _INTEGERS else value for name, value in msgspec.structs.asdict(self).items()
         }

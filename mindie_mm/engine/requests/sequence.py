@@ -74,7 +74,7 @@ class Sequence:
     _item_starts: list[int] = field(init=False)
     """First slot of each item, ascending."""
     _item_stops: list[int] = field(init=False)
-    """Running maximum of the exclusive last slots of the items, ascending."""
+    """Index after the last slot of each item and of all items before it, ascending."""
 
     def __post_init__(self) -> None:
         self.spans = _spans(self.span_ids)
@@ -91,7 +91,7 @@ class Sequence:
 
     @property
     def media_stop(self) -> int:
-        """Exclusive last slot of all items, or 0 without media."""
+        """Index after the last slot of all items. 0 without media."""
         return self._item_stops[-1] if self._item_stops else 0
 
     def consume_media(self) -> None:
