@@ -1,7 +1,7 @@
-"""Benchmarks, each beside the alternative: `make bench`, or `python -m bench NAME...`."""
+"""Benchmarks that compare this project with alternatives: `make bench`, or `python -m bench NAME...`."""
 
 import sys
 from pathlib import Path
 
-# transformers looks for torchvision once, as some module of ours first asks: the stand-in has to be there by then.
+# transformers looks for torchvision only once, so the stub must be importable before any module imports transformers.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "stubs"))

@@ -1,4 +1,4 @@
-"""Every benchmark, one after another: `make bench`, or `python -m bench NAME...` for some."""
+"""All benchmarks in sequence: `make bench`, or `python -m bench NAME...` for some of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The tokenizer process with its decoders, beside the tokenizer of a script that decodes in its own process.
+"""The tokenizer process and its decoders, compared with a script's tokenizer that decodes in its own process.
 
-Pictures are JPEGs of 1420x720 that all differ. The contestants take turns; medians count.
+The images are different JPEGs of 1420x720 pixels. The contestants take turns, and the results are medians.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ARENA_BYTES = 2**30
 
 
 class Pictures:
-    """Requests with pictures, all different, over one checkpoint."""
+    """A source of requests whose images all differ."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,7 +47,7 @@ class Pictures:
         items: list[dict[str, Any]] = []
         for _ in range(number):
             path = self._folder / "image" / f"{next(self._numbers)}.jpg"
-            path.write_bytes(self._data + path.name.encode())  # bytes behind the end make it another file
+            path.write_bytes(self._data + path.name.encode())  # trailing bytes change the content, not the image
             items.append({"image": str(path)})
         return TokenizeRequest(items=items, path_file=str(self._folder / name))
 
@@ -80,7 +80,7 @@ async def measure(folder: Path) -> dict[str, Any]:
 
 
 async def _hop(script: Tokenizer, one: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
-    """One picture, in the script's process and by a decoder."""
+    """Measure one image, decoded in the script's process and by a decoder."""
     alone: list[float] = []
     decoded: list[float] = []
     for turn in range(ROUNDS + 2):
@@ -101,7 +101,7 @@ async def _hop(script: Tokenizer, one: AsyncTokenizer, pictures: Pictures) -> di
 
 
 async def _parallel(one: AsyncTokenizer, two: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
-    """Many pictures in one request, with one decoder and with two."""
+    """Measure one request with many images, with one decoder and with two."""
     ratios, seconds = [], []
     for _ in range(5):
         by_one = await timed(one, pictures.request(MANY))
@@ -114,7 +114,7 @@ async def _parallel(one: AsyncTokenizer, two: AsyncTokenizer, pictures: Pictures
 
 
 async def _crowd(two: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
-    """One picture while a request with very many is in progress."""
+    """Measure a request with one image while a request with CROWD images is in progress."""
     idle, busy = [], []
     for _ in range(5):
         idle.append(await timed(two, pictures.request(1, "other.txt")))
@@ -134,7 +134,7 @@ async def _crowd(two: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
 
 
 def _copying(folder: Path) -> dict[str, float]:
-    """Two ways into the block of one picture: from scratch memory, and through a mapping made for the picture."""
+    """Measure two ways of filling an image's block: a copy from scratch memory, and a mapping made for the image."""
     copied, mapped = [], []
     with Arena.create(2**26) as arena:
         arena.populated.wait()

@@ -1,6 +1,7 @@
-"""The engine beside transformers' generate, on one random checkpoint of 37M parameters, fp32 on the CPU.
+"""The engine compared with `generate` of transformers, on a random checkpoint of 37M parameters, fp32 on the CPU.
 
-Both run the same prompts with the same number of tokens out, in turn, several rounds; medians count.
+Both run the same prompts for the same number of tokens. They take turns for several rounds, and the results are
+medians.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def prompts(count: int, length: int) -> list[np.ndarray]:
 
 
 class Reference:
-    """transformers' generate, one request at a time."""
+    """`generate` of transformers, one request at a time."""
 
     def __init__(self, path: Path) -> None:
         self.model = Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
@@ -49,7 +50,7 @@ class Reference:
 
 
 async def ours(engine: AsyncEngine, batch: list[np.ndarray], tokens: int) -> tuple[float, list[Timings]]:
-    """Wall seconds of all requests at once, and each one's own timings."""
+    """Run all requests concurrently. Return the wall seconds for all, and the timings of each."""
     params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
 
     async def one(i: int, ids: np.ndarray) -> Timings:
@@ -65,7 +66,7 @@ async def ours(engine: AsyncEngine, batch: list[np.ndarray], tokens: int) -> tup
 
 async def measure(path: Path) -> dict[str, Any]:
     reference = Reference(path)
-    # The same prompts come round after round: with the prefix cache they would cost nothing.
+    # Every round repeats the same prompts, which a prefix cache would skip.
     engine = await AsyncEngine.start(path, EngineConfig(device="cpu", prefix_caching=False))
     try:
         batch, long = prompts(CONCURRENT, PROMPT), prompts(1, LONG_PROMPT)
@@ -76,7 +77,7 @@ async def measure(path: Path) -> dict[str, Any]:
 
         for i in range(ROUNDS + 1):
             if i == 1:
-                rounds.clear()  # the first round warms both up
+                rounds.clear()  # the first round is a warm-up
             ours_all, timings = await ours(engine, batch, OUTPUT)
             theirs_all = reference.seconds(batch, OUTPUT)
             ours_one, (alone,) = await ours(engine, batch[:1], OUTPUT)
@@ -99,7 +100,7 @@ async def measure(path: Path) -> dict[str, Any]:
 
 
 async def measure_prefix(path: Path, folder: Path) -> dict[str, Any]:
-    """Time to the first token of a picture and a question, when it comes for the first and for the second time."""
+    """Return the times to the first token for an image and a question, and for their repetition."""
     engine = await AsyncEngine.start(path, EngineConfig(device="cpu"))
     path_file = folder / "shm_name.txt"
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -108,7 +109,7 @@ async def measure_prefix(path: Path, folder: Path) -> dict[str, Any]:
             for i in range(ROUNDS + 1):
                 pixels = np.random.default_rng(i).integers(0, 256, (480, 640, 3), dtype=np.uint8)
                 items = [{"image": pixels}, {"text": "What is in the image? " * 10}]
-                for times in seconds:  # the second time in a block of its own: found by content
+                for times in seconds:  # the second time has its own block, so the cache must find the content
                     ids = tokenizer.tokenize(items, path_file).numpy()
                     times.append((await ours(engine, [ids], 1))[0])
                 release(path_file)

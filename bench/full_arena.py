@@ -1,7 +1,7 @@
-"""Text and pictures beside four long answers about pictures, with an arena that holds four pictures.
+"""Requests beside four long answers about images, with an arena that has room for only four images.
 
-The figures are times of whole requests in seconds: text with nothing else running, text beside the four answers, and
-two further pictures beside them.
+The figures are times of whole requests in seconds: text alone, text beside the four answers, and two further images
+beside them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.serving import RunningService, running_service
 
 SETTINGS = {"arena_bytes": 4 * 40960, "kv_cache_bytes": 256 * 2**20, "decoders": 2}
 SIDE = 448
-"""Side of a picture in pixels. The embedded model sees it smaller, and its block takes 40,960 bytes."""
+"""Side of an image in pixels. The embedded model downscales it, so that its block takes 40,960 bytes."""
 NUM_ANSWERS, NUM_TEXTS = 4, 20
 
 

@@ -50,15 +50,15 @@ from tests.transformers_reference import AutoTokenizer
 
 PICTURE = (640, 480)
 CLIP = (8, 360, 480)
-"""Frames, height, width."""
+"""Number of frames, height and width of the video."""
 SECONDS = 10.0
 PROMPT = 1000
-"""Tokens of text, or as many as the checkpoint's context holds."""
+"""Number of tokens in the text prompt, unless the checkpoint's context is shorter."""
 BLOCK = 16
-"""Tokens in a block of the KV cache."""
+"""Number of tokens in a KV block."""
 TEXT_STEPS = ("prefill", "first token")
 FEWEST, MOST, LONG_ENOUGH_S = 5, 60, 0.3
-"""Turns of each contestant: within these, until it has run so long."""
+"""Minimum and maximum number of turns, and the seconds of run time after which a contestant needs no more turns."""
 
 _CLIP_336 = {
     "config": {"vision_config": {"image_size": 336, "patch_size": 14}},
@@ -168,14 +168,14 @@ REAL: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "processor_config": {"num_image_tokens": 576},
     },
 }
-"""What the published checkpoints' files say otherwise than the tests' small ones; None: they do not say it."""
+"""Settings of the published checkpoints that differ from the small ones of the tests, by file. None removes a key."""
 
 Contestants = dict[str, Callable[[], object]]
 OURS, THEIRS = "ours", "transformers"
 
 
 def contracts() -> dict[str, type[FamilyContract]]:
-    """Each family's test, by the family's name."""
+    """Return the test class of each family, by the family's name."""
     folder = Path(__file__).parents[1] / "mindie_mm" / "models"
     found: dict[str, type[FamilyContract]] = {}
     for file in sorted(folder.glob("[a-z]*.py")):
@@ -185,14 +185,14 @@ def contracts() -> dict[str, type[FamilyContract]]:
             for name, value in vars(module).items()
             if name.startswith("Test") and getattr(value, "name", None) == file.stem
         )
-    # This test makes videos small by a class of its own; here the published processor's defaults count.
+    # This test shrinks videos through its own class. The benchmark needs the published processor's defaults.
     small = importlib.import_module("tests.models.test_qwen2_5_omni").SmallVideosProcessor
     small.videos_kwargs = small.__base__.videos_kwargs
     return found
 
 
 def write_checkpoint(contract: type[FamilyContract], out: Path) -> None:
-    """The test's checkpoint, with the published sizes of pictures."""
+    """Write the checkpoint of a family's test, with the image sizes of the published checkpoint."""
     contract.write_checkpoint(out)
     changes = REAL.get(contract.name, {})
     kind = type(contract.make_reference(out).model) if "config" in changes else None
@@ -201,13 +201,13 @@ def write_checkpoint(contract: type[FamilyContract], out: Path) -> None:
         known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         file.write_text(json.dumps(merged(known, change)), encoding="utf-8")
     if kind is not None:
-        from transformers import GenerationConfig  # behind tests/stubs, which it looks for once
+        from transformers import GenerationConfig  # must follow the setup of tests/stubs in bench/__init__.py
 
         torch.manual_seed(0)
         model = kind(kind.config_class.from_pretrained(out))
         model.generation_config = GenerationConfig.from_pretrained(out)
         model.save_pretrained(out)
-    if contract.name in {"idefics3", "smolvlm"}:  # the small vocabularies know fewer tiles than a photograph has
+    if contract.name in {"idefics3", "smolvlm"}:  # the small vocabularies lack tags for the tiles of large images
         tokenizer = AutoTokenizer.from_pretrained(out)
         tags = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
         tokenizer.add_tokens(tags, special_tokens=True)
@@ -223,7 +223,7 @@ def merged(known: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any
 
 
 def sources() -> dict[Kind, Any]:
-    """An item of each kind, as it comes in."""
+    """Return an input item of each kind."""
     frames = np.stack([np.asarray(photograph("coffee.png", (CLIP[2], CLIP[1])))] * CLIP[0])
     for index, frame in enumerate(frames):
         frames[index] = np.roll(frame, 4 * index, axis=1)
@@ -233,7 +233,7 @@ def sources() -> dict[Kind, Any]:
 def preprocessing(
     kind: Kind, data: Any, processor: Processor, reference: Any, arena: Arena, path_file: Path
 ) -> Contestants:
-    """The item to a published block, and to transformers' arrays."""
+    """Return the contestants that turn an item into a published block, or into the arrays of transformers."""
 
     def ours() -> None:
         plan = processor.plan(Media(kind, data), data, {kind: 1})
@@ -257,7 +257,7 @@ def preprocessing(
 def towers(
     kind: Kind, data: Any, model: MediaModel, tokenizer: Tokenizer, reference: Any, path_file: Path
 ) -> Contestants:
-    """From the arrays to the features."""
+    """Return the contestants that turn arrays into features."""
     ids = tokenizer.tokenize([{kind: data}], path_file)
     items = model.read(ids.numpy())
     contestants: Contestants = {OURS: lambda: model.encode(items)}
@@ -272,7 +272,7 @@ def reference_tower(reference: Any, kind: Kind, item: NDArray[Any]) -> Callable[
     methods = (f"get_{kind}_features", "get_image_features")
     owners = (reference.model, getattr(reference.model, "model", None))
     method = next((getattr(o, name) for name in methods for o in owners if hasattr(o, name)), None)
-    if method is None:  # Qwen2-Audio's model has the steps in its forward alone
+    if method is None:  # Qwen2-Audio has these steps only in the model's `forward`
         parts = dict(reference.model.named_modules())
         tower, projector = (
             next(part for name, part in parts.items() if name.endswith(end)) for end in ("_tower", "_projector")
@@ -298,7 +298,7 @@ def reference_tower(reference: Any, kind: Kind, item: NDArray[Any]) -> Callable[
 
 
 def text_steps(contract: type[FamilyContract], model: Any, reference: Any, length: int) -> dict[str, Contestants]:
-    """A prompt of text: through the layers into the cache; and as a request whose answer is one token."""
+    """Return the contestants for a text prompt: prefill of the KV cache, and a request for one token."""
     ids = np.random.default_rng(0).integers(30, 100, length, dtype=np.int64)
     engine = contract().engine(model, prefix_caching=False, kv_cache_bytes=2**27)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -314,7 +314,7 @@ def text_steps(contract: type[FamilyContract], model: Any, reference: Any, lengt
     }
     if reference is None:
         return steps
-    # BLIP-2's whole insists on pixels.
+    # The whole BLIP-2 model requires pixels.
     whole = reference.model.language_model if type(reference.model).__name__.startswith("Blip2") else reference.model
     batch = torch.from_numpy(ids)[None]
     encoded = isinstance(model, Seq2SeqModel)
@@ -333,7 +333,7 @@ def text_steps(contract: type[FamilyContract], model: Any, reference: Any, lengt
 
 
 def layers(model: Any, ids: torch.Tensor) -> Callable[[], object]:
-    """Ids into the cache, and the last one's logits."""
+    """Return a function that computes the KV cache of `ids` and the logits of the last one."""
     if isinstance(model, Seq2SeqModel):
         return lambda: model.decode(model.encode_prompt(ids, []), [model.rules.start_token_id])
     cache = model.spec.allocate_cache(len(ids) // BLOCK + 1, BLOCK)
@@ -349,12 +349,13 @@ def layers(model: Any, ids: torch.Tensor) -> Callable[[], object]:
 def milliseconds(
     contestants: Contestants, clock: Callable[[], float], path_file: Path | None = None
 ) -> dict[str, float]:
-    """Of each, taking turns in random order: the median, on two cores, which others want too, the least.
+    """Return the milliseconds of each contestant. They take turns in random order.
 
-    What `path_file` names is given back behind each turn.
+    With CPU time the result is the median. With wall time, which other load increases, it is the minimum. The blocks in
+    `path_file` are released after each turn.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for entry in contestants.values():  # warms up
+    for entry in contestants.values():  # warm-up
         entry()
     order = random.Random(0)
     gc.collect()
@@ -379,7 +380,10 @@ def figures_of(ms: Mapping[str, float], scale: float = 1.0) -> dict[str, float]:
 
 @contextmanager
 def threads(count: int) -> Iterator[Callable[[], float]]:
-    """Torch on `count` threads; the clock to use: of one thread processor time, so that other load counts little."""
+    """Set the number of PyTorch threads, and yield the clock to use.
+
+    For one thread it is CPU time, which depends little on other load. For several it is wall time.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -389,7 +393,7 @@ def threads(count: int) -> Iterator[Callable[[], float]]:
 
 
 def measure(contract: type[FamilyContract], arena: Arena, folder: Path, cores: Sequence[int]) -> dict[str, Any]:
-    """All figures of one family, on each number of cores."""
+    """Return all figures of one family for each number of cores."""
     write_checkpoint(contract, folder)
     family = family_named(contract.name)
     reference = None if "golden" in family.reference else contract.make_reference(folder)
@@ -424,7 +428,7 @@ def measure(contract: type[FamilyContract], arena: Arena, folder: Path, cores: S
 
 
 def table(families: Mapping[str, Any], count: int) -> str:
-    """Markdown: ours in milliseconds and how many times as long transformers takes, a row for each kind of media."""
+    """Return a Markdown table of our milliseconds and the ratio of transformers' time to ours, with a row per kind."""
 
     def cell(figures: Mapping[str, float]) -> str:
         return f"{figures[OURS]:.1f} ({figures['ratio']:.2f}x)" if "ratio" in figures else f"{figures[OURS]:.1f} (-)"

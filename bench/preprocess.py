@@ -1,8 +1,8 @@
-"""One JPEG to a published block, on one core, beside transformers' two backends and beside decode + resize alone.
+"""One JPEG to a published block on one core, compared with both transformers backends and with decode + resize alone.
 
-transformers' torchvision arithmetic runs over tests/stubs, whose resize is the one that torchvision calls, and gets
-its pixels from libjpeg-turbo, as torchvision's own decoder does. The contestants take turns in
-random order, each a few times in a row; medians count.
+The torchvision backend of transformers runs on tests/stubs, which resizes with the same function as torchvision. Its
+pixels come from libjpeg-turbo, as in torchvision's own decoder. The contestants take turns in random order, each a few
+times in a row. The results are medians.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from tests.media_samples import encoded, photograph
 from tests.transformers_reference import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil, load_image
 
 SIZES = ((640, 480), (1420, 720), (1920, 1080), (4000, 3000))
-"""Width and height; JPEGs of quality 90."""
+"""Widths and heights of the JPEGs, which have quality 90."""
 MAX_PIXELS = 12_845_056
-"""Of the published checkpoints, so that none of the pictures is made smaller than a multiple of 28 asks."""
+"""Limit of the published checkpoints. At these sizes, images are only resized to multiples of 28."""
 ROUNDS = {(640, 480): 10, (1420, 720): 7, (1920, 1080): 5, (4000, 3000): 2}
 RUN = 4
-"""Times in a row that each is run at its turn, as a tokenizer process works."""
+"""Number of consecutive runs per turn. A tokenizer process also repeats the same work."""
 ARENA_BYTES = 128 * 2**20
 OURS, AGAIN = "ours", "ours, of a picture that came before"
 DECODE_AND_RESIZE, TORCHVISION, PIL = "decode + resize alone", "torchvision", "PIL"
 
 
 def contestants(data: bytes, arena: Arena, path_file: Path) -> dict[str, Callable[[], object]]:
-    """What is timed, by name; each starts from the JPEG's bytes."""
+    """Return the functions to time, by name. Each of them starts from the bytes of the JPEG."""
     limits = {"min_pixels": 56 * 56, "max_pixels": MAX_PIXELS}
     torchvision, pil = Qwen2VLImageProcessor(**limits), Qwen2VLImageProcessorPil(**limits)
     processor = Qwen2VLProcessor(Checkpoint.open(path_file.parent))
@@ -82,7 +82,7 @@ def contestants(data: bytes, arena: Arena, path_file: Path) -> dict[str, Callabl
 
 
 def measure(size: tuple[int, int], arena: Arena, path_file: Path) -> dict[str, float]:
-    """Median milliseconds of each contestant, taking turns; of processor time, so that other load counts little."""
+    """Return each contestant's median CPU time in milliseconds. CPU time depends little on other load."""
     entries = contestants(encoded(photograph("coffee.png", size), quality=90), arena, path_file)
     seconds: dict[str, list[float]] = {name: [] for name in entries}
     order = random.Random(0)
@@ -91,7 +91,7 @@ def measure(size: tuple[int, int], arena: Arena, path_file: Path) -> dict[str, f
             for _ in range(RUN):
                 start = time.process_time()
                 entries[name]()
-                if turn:  # the first turn warms up
+                if turn:  # the first turn is a warm-up
                     seconds[name].append(time.process_time() - start)
                 release(path_file)
                 path_file.unlink(missing_ok=True)
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def draw(axes: Any, sizes: dict[str, Any]) -> None:
-    """Bars of milliseconds, a group a size, on a logarithmic axis."""
+    """Plot milliseconds as bars on a logarithmic axis, with a group per size."""
     names = [AGAIN, DECODE_AND_RESIZE, OURS, TORCHVISION, PIL]
     for place, name in enumerate(names):
         values = [figures["milliseconds"][name] for figures in sizes.values()]

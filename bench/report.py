@@ -1,4 +1,4 @@
-"""Where benchmarks leave their figures."""
+"""Output of the benchmarks: JSON files and plots in bench/results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def write(name: str, figures: dict[str, Any]) -> None:
-    """Prints the figures, and writes them to bench/results with what they were taken on."""
+    """Print the figures, and write them to bench/results/<name>.json with a description of the machine."""
     machine = {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -34,7 +34,7 @@ def write(name: str, figures: dict[str, Any]) -> None:
 
 
 def plot(name: str, draw: Callable[[Any], None]) -> None:
-    """Writes bench/results/<name>.png, drawn by `draw` on a matplotlib axes."""
+    """Write bench/results/<name>.png. `draw` draws on a matplotlib axes."""
     import matplotlib as mpl
 
     mpl.use("Agg")

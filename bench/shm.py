@@ -2,19 +2,19 @@
 
     python -m bench shm
 
-Every method runs the same cycle, in a loop of its own, between the same kind of two processes:
+Every method repeats the same cycle between two processes:
 
-    result    the producer computes its result (here it copies a source array) into memory that is faulted in: with
-              "arena, in place" that is the block itself, else an array that the producer keeps and reuses
-    hand over words, a segment's name, or the array itself go over; a fresh segment, and the block of "arena, copied
-              in", are allocated and filled from the producer's array first
-    read      the consumer copies it all, once, into a buffer that it keeps: what a copy to a device reads
-    free      the consumer answers, the producer frees the block or unlinks the segment
+    result    The producer computes its result into memory that is faulted in. Here it copies a source array. With
+              "arena, in place", the memory is the block itself. Otherwise it is an array that the producer reuses.
+    hand over The producer sends words, a segment's name, or the array itself. A fresh segment, and the block of "arena,
+              copied in", are allocated and filled from the producer's array first.
+    read      The consumer copies the array once, into a buffer that it reuses. A copy to a device reads as much.
+    free      The consumer answers, and the producer frees the block or unlinks the segment.
 
-Two times are taken, neither with the first step, which costs the same everywhere; allocating the block in place is in
-both. `hand over`: from a finished result until the consumer has an array of it, the consumer's waking included.
-`whole`: on through the consumer's one copy and the free, until the producer can hand over the next one; it cannot be
-less than one memcpy. Ray is measured where it is installed.
+Two times are measured. Both exclude the computation of the result, which costs the same for every method, and include
+the allocation of a block in place. `hand over` ends when the consumer has an array, and includes the wake-up of the
+consumer. `whole` ends when the producer can hand over the next array, and cannot be less than one memcpy. Ray is
+measured if it is installed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WARM_UP = 5
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One method at one size: medians, and deciles of the hand-over, in ms."""
+    """The times of one method at one size: medians, and deciles of the hand-over, in milliseconds."""
 
     method: str
     size_mb: float
@@ -54,7 +54,7 @@ class Timing:
 
     @classmethod
     def of(cls, method: str, size_mb: float, handed: list[float], whole: list[float]) -> Timing:
-        """From seconds of each cycle, warm-up included."""
+        """Create a Timing from the seconds of all cycles, which include the warm-up."""
         handed, whole = ([1e3 * value for value in values[WARM_UP:]] for values in (handed, whole))
         deciles = statistics.quantiles(handed, n=10)
         return cls(
@@ -63,12 +63,12 @@ class Timing:
 
 
 def consume(channels: Channels, method_class: type[Method], size: int, checksum: int, repeats: int) -> None:
-    """The other process."""
+    """Run the consumer process."""
     method = method_class(size)
     kept = np.ones(size, np.uint8)
     for _ in range(repeats):
         array = method.receive(channels)
-        received = time.perf_counter()  # on Linux the same clock in every process
+        received = time.perf_counter()  # Linux has one such clock for all processes
         np.copyto(kept, array)
         del array
         method.done()
@@ -115,7 +115,7 @@ def measure(method_class: type[Method], size_mb: float, repeats: int) -> Timing:
 
 
 def measure_ray(size_mb: float, repeats: int) -> Timing:
-    """Ray's object store: put here, get in an actor; the call that carries the reference is Ray's own."""
+    """Measure Ray's object store. This process puts an array, and an actor gets it by the reference in a call."""
     import ray
 
     @ray.remote
@@ -144,7 +144,10 @@ def measure_ray(size_mb: float, repeats: int) -> Timing:
 
 
 def copy_ms(size_mb: float, repeats: int) -> float:
-    """One memcpy within one process, both sides faulted in, a third array written between as the source is here."""
+    """Return the median milliseconds of a memcpy within one process.
+
+    Both arrays are faulted in. The source is written before each copy, as in the benchmark.
+    """
     size = int(size_mb * MB)
     source, middle, target = (np.full(size, value, np.uint8) for value in (1, 2, 3))
     times = []
@@ -193,7 +196,7 @@ def run(repeats: int) -> dict[str, Any]:
 
 
 def ratios(size_mb: float, memcpy_ms: float, timings: list[Timing]) -> dict[str, Any]:
-    """At one size: copied in against one memcpy, and every other method against the arena."""
+    """Return ratios at one size: "arena, copied in" to one memcpy, and every other method to the arena."""
     here = {timing.method: timing.hand_over_ms for timing in timings if timing.size_mb == size_mb}
     copied_in, in_place = here.pop("arena, copied in"), here.pop("arena, in place")
     return {
@@ -218,7 +221,7 @@ def draw(axis: Any, results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    from bench import report  # late: it imports torch, which the consumers do without
+    from bench import report  # imported here, because it imports torch, which the consumers do not need
 
     results = run(REPEATS)
     report.write("shm", results)

@@ -1,4 +1,4 @@
-"""What the arena's own steps cost, in microseconds of one process, and what readers cost in memory."""
+"""Costs of the arena's steps in microseconds of one process, and the memory of its readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = 9
 
 
 def costs() -> dict[str, float | dict[str, float]]:
-    """All of them, printed as they come."""
+    """Measure, print and return all costs."""
     with Arena.create(256 * MB) as arena, tempfile.TemporaryDirectory() as folder:
         arena.populated.wait()
         path_file = Path(folder) / "shm_name.txt"
@@ -40,7 +40,7 @@ def costs() -> dict[str, float | dict[str, float]]:
 
 
 def per_call(call: Callable[[], object]) -> float:
-    """Median of rounds, of the processor's time and not the wall's: other programs do not count."""
+    """Return the microseconds of a call, as a median of rounds. CPU time excludes other programs."""
     times = []
     for _ in range(ROUNDS):
         start = time.process_time()
@@ -64,7 +64,10 @@ def cycle(arena: Arena) -> None:
 
 
 def reference_us(arena: Arena, size: int) -> float:
-    """Encode, write to a pipe, read from it, decode, attach, take the array: all on one processor, nobody sleeps."""
+    """Return the time to send a reference through a pipe and get its array, within one process.
+
+    It includes encoding, both ends of the pipe, decoding and attaching, but no wake-up.
+    """
     with arena.allocate({"x": ArraySpec((size,), "uint8")}, path_file=None) as block:
         ref = block.publish()
     reader, writer = os.pipe()
@@ -97,14 +100,14 @@ def fstat_us(arena: Arena) -> float:
 
 
 def waking_us() -> float:
-    """From a write until a process that sleeps on the other end of the pipe has read."""
+    """Return the time from a write to a pipe until a process that sleeps on its other end has read."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     sleeper = context.Process(target=_sleep, args=(theirs,), daemon=True)
     sleeper.start()
     times = []
     for _ in range(300):
-        time.sleep(0.002)  # until it sleeps for certain
+        time.sleep(0.002)  # ensures that the reader sleeps
         start = time.perf_counter()
         ours.send_bytes(b"words of 16 byte")
         times.append(ours.recv() - start)
@@ -119,7 +122,10 @@ def _sleep(pipe: Connection) -> None:
 
 
 def readers_pss_mb(arena: Arena, count: int) -> float:
-    """What `count` readers of one 80 MB block and the owner hold of the arena together: each page is counted once."""
+    """Return the megabytes of an arena that its owner and `count` readers of an 80 MB block hold together.
+
+    Each page counts once.
+    """
     with arena.allocate({"x": ArraySpec((80 * MB,), "uint8")}, path_file=None) as block:
         block["x"][...] = 1
         ref = block.publish()
@@ -135,7 +141,7 @@ def readers_pss_mb(arena: Arena, count: int) -> float:
     inode = arena.path.stat().st_ino
     pids = [os.getpid(), *(reader.pid or 0 for reader in readers)]
     while any(_kilobytes("Rss", pid, inode) * 1024 < arena.capacity_bytes for pid in pids):
-        time.sleep(0.05)  # readers map it all in the background
+        time.sleep(0.05)  # readers map the whole arena in the background
     held = sum(_kilobytes("Pss", pid, inode) for pid in pids)
     for pipe, reader in zip(pipes, readers, strict=True):
         pipe.send(None)
@@ -151,7 +157,7 @@ def _read(pipe: Connection, words: tuple[int, int]) -> None:
 
 
 def _kilobytes(what: str, pid: int, inode: int) -> int:
-    """Of a file that a process maps: Rss, or Pss, in which a page is divided among those who map it."""
+    """Return the Rss or Pss of a file that a process maps. Pss divides each page among the processes that map it."""
     total, inside = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
         fields = line.split()

@@ -1,4 +1,4 @@
-"""The ways to hand an array over that bench/shm.py compares: both halves of each, one in each process."""
+"""Methods of handing over an array that bench/shm.py compares, with their producer's and consumer's sides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Method(ABC):
-    """One way; an object of it in each process, over channels that both were given."""
+    """A method of handing over an array. Each of the two processes has an instance and its ends of the channels."""
 
     name: str
 
@@ -31,33 +31,33 @@ class Method(ABC):
         self.size = size
 
     def open(self) -> None:
-        """Sets the producer up."""
+        """Set up the producer."""
         self.kept = np.ones(self.size, np.uint8)
 
     def target(self) -> Bytes:
-        """Where the producer's result is to be written."""
+        """Return the array to which the producer writes its result."""
         return self.kept
 
     @abstractmethod
     def send(self, channels: Channels) -> None:
-        """Hands the finished result over."""
+        """Hand over the finished result."""
 
     @abstractmethod
     def receive(self, channels: Channels) -> Bytes:
-        """The consumer's array."""
+        """Return the consumer's array."""
 
     def done(self) -> None:
-        """The consumer has copied it."""
+        """Finish reading, after the consumer has copied the array."""
 
     def free(self) -> None:
-        """The producer gives the memory back."""
+        """Free the memory in the producer."""
 
     def close(self) -> None:
-        """Ends the producer."""
+        """Close the producer."""
 
 
 class Channels:
-    """One process's ends of what the methods send through."""
+    """One process's ends of the channels."""
 
     def __init__(self, pipe: Connection, queue: Queue[Any], stream: socket.socket) -> None:
         self.pipe, self.queue, self.stream = pipe, queue, stream
@@ -107,7 +107,7 @@ class ArenaCopiedIn(ArenaInPlace):
 
 
 class Pickled(Method):
-    """Protocol 5 in one piece; multiprocessing's two-way pipe is a pair of unix sockets."""
+    """A pickle of protocol 5, sent in one message. The two-way pipe of multiprocessing is a pair of Unix sockets."""
 
     name = "pickle over a pipe"
 
@@ -131,7 +131,7 @@ class Queued(Method):
 
 
 class UnixSocket(Method):
-    """Raw bytes behind their length, received into an array that the consumer keeps."""
+    """Raw bytes after their length, received into an array that the consumer reuses."""
 
     name = "unix socket"
 
@@ -150,7 +150,7 @@ class UnixSocket(Method):
 
 
 class FreshSegment(Method):
-    """What MindIE and SGLang do: a segment for each tensor."""
+    """A new segment for each array, as in MindIE and SGLang."""
 
     name = "fresh SharedMemory"
 

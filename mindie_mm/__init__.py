@@ -33,12 +33,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because whoever wants `mindie_mm.shm` alone should not wait for torch.
+    # Imported late, because a program that needs only `mindie_mm.shm` should not wait for torch.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    # What a REPL completes: by itself it would offer what is imported here, and not what is late.
+    # By default, completion in a REPL would offer the names imported here and omit the lazy ones.
     return [*__all__, "__version__"]

@@ -1,4 +1,4 @@
-"""Checks of whether this machine can serve, with advice for each problem."""
+"""Checks of a machine before it serves, with advice for each problem."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _devices(config: EngineConfig, root: Path) -> Iterator[Finding]:
 
 
 def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, str]:
-    """Return a finding about the device that `name` means, and its own name. `broken` are kinds with errors."""
+    """Return a finding about the device that `name` selects, and its resolved name. `broken` are kinds with errors."""
     usable = [kind for kind in KINDS if kind.name not in broken]  # a broken library must not even be loaded
     missing = dict.fromkeys(broken, "see below") | {kind.name: reason for kind in usable if (reason := kind.missing())}
     absent = "; ".join(f"no {one}: {reason}" for one, reason in missing.items())
@@ -115,7 +115,7 @@ def _dtype(device: str, name: str) -> Iterator[Finding]:
 
 
 def checkpoint_finding(config: WorkerConfig) -> Finding:
-    """Check the checkpoint's files, but for the numbers in its weights. Load no weights."""
+    """Check the checkpoint's files, except for the values of its weights. Load no weights."""
     try:
         checkpoint = Checkpoint.open(config.model)
         family = family_of(checkpoint, config.family)

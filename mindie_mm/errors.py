@@ -1,16 +1,16 @@
-"""Every exception that mindie_mm raises on purpose.
+"""The exceptions that mindie_mm raises on purpose.
 
     MindieMMError
-    |-- InputError                  the caller's mistake: mend the call and it works
+    |-- InputError                  a mistake of the caller, who has to change the call
     |   |-- MediaError              media that cannot be read, fetched or decoded
-    |   |   `-- FramesMiscounted    a video's frame count differs from its packets
-    |   |-- LimitExceeded           too many, too large, too long
+    |   |   `-- FramesMiscounted    a video has fewer or more frames than packets
+    |   |-- LimitExceeded           a number, size or length above a limit
     |   |   `-- ContextLengthExceeded   prompt and max_tokens do not fit the model's context
     |   |-- TokenOutOfRange         a token id outside [0, vocabulary)
     |   |-- ModelNotFound           a request names another model than the served one
     |   `-- UnsupportedCheckpoint   no family serves this checkpoint, or not this option of it
-    `-- OperationalError            a failure outside the call: the same call may work later, or elsewhere
-        |-- BadReference            words that no longer lead to data; one request fails
+    `-- OperationalError            a failure outside the call, which may work later or elsewhere
+        |-- BadReference            words that no longer refer to data; one request fails
         |   |-- CorruptReference    a damaged word
         |   |-- StaleReference      the block was freed, or freed and used again
         |   `-- SegmentMissing      the arena is gone, truncated or replaced
@@ -19,17 +19,17 @@
         |-- SpoolFull               no room for a request's media as files
         |-- SharedMemoryError       shared memory could not be reserved or used at all
         |-- StorageError            a file of a run cannot be written or read, or the disk is full
-        |-- TooManyErrors           more rows of a run failed than the caller bears
+        |-- TooManyErrors           more rows of a run failed than the caller allows
         |-- DeviceError             the accelerator is absent, or failed
-        |-- QueueFull               more requests wait than the service holds
-        |-- RequestTimeout          the request outlived its deadline
+        |-- QueueFull               more requests wait than the service allows
+        |-- RequestTimeout          the request did not finish before its deadline
         |-- RequestAborted          the request was aborted before it finished
-        |-- ServiceStopping         the service was asked to stop
-        |-- ProcessDied             a process died, or is closed; a request may be tried again once
-        `-- NoProcess               no process takes requests, and none came back in time
+        |-- ServiceStopping         the service is stopping
+        |-- ProcessDied             a process died or is closed; a request may be retried once
+        `-- NoProcess               no process accepts requests, and none came back in time
 
-Messages name the value and the limit. The service maps each class to one HTTP status, by the nearest class in
-one table (service/http/errors.py).
+Messages name the value and the limit. The service maps each error to an HTTP status, by the nearest class in one table
+(service/http/errors.py).
 """
 
 from collections.abc import Iterator
@@ -38,14 +38,14 @@ from typing import Self
 
 
 class MindieMMError(Exception):
-    """Base of all of them."""
+    """Base class of all errors of this package."""
 
 
 class InputError(MindieMMError):
-    """The caller's mistake."""
+    """A mistake of the caller."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        """`param` is the field of a request that is to blame, where it is known."""
+        """Create an error. `param` is the field of the request that is wrong, if it is known."""
         super().__init__(message)
         self.param = param
 
@@ -55,19 +55,19 @@ class MediaError(InputError):
 
 
 class FramesMiscounted(MediaError):
-    """A video whose decoded frames differ in number from its packets. Its plan has to be made again."""
+    """A video has fewer or more frames than packets. Its plan has to be made again."""
 
 
 class LimitExceeded(InputError):
-    """Too many, too large or too long; the message holds the value and the limit."""
+    """A number, size or length above a limit. The message holds the value and the limit."""
 
 
 class ContextLengthExceeded(LimitExceeded):
-    """The prompt, with the tokens asked for, does not fit the model's context."""
+    """The prompt and the requested tokens do not fit the model's context."""
 
     @classmethod
     def of(cls, max_model_len: int, detail: str) -> Self:
-        """The error in the words of vLLM and OpenAI, by which clients know it."""
+        """Return the error in the words of vLLM and OpenAI, which clients recognise."""
         return cls(f"This model's maximum context length is {max_model_len} tokens; {detail}")
 
 
@@ -80,7 +80,7 @@ class ModelNotFound(InputError):
 
 
 class UnsupportedCheckpoint(InputError):
-    """No family serves this checkpoint, or it uses an option that the family refuses."""
+    """No family serves this checkpoint, or the checkpoint uses an option that the family does not support."""
 
 
 class OperationalError(MindieMMError):
@@ -92,11 +92,11 @@ WorldError = OperationalError
 
 
 class BadReference(OperationalError):
-    """Words that no longer lead to data."""
+    """Words that no longer refer to data."""
 
 
 class CorruptReference(BadReference):
-    """A damaged word: its check does not hold, or it is none of ours."""
+    """A damaged word. Its checksum is wrong, or this package did not write it."""
 
 
 class StaleReference(BadReference):
@@ -108,7 +108,7 @@ class SegmentMissing(BadReference):
 
 
 class FeatureCountMismatch(OperationalError):
-    """A tower gave another number of features than the item has slots."""
+    """A tower returned a number of features that differs from the item's slots."""
 
 
 class ArenaFull(OperationalError):
@@ -128,7 +128,7 @@ class StorageError(OperationalError):
 
 
 class TooManyErrors(OperationalError):
-    """More rows of a run failed than the caller bears."""
+    """More rows of a run failed than the caller allows."""
 
 
 class DeviceError(OperationalError):
@@ -136,11 +136,11 @@ class DeviceError(OperationalError):
 
 
 class QueueFull(OperationalError):
-    """More requests wait than the service holds."""
+    """More requests wait than the service allows."""
 
 
 class RequestTimeout(OperationalError):
-    """The request outlived its deadline."""
+    """The request did not finish before its deadline."""
 
 
 class RequestAborted(OperationalError):
@@ -148,7 +148,7 @@ class RequestAborted(OperationalError):
 
 
 class ServiceStopping(OperationalError):
-    """The service was asked to stop; it takes no more requests, and ends those that outlive the grace time."""
+    """The service is stopping. It accepts no more requests, and ends those that exceed the grace time."""
 
 
 class ProcessDied(OperationalError):
@@ -156,12 +156,12 @@ class ProcessDied(OperationalError):
 
 
 class NoProcess(WorldError):
-    """No process takes requests, and none came back in time. The request has already waited for one."""
+    """No process accepts requests, and none came back in time. The request has already waited for one."""
 
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Has an InputError from inside begin with what it is about."""
+    """Prefix the message of an InputError raised inside with `what`."""
     try:
         yield
     except InputError as error:
@@ -170,7 +170,7 @@ def naming(what: str) -> Iterator[None]:
 
 @contextmanager
 def blaming(param: str | None) -> Iterator[None]:
-    """Has an InputError from inside blame that field of the request, unless it blames another."""
+    """Set `param` of an InputError raised inside, unless the error has one."""
     try:
         yield
     except InputError as error:
@@ -180,7 +180,7 @@ def blaming(param: str | None) -> Iterator[None]:
 
 @contextmanager
 def os_errors_as(kind: type[MindieMMError], what: str) -> Iterator[None]:
-    """Has an OSError from inside be one of that `kind`, which says `what` failed, and the system's reason."""
+    """Turn an OSError raised inside into an error of `kind`. Its message is `what` and the system's reason."""
     try:
         yield
     except OSError as error:
@@ -188,12 +188,12 @@ def os_errors_as(kind: type[MindieMMError], what: str) -> Iterator[None]:
 
 
 def error_name(error: MindieMMError) -> str:
-    """The nearest class of this module, by name: how an error crosses to another process."""
+    """Return the name of the error's nearest class in this module, for sending the error to another process."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
 
 
 def error_named(name: str, message: str, param: str | None = None) -> MindieMMError:
-    """The error again, on the other side."""
+    """Recreate an error that another process has sent."""
     kind = globals()[name]
     assert issubclass(kind, MindieMMError), kind
     error: MindieMMError = kind(message)

@@ -1,7 +1,8 @@
-"""Logging of all processes of a service: text or JSON, a record a line, on standard error.
+"""Logging of all processes of a service to standard error, as text or JSON, with one record per line.
 
-What a client sent is no part of a record, unless prompts are asked for. So a trace has the frames of an exception and
-its class, and its message only where that is our own or the operating system's: a library's may quote its input.
+Records contain nothing that a client has sent, unless logging of prompts is on. A traceback therefore shows the frames
+and the class of an exception. It shows the message only if the exception is from this package or the operating system,
+because the messages of libraries may quote their input.
 """
 
 from __future__ import annotations
@@ -21,32 +22,33 @@ import msgspec
 from mindie_mm.errors import MindieMMError
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""The request that the current task works for."""
+"""Id of the request that the current task works for."""
 
 OURS = ("mindie_mm", "service")
 _ROOT_LEVEL = {"debug": "info"}
-"""Other libraries' debug records quote what they read: text in a picture, bytes of a header."""
+"""Levels of the root logger. Debug records of other libraries quote their input, such as text in a picture or a
+header."""
 
 
 class LogSettings(msgspec.Struct, frozen=True):
-    """How processes log; handed on to each that is started."""
+    """Settings of logging, which each started process inherits."""
 
     format: str = "text"
-    """text or json."""
+    """Format of records: text or json."""
     level: str = "info"
-    """debug, info, warning or error."""
+    """Lowest level that is logged: debug, info, warning or error."""
 
 
 _current = LogSettings()
 
 
 def current() -> LogSettings:
-    """What `configure` was last called with: what a process that is started is to log like."""
+    """Return the settings of the last call of `configure`, for processes to be started."""
     return _current
 
 
 def configure(settings: LogSettings, process: str, stream: TextIO | None = None) -> None:
-    """Sends this process's records to `stream`, None: standard error. `process` names it in them."""
+    """Send the records of this process to `stream`, by default standard error. `process` is its name in them."""
     global _current  # noqa: PLW0603 - logging is global, and so is what it was set to
     _current = settings
     handler = logging.StreamHandler(stream)
@@ -61,7 +63,7 @@ def configure(settings: LogSettings, process: str, stream: TextIO | None = None)
 
 
 def adopt() -> None:
-    """Has libraries that were imported log as all else does, in place of handlers of their own."""
+    """Remove the log handlers of imported libraries, so that their records go to the root logger."""
     for name in list(logging.root.manager.loggerDict):
         logger = logging.getLogger(name)
         for handler in logger.handlers[:]:
@@ -80,7 +82,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""What ends a line, or has a terminal do what it says."""
+"""Characters that end a line or control a terminal."""
 _CONTROLS_IN_LINES = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -89,7 +91,7 @@ def _escaped(control: re.Match[str]) -> str:
 
 
 class _Text(logging.Formatter):
-    """2026-11-21T15:50:13.123Z INFO api[17] service.access: message."""
+    """A formatter of lines such as `2026-11-21T15:50:13.123Z INFO api[17] service.access: message`."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {process}[{os.getpid()}] %(name)s: %(message)s")
@@ -99,7 +101,7 @@ class _Text(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        # A record is a line; a trace alone has several.
+        # A record takes one line, unless it has a traceback.
         text = (_CONTROLS if record.exc_info is None else _CONTROLS_IN_LINES).sub(_escaped, text)
         given = getattr(record, "request_id", None)
         return f"{text} [{given}]" if given and given not in text else text
@@ -110,7 +112,9 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """An object a line; `extra` of a record that is a mapping named `fields` becomes keys of its own."""
+    """A formatter of JSON objects, one per line. Keys of the `extra` mapping `fields` of a record become keys of the
+    object.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -132,17 +136,20 @@ class _Json(logging.Formatter):
             line["trace"] = _trace(record.exc_info[1])
         try:
             return msgspec.json.encode(line).decode()
-        except UnicodeEncodeError:  # a lone surrogate, in the name of a file for one
+        except UnicodeEncodeError:  # a lone surrogate, for example in a file name
             return msgspec.json.encode({key: ascii(value) for key, value in line.items()}).decode()
 
 
 def _utc(record: logging.LogRecord) -> str:
-    """RFC 3339, milliseconds."""
+    """Return the time of a record in RFC 3339, with milliseconds."""
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
 
 
 def _trace(error: BaseException | None) -> str:
-    """The frames and classes of an exception and its causes, first cause first, with the messages that may be told."""
+    """Return the frames and classes of an exception and its causes, starting with the first cause.
+
+    A message is included only if it cannot quote a client's input.
+    """
     parts: list[str] = []
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -20,11 +20,11 @@ _TYPES = {
     "object": "an object",
 }
 _GOT = {"float": "a number with a fraction"}
-"""Names of types that differ when they describe the value that was given."""
+"""Names of types in descriptions of the given value, if they differ from `_TYPES`."""
 
 
 def in_words(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
-    """Return a message without a full stop and without the value."""
+    """Describe an error, without the invalid value and without a full stop at the end."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is not UTF-8"
     if not isinstance(error, msgspec.ValidationError):

@@ -1,4 +1,6 @@
-"""Names of contents that only requests of one salt have in common: nobody learns from a cache what others asked."""
+"""Salted digests of contents. Requests with different salts share no cache entries, so a client cannot learn from a
+cache what others have sent.
+"""
 
 from __future__ import annotations
 
@@ -6,5 +8,5 @@ from blake3 import blake3
 
 
 def salted(salt: str) -> blake3:
-    """A hash to begin such a name with; the empty salt is everybody's."""
+    """Return a hash object keyed by `salt`. Clients without a salt share the empty one."""
     return blake3(key=blake3(salt.encode()).digest()) if salt else blake3()

@@ -1,1 +1,1 @@
-"""The HTTP service: OpenAI's and MindIE's interfaces over a worker."""
+"""The HTTP service: the OpenAI-compatible and MindIE endpoints over a worker."""

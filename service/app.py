@@ -49,9 +49,9 @@ _EVENTS = (ChatCompletionChunk, Completion, InferEvent, GenerateEvent)
 
 
 def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None) -> FastAPI:
-    """The application; worker and tracer stay the caller's, who starts and closes them.
+    """Create the application. The caller starts and closes `worker` and `tracer`.
 
-    The folders that it needs are there: `require_places`.
+    Call `require_places` first, which creates the spool and checks the folders.
     """
     model_name = config.served_model_name or checkpoint_name(worker.config.model or EMBEDDED)
     admission = Admission(config.max_concurrent_requests, config.request_timeout_s)
@@ -85,9 +85,9 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         lifespan=lifespan,
         docs_url=None,  # FastAPI's pages load their scripts from another host
         redoc_url=None,
-        redirect_slashes=False,  # to the Host that the client names, and by http: what it posts would go there in clear
+        redirect_slashes=False,  # a redirect goes to http and the client's Host: it would repeat the body unencrypted
     )
-    # The last one added is the outermost: a browser's preflight bears no key.
+    # The last middleware added is the outermost. CORS must be outside Access, because a preflight carries no key.
     if config.api_key:
         app.add_middleware(Access, keys=config.api_key)
     elif is_loopback(config.host):
@@ -114,7 +114,10 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
 
 @asynccontextmanager
 async def reclaiming(spool: Path, interval_s: float) -> AsyncIterator[None]:
-    """Collect now and every `interval_s` seconds: dead owners' arenas, and dead services' requests in `spool`."""
+    """Reclaim the memory of dead processes on entry and then every `interval_s` seconds.
+
+    That includes arenas of dead owners, and request directories that dead services left in `spool`.
+    """
     await _collect(spool)
     task = asyncio.create_task(_repeat(spool, interval_s))
     try:
@@ -131,7 +134,7 @@ async def _repeat(spool: Path, interval_s: float) -> None:
 
 
 async def _collect(spool: Path) -> None:
-    with logged("shared memory cannot be reclaimed"):  # now; it may be later, and serving goes on
+    with logged("shared memory cannot be reclaimed"):  # serving goes on, and a later attempt may succeed
         found = await asyncio.to_thread(collect, [spool])
         if found.reclaimed:
             _log.warning("reclaimed %d bytes of shared memory from dead processes: %s", found.num_bytes, found.counts)
@@ -147,7 +150,7 @@ def _any_port(origins: Sequence[str]) -> str | None:
 
 
 def require_places(config: ServiceConfig) -> None:
-    """Create the spool if it is missing, and check the folder and the domains that media may come from.
+    """Create the spool if it is missing. Check the media folder and the media domains of `config`.
 
     Raises:
         SharedMemoryError: The spool cannot be used.
@@ -170,9 +173,12 @@ def require_places(config: ServiceConfig) -> None:
 
 
 def checkpoint_name(checkpoint: Path) -> str:
-    """The name of a checkpoint's folder, or of a link to it; `owner/name` of one in Hugging Face's cache."""
-    folder = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - the name of a link is its user's choice
+    """Return the name of the checkpoint's folder, or `owner/name` for a folder in the Hugging Face cache.
+
+    Symbolic links are not resolved.
+    """
+    folder = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - the user chose the name of the link
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith(_CACHED):
-        return repository.removeprefix(_CACHED).replace("--", "/")  # which no repository has in its name
+        return repository.removeprefix(_CACHED).replace("--", "/")  # names of repositories contain no "--"
     return folder.name

@@ -1,4 +1,4 @@
-"""What surrounds every request: the caps on bodies, its line in the log, its count."""
+"""ASGI middleware for every request: limits on bodies, request ids, the access log, metrics and traces."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from service.telemetry.metrics import Metrics
 _log = logging.getLogger("service.access")
 
 BODY_IDLE_S = 30.0
-"""Longest that a request's body may pause: a connection whose client is gone, or only holds it, is let go."""
+"""Maximum pause in seconds within a request's body. It frees connections whose client is gone or sends nothing."""
 
 _BETWEEN_VALUES = (b",", b"[", b"{")
-"""One of them stands before each value in JSON but the first; those in texts count too, media have none."""
+"""Characters that precede every JSON value except the first. They are also counted in strings; base64 has none."""
 
 _CODINGS = (b"content-encoding", b"transfer-encoding")
 _PLAIN = (b"", b"identity", b"chunked")
-"""Values of those with which a body is read as it comes."""
+"""Values of the `_CODINGS` headers whose body needs no decoding."""
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class Middleware:
-    """ASGI middleware; gives every request an id, found in `scope["state"]["request_id"]` and in X-Request-Id.
+    """ASGI middleware that identifies, limits, logs and counts every request.
 
-    A client's own X-Request-Id goes back in its place, and into the log beside ours.
-    `scope["state"]["arrived"]` is when its head came, on the clock of time.perf_counter. What breaks an answer off once
-    it has begun leaves the name of its class in `scope["state"]["error"]`, for the log. HEAD goes on as GET: a server
-    sends the head of its answer alone, and balancers ask in that way how the service is.
+    - The id of a request is in `scope["state"]["request_id"]` and in the response header X-Request-Id. If the client
+      sent an X-Request-Id of its own, that one is returned instead, and the log has both.
+    - `scope["state"]["arrived"]` is the time at which the request's head arrived, from `time.perf_counter`.
+    - If an error breaks off a response that has started, the responder stores the name of the error's class in
+      `scope["state"]["error"]`, for the log.
+    - HEAD is routed as GET, because load balancers use it for health checks. The server omits the body.
     """
 
     def __init__(
@@ -58,21 +60,21 @@ class Middleware:
         self._metrics = metrics
         self._tracer = tracer
         self.held_bytes = 0
-        """Bodies of the requests being read and answered."""
+        """Total size of the bodies of all requests that are being read or answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
+        """Handle one request as an ASGI application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         method = scope["method"]
         if method == "HEAD":
-            scope = {**scope, "method": "GET"}  # the server's own stays, by which it leaves the body out
+            scope = {**scope, "method": "GET"}  # a copy: the server reads HEAD from its own scope and omits the body
         request_id = token_hex(12)
         logs.request_id.set(request_id)
         started = time.perf_counter()
         trace = None
-        if self._tracer is not None and method == "POST":  # the others ask how the service is
+        if self._tracer is not None and method == "POST":  # other methods are probes
             trace = tracing.Trace(request_id, started, _trace_headers(scope))
             tracing.current.set(trace)
         scope.setdefault("state", {}).update(request_id=request_id, arrived=started)
@@ -90,7 +92,7 @@ class Middleware:
         try:
             await self._app(scope, body.receive, sending)
         except Exception as error:
-            if begun or isinstance(error, HTTPException):  # which the application answers itself
+            if begun or isinstance(error, HTTPException):  # the application answers HTTPException itself
                 status = 500
                 raise
             _log.exception("the request failed")
@@ -107,31 +109,31 @@ class Middleware:
 def _log_access(
     method: str, route: str, status: int, started: float, given: str | None, error_name: str | None
 ) -> None:
-    """The request's line in the log; `given` is the client's own id for it."""
+    """Write the request's line to the access log. `given` is the client's own id for the request."""
     duration_s = time.perf_counter() - started
     fields = {"method": method, "route": route, "status": status, "duration_s": round(duration_s, 6)}
     fields |= {"client_request_id": given} if given else {}
     fields |= {"error": error_name} if error_name else {}
     named = (f" as {given}" if given else "") + (f", broken off: {error_name}" if error_name else "")
-    # Probes, scrapers and the page ask how the service is, several times a second.
+    # Probes, scrapers and the web page poll the service several times a second.
     level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
     _log.log(level, "%s %s %d %.3f s%s", method, route, status, duration_s, named, extra={"fields": fields})
 
 
 def _given_id(scope: Scope) -> str | None:
-    """The id that the client gave its request, if it is one that can stand in a log."""
+    """Return the client's own request id, or None if it is absent or unsafe to log."""
     values = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
     return values[0] if values and _REQUEST_ID.fullmatch(values[0]) else None
 
 
 def _trace_headers(scope: Scope) -> dict[str, str]:
-    """Those of W3C's trace context."""
+    """Return the request's W3C Trace Context headers."""
     names = (b"traceparent", b"tracestate")
     return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in names}
 
 
 class _Body:
-    """A request's body on its way in: bounded by itself, together with all others, and in time."""
+    """An incoming body with limits on its size, on the total size of all bodies, and on its duration."""
 
     def __init__(self, scope: Scope, receive: Receive, middleware: Middleware, config: ServiceConfig) -> None:
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
@@ -147,14 +149,18 @@ class _Body:
         self._deadline = asyncio.get_running_loop().time() + config.request_timeout_s
         self._whole = False
         self.num_bytes = 0
-        """What has come."""
+        """Number of bytes received so far."""
         self._num_values = 0
 
     async def receive(self) -> Message:
-        """The next message; HTTPException for a body that is longer than its cap, at once where that is announced.
+        """Return the next ASGI message.
 
-        So too for one that would not be answered, as far as it has not come yet, and for one that does not come in
-        time; the answer then ends its connection.
+        A body whose Content-Length is above the limit is refused before it is read.
+
+        Raises:
+            HTTPException: The body is compressed (415), too long or of too many values (413), or late (408). All bodies
+                together are too long (429), or the request could not be admitted. 408 and 415 close the connection.
+
         """
         if self._whole:
             return await self._receive()
@@ -164,7 +170,7 @@ class _Body:
         self._check(self._announced)
         try:
             self._border.admission.require_room()
-        except MindieMMError as error:  # from here, FastAPI would take it for a broken body
+        except MindieMMError as error:  # FastAPI reports any other exception raised here as an invalid body
             raise HTTPException(status_of(error), str(error), headers={"Retry-After": "1"}) from error
         idle_until = asyncio.get_running_loop().time() + BODY_IDLE_S
         try:

@@ -1,4 +1,4 @@
-"""Running the service: from a worker's start to its end, whatever ends it."""
+"""The service process: start the worker, serve HTTP, and shut down on a signal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CLOSE_TIMEOUT_S = 2
-"""How long connections may take to close when their requests have ended: a client that reads or writes slowly."""
+"""Time for connections to close after their requests have ended. Slow clients may need some."""
 
 
 def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
@@ -47,7 +47,7 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
     _raise_descriptor_limit()
     tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, version("mindie_mm"))
     try:
-        with contextlib.suppress(asyncio.CancelledError):  # asked to stop before it was ready
+        with contextlib.suppress(asyncio.CancelledError):  # stopped by a signal before it was ready
             uvloop.run(_serve(worker_config, config, tracer))
     finally:
         if tracer is not None:
@@ -55,12 +55,13 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Takes what the hard limit grants: each connection has a descriptor, and the usual soft limit is 1,024.
+    """Raise the soft limit of open files to the hard limit, because each connection needs a descriptor.
 
-    That is for programs that select, which can't have more; none of our processes does so on many descriptors.
+    The usual soft limit of 1,024 protects programs that call `select`. None of our processes calls it on many
+    descriptors.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it, and the service runs with fewer
+    with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it; the service also runs with fewer
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -78,7 +79,7 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
     for number in signals:
         loop.add_signal_handler(number, cancel)
     with _bound(config) as listener:
-        require_places(config)  # loading takes minutes
+        require_places(config)  # first, because loading takes minutes
         model, device = worker_config.model or "the embedded checkpoint", worker_config.engine.device
         num = worker_config.num_decoders
         noun = "decoder" if num == 1 else "decoders"
@@ -95,16 +96,21 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
 
 
 def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """As the loop's own, without the look of tasks and results, which may quote what a client sent."""
+    """Log an error like the loop's own handler, but without the `repr` of tasks, which may quote client data."""
     _log.error("%s", context["message"], exc_info=context.get("exception"))
 
 
 @contextlib.contextmanager
 def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
-    """A socket bound to where `config` says, not listening yet; OperationalError names an address that cannot be had.
+    """Yield a socket that is bound to the address in `config` and does not listen yet.
 
-    As long as none listens, several programs can be bound to one address: a name that one process alone can have, and
-    that the kernel drops with it, tells a second service so before it loads.
+    With SO_REUSEADDR, several programs can bind to an address while none of them listens. A second service must fail
+    before it loads a model, so each service also binds an abstract Unix socket named after its address. The kernel
+    gives that name to one process only, and releases it when the process ends.
+
+    Raises:
+        OperationalError: The address cannot be bound.
+
     """
     with contextlib.ExitStack() as stack:
         with _listening_errors(config):
@@ -113,7 +119,7 @@ def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
             )[0]
             listener = stack.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Inherited by each connection; the kernel alone can tell a client that takes nothing from one that is slow.
+            # Connections inherit this option. Only the kernel can tell a client that reads nothing from a slow one.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(config.send_timeout_s * 1000))
             listener.bind(address)
             host, port = listener.getsockname()[:2]
@@ -155,18 +161,18 @@ class _Server(uvicorn.Server):
         self._settings = config
 
     def ask_to_stop(self) -> None:
-        """As uvicorn does on a signal; the exit status stays 0. Asked once more, it grants no further grace."""
+        """Start the shutdown as uvicorn does on a signal, but exit with status 0. A second call ends the grace time."""
         if self.should_exit and self.started:
             self._service.admission.end_grace()
         self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: the event loop's handlers are set already."""
+        """Do nothing, because the event loop has the signal handlers."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts, and says where."""
+        """Start listening, and print the service's URL."""
         await super().startup(sockets)
         assert sockets is not None
         host, port = sockets[0].getsockname()[:2]
@@ -177,7 +183,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, grant running ones the grace time, end the rest, then close.
 
-        Until then the server listens, reports that it is stopping, and answers /health/live. Each answer ends its
+        Until it closes, the server listens, reports that it is stopping, and answers /health/live. Each answer ends its
         connection, so that a client with a persistent connection finds another service at the same address.
         """
         state = self.server_state

@@ -1,1 +1,1 @@
-"""Programs that make what the repository ships; no part of the installed package."""
+"""Development programs of this repository. The installed package does not contain them."""

@@ -1,6 +1,6 @@
 """`make demo`: start the service, ask it about pictures, a video and sounds over HTTP, and stop it.
 
-Exits with 0 only if every answer is correct and nothing is left in /dev/shm.
+The exit status is 0 only if every answer is correct and nothing is left in /dev/shm.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ BEGIN, END = "<!-- families: made by `make families` -->\n", "<!-- /families -->
 
 
 def names() -> list[str]:
-    """Return the families of this package, without those that other installed packages bring."""
+    """Return the families of this package, without the families of other installed packages."""
     return [name for name in family_names() if family_named(name).__module__.startswith("mindie_mm.models.")]
 
 

@@ -31,21 +31,21 @@ from tools.fault_points import POINTS, Point
 from tools.fault_rig import DEADLINE_S, Rig, wait_until
 
 CLEAN_S = 5.0
-"""How long anything of the dead may stay in /dev/shm."""
+"""Maximum time for which remains of a dead process may stay in /dev/shm."""
 
 
 @dataclass(slots=True)
 class Run:
-    """What came of one kill."""
+    """The results of one kill."""
 
     point: str
     outcomes: list[str] = field(default_factory=list)
-    """One for each request in flight: `right`, `failed` (with the documented error), `lost` (with the service), `left`
-    (by its client), or what is wrong."""
+    """Outcome of each request in flight: `right`, `failed` (with the documented error), `lost` (with the service),
+    `left` (by its client), or a description of the fault."""
     answered_s: float | None = None
-    """From the death until a new request was answered right; for a dead service, its start included."""
+    """Seconds from the death to the next right answer. Includes the start of a new service if the service died."""
     clean_s: float | None = None
-    """From the death until /dev/shm held nothing of the dead."""
+    """Seconds from the death until /dev/shm contained nothing of the dead processes."""
     troubles: list[str] = field(default_factory=list)
 
     @property
@@ -55,13 +55,13 @@ class Run:
 
 @contextmanager
 def flying(works: Sequence[Callable[[], str]]) -> Iterator[list[Future[str]]]:
-    """Runs `works` at once; all have ended on leaving."""
+    """Run `works` concurrently, and wait for all of them at exit."""
     with ThreadPoolExecutor(len(works)) as pool:
         yield [pool.submit(work) for work in works]
 
 
 def run(rig: Rig, point: Point) -> Run:
-    """Kills once, and looks."""
+    """Kill once at `point`, and check the consequences."""
     found = Run(str(point))
     if point.cause == "start":
         rig.drop()
@@ -98,12 +98,12 @@ def run(rig: Rig, point: Point) -> Run:
 
 
 _DYING = {"tokenizer": ("tokenizer", "nursery", "decoder"), "nursery": ("nursery", "decoder")}
-"""Who ends with whom."""
+"""Roles of the processes that end with a process of the given role."""
 
 
 @contextmanager
 def _stopped(decoders: Sequence[psutil.Process]) -> Iterator[None]:
-    """Stop decoders, so that items stay with them until they are killed."""
+    """Suspend decoders, so that they keep their items until they are killed."""
     for decoder in decoders:
         decoder.suspend()
     try:
@@ -117,15 +117,15 @@ def _stopped(decoders: Sequence[psutil.Process]) -> Iterator[None]:
 def _wait_for_death(
     trigger: Path, before: dict[str, list[psutil.Process]], rig: Rig, found: Run
 ) -> set[tuple[str, psutil.Process]]:
-    """Returns once the trigger is gone, with the processes that were seen until then.
+    """Wait until the process has removed the trigger file. Return all processes seen so far, with their roles.
 
-    While a nursery has no trigger to remove, only those of `before` are known to die.
+    A process that is killed from outside has no trigger file, so only the processes in `before` are returned.
     """
     seen = set(_by_role(before))
 
     def gone() -> bool:
         if trigger.exists():
-            with suppress(psutil.NoSuchProcess):  # the service itself, which may be the one to die
+            with suppress(psutil.NoSuchProcess):  # the service itself may die
                 seen.update(_by_role(rig.processes()))
         return not trigger.exists()
 
@@ -148,7 +148,7 @@ def _bring_about(point: Point, before: dict[str, list[psutil.Process]], rig: Rig
     elif point.cause.startswith("lose "):
         victims = before[point.cause.removeprefix("lose ")]
     for victim in victims:
-        with suppress(psutil.NoSuchProcess):  # it has ended with its parent
+        with suppress(psutil.NoSuchProcess):  # it may have ended with its parent
             victim.kill()
     if victims:
         return
@@ -157,8 +157,8 @@ def _bring_about(point: Point, before: dict[str, list[psutil.Process]], rig: Rig
 
 
 def _look(rig: Rig, point: Point, gone: list[psutil.Process], died: float, found: Run) -> None:
-    """Waits until nothing of the processes that are gone is left, and the service answers."""
-    everybody_dead = point.name == "everything"  # then nobody is left to clean up but the next service
+    """Wait until nothing of the dead processes is left and the service answers again."""
+    everybody_dead = point.name == "everything"  # only the next service can clean up
     if not everybody_dead:
         _wait_for_nothing_left(gone, died, found)
     if point.role == "api" or point.cause == "stop":
@@ -198,12 +198,12 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _judge(point: Point, found: Run) -> None:
-    """Requests in flight are answered right, unless the death was theirs."""
+    """Record a trouble for each request in flight that had no right answer, unless the death explains it."""
     allowed = {"right", "left"}
     if point.role == "api" or point.cause == "stop":
         allowed |= {"failed", "lost"}
     for number, said in enumerate(found.outcomes):
-        if point.role == "engine" and number == 0 and said == "failed":  # it is streamed, and had given output
+        if point.role == "engine" and number == 0 and said == "failed":  # a stream with output cannot be repeated
             continue
         stopped = point.cause == "stop" and "ServiceUnavailableError" in said
         if said not in allowed and not stopped:
@@ -211,7 +211,7 @@ def _judge(point: Point, found: Run) -> None:
 
 
 def _look_for_the_rest(rig: Rig, found: Run) -> None:
-    """Nothing runs any more: no block, no request directory."""
+    """Check that no block and no request directory is left after the last request."""
     if (held := rig.service.wait_until_free())["blocks"]:
         found.troubles.append(f"blocks are left: {held}")
     if wait_until(lambda: not rig.left_in_spool(), 10) is None:
@@ -239,7 +239,7 @@ def _die_at_the_start(rig: Rig, point: Point, found: Run) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what is missing, prints the table; the exit status."""
+    """Run the missing repeats, print the table and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("build/fault_matrix.jsonl"))
@@ -264,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read(path: Path) -> dict[str, list[Run]]:
-    """The runs in a file, by point."""
+    """Return the runs in a file by point."""
     runs: dict[str, list[Run]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         found = Run(**json.loads(line))
@@ -273,7 +273,7 @@ def read(path: Path) -> dict[str, list[Run]]:
 
 
 def table(runs: dict[str, list[Run]]) -> str:
-    """Markdown, a line a point."""
+    """Return a Markdown table with one row per point."""
     lines = [
         "| who dies where | runs | all well | in flight: right, failed, lost | answers again, s | clean, s |",
         "|---|---|---|---|---|---|",

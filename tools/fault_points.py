@@ -1,4 +1,4 @@
-"""Where `tools.fault_matrix` kills."""
+"""Fault points at which `tools.fault_matrix` kills processes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A place where a process dies, and what makes it come there."""
+    """A point at which a process dies, and the event that makes the process reach it."""
 
     role: str
-    """api, tokenizer, nursery, decoder or engine: who dies."""
+    """The process that dies: api, tokenizer, nursery, decoder or engine."""
     name: str
-    """A point of `processes.faults`; or `at rest`, `at work` and `everything`, which are signals from outside."""
+    """A point of `processes.faults`. At `at rest`, `at work` and `everything`, a signal from outside kills instead."""
     cause: str = "ask"
-    """`ask`: requests alone; `preempt`: answers that preempt each other, too; `leave`: a client goes; `stop`: SIGTERM
-    to the service; `start`: the service is started; `lose engine`, `lose tokenizer`, `lose nursery`: that process is
-    killed; `kill`: it is itself. A locked-in decoder cannot see trigger files, so decoders are killed from outside;
-    `at work` all of them have items, which they have not begun."""
+    """Event that makes the process reach the point:
+
+    - `ask`: requests.
+    - `preempt`: requests, and answers that preempt each other.
+    - `leave`: requests, and a client that disconnects.
+    - `stop`: SIGTERM to the service.
+    - `start`: a start of the service.
+    - `lose engine`, `lose tokenizer`, `lose nursery`: SIGKILL to this other process.
+    - `kill`: SIGKILL to the process itself.
+
+    A sandboxed decoder cannot see trigger files, so decoders are killed from outside. `at work` means that each decoder
+    has items that it has not begun.
+    """
 
     def __str__(self) -> str:
         return f"{self.role}.{self.name}"

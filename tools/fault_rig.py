@@ -1,4 +1,4 @@
-"""A service that `tools.fault_matrix` kills, and what asks it."""
+"""The service that `tools.fault_matrix` kills, and its clients."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tools.fault_points import Point
 from tools.serving import RunningService, running_service
 
 DEADLINE_S = 240.0
-"""After which a request hangs, or a process does not come back."""
+"""Time after which a request counts as hanging, and a process as not restarted."""
 NUM_DECODERS = 2
 SETTINGS: dict[str, object] = {
     "arena_bytes": 32 << 20,
     "decoders": NUM_DECODERS,
     "dtype": "float32",
-    "kv_cache_bytes": 4 << 20,  # 2048 tokens: two answers of `Rig.preempt` preempt each other
+    "kv_cache_bytes": 4 << 20,  # 2048 tokens, so that two answers of `Rig.preempt` preempt each other
     "encoder_cache_bytes": 0,
     "prefix_caching": False,
     "grace_s": 0.2,
@@ -40,7 +40,7 @@ MODULES = {
 
 
 class Rig:
-    """A service with fault points armed, started again whenever it is gone. A context manager."""
+    """A service with armed fault points. A property starts it again after it has been dropped. A context manager."""
 
     def __init__(
         self,
@@ -48,7 +48,14 @@ class Rig:
         running: Callable[..., AbstractContextManager[RunningService]] = running_service,
         device: str = "auto",
     ) -> None:
-        """`running` starts the service, as `tools.serving.running_service`; `device` is where its engine runs."""
+        """Create a rig without starting the service.
+
+        Args:
+            folder: Folder for logs, the spool and trigger files.
+            running: Context manager that starts the service, like `tools.serving.running_service`.
+            device: Device of the service's engine.
+
+        """
         self._running = running
         self._device = device
         self.folder = folder
@@ -78,12 +85,12 @@ class Rig:
         return self._service
 
     def drop(self) -> None:
-        """Forgets the service, which is stopped if it runs."""
+        """Stop the service if it runs. The next use of `service` starts another one."""
         self._stack.close()
         self._service = None
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """The service's processes by role."""
+        """Return the service's processes by role."""
         api = psutil.Process(self.service.process.pid)
         found = {"api": [api]}
         for child in api.children():
@@ -96,9 +103,9 @@ class Rig:
         return found
 
     def wait_for_items(self) -> None:
-        """Wait until the tokenizer has as many open files of the spool as there are decoders.
+        """Wait until the tokenizer has opened as many files of the spool as there are decoders.
 
-        It hands a file to a decoder, or into the decoders' queue, in the moment in which it opens the file.
+        The tokenizer sends a file to a decoder, or to the decoders' queue, as soon as it has opened the file.
         """
         (tokenizer,) = self.processes()["tokenizer"]
 
@@ -109,7 +116,7 @@ class Rig:
             raise TimeoutError("the tokenizer opens no files")
 
     def whole(self) -> dict[str, list[psutil.Process]]:
-        """The same, once all are there and /health says so."""
+        """Wait until all processes run and /health returns 200, and return the processes by role."""
         url = f"{self.service.url}/health"
         number = 4 + NUM_DECODERS  # with api, tokenizer, nursery and engine
 
@@ -121,14 +128,14 @@ class Rig:
         return self.processes()
 
     def picture(self, colour: str, rgb: tuple[int, int, int], shape: str) -> dict[str, Any]:
-        """An image part. Each has other bytes, so that the towers run, but the same pixels."""
+        """Return an image part. Images with equal pixels get different bytes, so that no cache skips the tower."""
         self._pictures += 1
         note = PngImagePlugin.PngInfo()
         note.add_text("number", str(self._pictures))
         return image_part(picture(colour, rgb, shape, x=0.4), note)
 
     def ask(self, *, stream: bool = False) -> str:
-        """Asks about a picture, or streams the answer about two; the outcome."""
+        """Ask about one image, or about two with a streamed answer, and return the `outcome`."""
         red = self.picture("red", (220, 40, 40), "square")
         if not stream:
             return outcome(self.service.url, [red], "What is in the image?", "red square")
@@ -137,7 +144,7 @@ class Rig:
         return outcome(self.service.url, [red, green], question, "red and green, so no", stream=True)
 
     def leave(self) -> str:
-        """Goes away after the first piece of a long answer."""
+        """Ask for a long answer and disconnect after its first piece."""
         body = chat([self.picture("red", (220, 40, 40), "square")], "What is in the image?", stream=True)
         body |= {"ignore_eos": True, "max_tokens": 1000}
         with (
@@ -148,7 +155,7 @@ class Rig:
         return "left"
 
     def preempt(self) -> str:
-        """Asks for an answer of which the KV cache holds one and a half; the outcome."""
+        """Ask for an answer so long that the KV cache holds only one and a half of it. Return the outcome."""
         media = [self.picture("red", (220, 40, 40), "square"), self.picture("green", (40, 160, 60), "star")]
         body = chat(media, "What is in the image?") | {"ignore_eos": True, "max_tokens": 1200}
         try:
@@ -160,11 +167,11 @@ class Rig:
         if answer.status_code != 200:
             return "failed" if answer.status_code == 503 else f"error {answer.text}"
         text: str = answer.json()["choices"][0]["message"]["content"]
-        self._long = self._long or text  # of the first, which is asked alone
+        self._long = self._long or text  # the first answer is requested alone, so it is not preempted
         return "right" if text == self._long else f"wrong: {text[-80:]!r}"
 
     def left_in_spool(self) -> list[str]:
-        """What is there, but for an empty directory, which is collected once it is a minute old."""
+        """Return the contents of the spool's directories. Empty directories are reclaimed after a minute."""
         return [str(path.relative_to(self.spool)) for path in self.spool.rglob("*") if path.parent != self.spool]
 
     def trigger(self, point: Point) -> Path:
@@ -192,7 +199,13 @@ def chat(media: Sequence[dict[str, Any]], text: str, *, stream: bool = False) ->
 
 
 def outcome(url: str, media: Sequence[dict[str, Any]], text: str, right: str, *, stream: bool = False) -> str:
-    """Asks, and judges what comes back."""
+    """Send a request and classify the result.
+
+    Returns:
+        `right`, `failed` (503 because a process died), `lost` (no complete response), `hangs`, or a description of a
+        wrong answer or an unexpected error.
+
+    """
     try:
         with httpx2.stream("POST", url + CHAT, json=chat(media, text, stream=stream), timeout=DEADLINE_S) as answer:
             body = b"".join(answer.iter_raw())
@@ -215,7 +228,7 @@ def outcome(url: str, media: Sequence[dict[str, Any]], text: str, right: str, *,
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> float | None:
-    """Seconds until `condition` held; None if it did not in time."""
+    """Return the seconds until `condition` is true, or None after `timeout_s` seconds."""
     start = time.monotonic()
     while not condition():
         if time.monotonic() - start > timeout_s:

@@ -1,6 +1,7 @@
-"""Writes a Qwen2-VL checkpoint with random weights: `python -m tools.random_checkpoint OUT [tiny|wide|small|mid]`.
+"""Writer of Qwen2-VL checkpoints with random weights: `python -m tools.random_checkpoint OUT [tiny|wide|small|mid]`.
 
-What parity tests and benchmarks run on: seeded, with a byte-level tokenizer of about 300 tokens, no training.
+Parity tests and benchmarks use them. The weights are seeded and untrained. The tokenizer is byte-level, with about 300
+tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Widths and depths of one checkpoint."""
+    """The widths and depths of a checkpoint."""
 
     hidden: int
     layers: int
@@ -57,11 +58,11 @@ SIZES = {
     "small": Size(256, 4, 4, 2, 512, 256, 4, 4),
     "mid": Size(512, 8, 8, 2, 1536, 320, 8, 4),
 }
-"""About 0.4, 2, 7 and 37 million parameters; the heads of `wide` are 128 wide, as those of most published models."""
+"""Sizes of about 0.4, 2, 7 and 37 million parameters. `wide` has a head size of 128, like most published models."""
 
 
 def write_checkpoint(out: Path, size: str = "tiny", *, seed: int = 0, max_pixels: int = 12845056) -> Path:
-    """Writes the checkpoint into the directory `out`, and returns it."""
+    """Write the checkpoint to the directory `out`, and return `out`."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
     PreTrainedTokenizerFast(

@@ -1,4 +1,4 @@
-"""`make screenshots`: the pictures of docs/web-page.md, taken of a service at work on the embedded checkpoint."""
+"""`make screenshots`: the screenshots in docs/web-page.md, of a busy service with the embedded checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 15
 
 
 def main() -> None:
-    """Writes web-page.png and web-page-dark.png."""
+    """Write web-page.png and web-page-dark.png."""
     browser_path = next(
         found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))
     )
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def write_media(folder: Path) -> list[Path]:
-    """A picture, a video and beeps."""
+    """Write an image, a video and a sound to `folder`, and return their paths."""
     paths = [folder / name for name in ("scene.png", "right.mp4", "beeps.ogg")]
     picture("red", (220, 40, 40), "square", x=0.35).save(paths[0])
     write_video(paths[1], [picture("orange", (255, 140, 0), "circle", x=0.2 + 0.075 * i, size=0.3) for i in range(9)])
@@ -60,7 +60,7 @@ def write_media(folder: Path) -> list[Path]:
 
 
 def converse(page: Page, media: list[Path]) -> None:
-    """Two questions, and their answers."""
+    """Ask two questions on the page, and wait for the answers."""
     for question, paths in (("What is in the image?", media[:1]), ("What do you see and hear?", media)):
         page.set_input_files("#files", paths)
         page.fill("#question", question)
@@ -70,7 +70,7 @@ def converse(page: Page, media: list[Path]) -> None:
 
 @contextmanager
 def load(service: RunningService) -> Iterator[None]:
-    """Others' questions, of so many pictures each, for as long as it is entered."""
+    """Send requests of other clients until exit. Their numbers of images are COPIES."""
     done = threading.Event()
     bodies = [json.dumps(question(copies)).encode() for copies in COPIES]
 

@@ -1,4 +1,4 @@
-"""A service in a process of its own, for the demo, the tests and the benchmarks."""
+"""A service in its own process, for the demo, the tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READY = re.compile(r"mindie_mm serves (\S+) at (http://\S+)")
 
 @dataclass(frozen=True, slots=True)
 class RunningService:
-    """A service that takes requests."""
+    """A service that is ready for requests."""
 
     process: subprocess.Popen[str]
     model: str
@@ -32,24 +32,24 @@ class RunningService:
     log: Path
 
     def get(self, path: str) -> Any:
-        """The JSON behind `path`."""
+        """Return the JSON at `path`."""
         with urllib.request.urlopen(self.url + path, timeout=120) as answer:  # noqa: S310 - our own server
             return json.load(answer)
 
     def shm(self) -> dict[str, Any]:
-        """The shared memory that the service uses: `arenas`, `blocks`, `bytes`."""
+        """Return the answer of /shm, which describes the service's shared memory."""
         found: dict[str, Any] = self.get("/shm")
         return found
 
     def wait_until_free(self, timeout_s: float = 120.0) -> dict[str, Any]:
-        """`shm()` once no block is in use, or as it is when the time is up."""
+        """Wait until no block is in use or the time is up, and return the last `shm()`."""
         deadline = time.monotonic() + timeout_s
         while (found := self.shm())["blocks"] and time.monotonic() < deadline:
             time.sleep(0.01)
         return found
 
     def stop(self) -> int:
-        """Asks it to stop and returns its exit status."""
+        """Stop the service and return its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_TIMEOUT_S)
 
@@ -64,11 +64,19 @@ def running_service(
     environment: Mapping[str, str] | None = None,
     start: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
 ) -> Iterator[RunningService]:
-    """`mindie-mm serve` on a free loopback port, with `settings` as its flags and its log in `log`.
+    """Run `mindie-mm serve` on a free loopback port. Stop the service at exit, unless it has stopped already.
 
-    `model` is the checkpoint's directory; None is the embedded one. `environment` is added to ours. `start` is called
-    as subprocess.Popen. Leaving stops the service, if it is not stopped already. RuntimeError, with the end of the log,
-    if it is not ready within `start_timeout_s` seconds.
+    Args:
+        settings: Settings of the service by name.
+        log: File for the service's log.
+        model: Directory of the checkpoint. None is the embedded checkpoint.
+        start_timeout_s: Maximum time until the service is ready.
+        environment: Variables to add to this process's environment.
+        start: Function to call in place of `subprocess.Popen`.
+
+    Raises:
+        RuntimeError: The service is not ready in time. The message ends with the end of the log.
+
     """
     command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", *_flags({"port": 0, **settings})]
     if model is not None:
@@ -99,7 +107,7 @@ def running_service(
 
 
 def _flags(settings: Mapping[str, object]) -> list[str]:
-    """The options of `mindie-mm serve` for settings by their names."""
+    """Return the options of `mindie-mm serve` for `settings`."""
     flags = []
     for name, value in settings.items():
         option = name.replace("_", "-")

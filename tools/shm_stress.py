@@ -35,34 +35,39 @@ _MESSAGE = struct.Struct("<qqq")  # name word, shape word, number of the path fi
 _SLOW_SHARE = 1 / 16
 _SLOW_S = 0.001
 _EARLY_SHARE = 1 / 8
-"""Of the blocks: the writer frees them before or while they are read."""
+"""Share of the blocks that the writer frees before or while they are read."""
 _ABANDONED_SHARE = 1 / 32
 _PATH_FILE_SHARE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What became of the blocks that were published."""
+    """Numbers of published blocks by result. The first three and `torn` add up to all blocks."""
 
     fresh: int
-    """Verified after the copy, and whole."""
+    """Blocks that were verified after the copy, and whose copy is correct."""
     stale: int
-    """Freed before they were attached."""
+    """Blocks that were freed before they were attached."""
     stale_after_copy: int
-    """Freed while they were copied: `verify` said so."""
+    """Blocks that were freed while they were copied, so that `verify` raised StaleReference."""
     mixed: int
-    """Of these, copies that were not one content any more: what `verify` is for."""
+    """Blocks among `stale_after_copy` whose copy is not correct. `verify` exists to detect them."""
     torn: int
-    """Verified, but not whole. Must be 0."""
+    """Blocks that were verified, but whose copy is not correct. Must be 0."""
     in_pieces: int = 0
-    """Of all of them, blocks that lay in several pieces."""
+    """Blocks, with any result, that consisted of several pieces."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Counts)))
 
 
 def stress(cycles: int, readers: int, *, capacity_bytes: int = 4 << 20, seed: int = 3) -> Counts:
-    """Runs it: `cycles` blocks, read by `readers` processes. RuntimeError if a reader dies."""
+    """Publish `cycles` blocks to `readers` processes, and return the counts.
+
+    Raises:
+        RuntimeError: A reader died, or a block or a path file is left at the end.
+
+    """
     draw = random.Random(seed)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mindie_mm-stress-")))
@@ -84,7 +89,7 @@ def stress(cycles: int, readers: int, *, capacity_bytes: int = 4 << 20, seed: in
 
 
 def _break_up(arena: Arena) -> list[Ref]:
-    """Blocks that stay, 192 KiB apart: what is larger lies in pieces."""
+    """Fragment the arena with permanent blocks 192 KiB apart, so that larger blocks consist of several pieces."""
     refs = []
     specs = {"x": ArraySpec((60 << 10,), "uint8")}
     while arena.used_bytes + (64 << 10) <= arena.capacity_bytes:
@@ -106,9 +111,9 @@ def _start_reader(stack: ExitStack, folder: Path, seed: int) -> subprocess.Popen
 def _write(
     arena: Arena, processes: list[subprocess.Popen[bytes]], folder: Path, cycles: int, draw: random.Random
 ) -> int:
-    """Publishes the blocks and hands each to one reader; frees some of them itself, behind the reader's back.
+    """Publish the blocks and send each of them to one reader. Free some of them early, while the reader may use them.
 
-    Returns how many lay in several pieces.
+    Return the number of blocks with several pieces.
     """
     in_pieces = 0
     pipes = [process.stdin.fileno() for process in processes if process.stdin is not None]
@@ -116,7 +121,7 @@ def _write(
     for cycle in range(cycles):
         path_number = cycle if draw.random() < _PATH_FILE_SHARE else -1
         path_file = None if path_number < 0 else folder / f"{path_number}.txt"
-        # From a few bytes to hundreds of KiB, each order of magnitude as often.
+        # Sizes from a few bytes to hundreds of KiB, uniform in their logarithm.
         size = int(8 * 2 ** (draw.random() * 15.6))
         specs = {"x": ArraySpec((size,), "uint8"), "y": ArraySpec((3,), "uint64")}
         if draw.random() < _ABANDONED_SHARE:
@@ -145,7 +150,7 @@ def _counts(process: subprocess.Popen[bytes]) -> Counts:
 
 
 def read(folder: Path, seed: int) -> Counts:
-    """A reader: takes references from standard input until it ends."""
+    """Run a reader: read the blocks of all references from standard input, and return the counts."""
     draw = random.Random(seed)
     counts = {field.name: 0 for field in fields(Counts)}
     while message := sys.stdin.buffer.read(_MESSAGE.size):
@@ -199,7 +204,7 @@ def _content(ref: Ref, size: int) -> np.ndarray:
 
 
 def _salt(ref: Ref) -> int:
-    """Odd multiples of different words differ in every 64-bit word that they are added to."""
+    """Return a different 64-bit number for each name word, because multiplication by an odd number is a bijection."""
     return ref.name_word * 0x9E3779B97F4A7C15 % (1 << 64)
 
 
@@ -208,7 +213,7 @@ def _digest(ref: Ref) -> bytes:
 
 
 def main() -> int:
-    """0 if nothing was torn."""
+    """Run a reader or the whole test. Return exit status 0 if no copy was torn and every block was counted."""
     parser = argparse.ArgumentParser(prog="python -m tools.shm_stress", description=__doc__)
     parser.add_argument("--cycles", type=int, default=1_000_000)
     parser.add_argument("--readers", type=int, default=8)

@@ -35,18 +35,18 @@ IMAGES, ROWS = 10_000, 100_000
 SLICES = 10
 FUSED, FUSED_WITH_FILES = "fused path alone", "fused path with reading files"
 LOOP_ROWS = 60
-"""Of each slice."""
+"""Number of rows per slice for the loop over transformers."""
 RAY_ROWS, OUR_ROWS, FEW_ROWS = 256, 2048, 32
-"""Of Ray Data with transformers, of ours beside it, and of the run that is taken off for its start."""
+"""Number of rows for Ray Data with transformers, for our command, and for the run whose time is subtracted as start."""
 SMALL_PIXELS = 64 * 28 * 28
 LARGE_EACH = 100
-"""One row of so many has its picture at full size, when memory is measured."""
+"""Interval of the rows with full-size images when memory is measured."""
 MEMORY_LIMIT = 1.2e9
 MEASURES = ("speed", "ray", "memory")
 
 
 def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str, Any]:
-    """Milliseconds a row of each contestant, and what the rows take on disk."""
+    """Return the milliseconds per row of each contestant, and the size of the rows on disk."""
     reference = Reference(checkpoint)
     turns: list[dict[str, dict[str, float]]] = []
     starts: list[dict[str, Cost]] = []
@@ -55,7 +55,7 @@ def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str,
     for start in range(0, size * SLICES, size):
         lines = rows(images, folder / "slice.jsonl", range(start, start + size))
         paths = [images / f"{number:06d}.jpg" for number in range(start, start + size)]
-        for path in paths:  # from the disk once, whoever comes first
+        for path in paths:  # fill the page cache, so that the order of the contestants does not matter
             path.read_bytes()
         alone, with_files = fused(paths[: size // 2], checkpoint, folder / "shm_name.txt")
         turn: dict[str, dict[str, float]] = {FUSED: {}, FUSED_WITH_FILES: {}}
@@ -78,7 +78,7 @@ def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str,
         looped = lines.read_text(encoding="utf-8").splitlines()[:LOOP_ROWS]
         cost, float_bytes = reference.loop(looped, folder / "loop")
         shutil.rmtree(folder / "loop")
-        # Of a few pictures: what they would take if they were as large as the slice's are on average.
+        # Scale the few rows of the loop to the average image size of the slice.
         larger = 8 * own_bytes / size / (float_bytes / len(looped))
         turn["loop over transformers"] = {k: v * larger for k, v in cost.a_row(len(looped)).items()}
         turns.append(turn)
@@ -106,7 +106,7 @@ def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str,
 
 
 def ratio(turns: Sequence[Mapping[str, Mapping[str, float]]], slow: str, fast: str) -> dict[str, float]:
-    """The median of the slices' own."""
+    """Return the median over the slices of the ratio between two contestants."""
     return {
         clock: round(median([turn[slow][clock] / turn[fast][clock] for turn in turns]), 3)
         for clock in ("wall", "processor")
@@ -114,18 +114,18 @@ def ratio(turns: Sequence[Mapping[str, Mapping[str, float]]], slow: str, fast: s
 
 
 def patch_bytes(run: Path) -> int:
-    """Of uint8 patches in the blocks, without the repeated frame."""
+    """Return the size of the uint8 patches in the blocks, which do not contain the repeated frame."""
     tables = [pq.read_table(path, columns=["arrays"]) for path in sorted(run.glob("*.parquet"))]
     arrays = [array for table in tables for items in table["arrays"].to_pylist() for item in items for array in item]
     return sum(math.prod(array["shape"]) for array in arrays if array["dtype"] == "uint8")
 
 
 def ray(folder: Path, checkpoint: Path, images: Path) -> dict[str, Any]:
-    """Milliseconds a row of two actors each, from the difference of many rows and few; wall time."""
+    """Return wall milliseconds per row with two actors or workers, from the difference of a long and a short run."""
     files = {count: rows(images, folder / f"{count}.jsonl", range(count)) for count in (FEW_ROWS, RAY_ROWS, OUR_ROWS)}
     out = folder / "ray"
     out.mkdir()
-    turns = [files[count] for count in (FEW_ROWS, FEW_ROWS, RAY_ROWS)]  # the first one warms up
+    turns = [files[count] for count in (FEW_ROWS, FEW_ROWS, RAY_ROWS)]  # the first run is a warm-up
     command = [sys.executable, "-m", "bench.batch.on_ray", *map(str, (checkpoint, out, 2, *turns))]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600)
     _, short, long = json.loads(done.stdout.splitlines()[-1])
@@ -147,7 +147,7 @@ def ray(folder: Path, checkpoint: Path, images: Path) -> dict[str, Any]:
 
 
 def footprint(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str, Any]:
-    """The most that all processes of a run take together, 2 workers; and the plot."""
+    """Return the peak memory of all processes of a run with two workers, and plot the memory over time."""
     lines = rows(images, folder / "small.jsonl", range(count), small_but_each=(SMALL_PIXELS, LARGE_EACH))
     seconds, samples = memory.run(lines, checkpoint, folder / "small", 2)
     manifest = Manifest.read(folder / "small")
@@ -169,7 +169,7 @@ def footprint(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """Markdown."""
+    """Return the figures as Markdown."""
     lines = ["# Offline tokenisation", ""]
     if "speed" in figures:
         found = figures["speed"]
@@ -199,7 +199,7 @@ def table(figures: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)  # of bench/__main__.py
+    parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)  # arguments of bench/__main__.py
     parser.add_argument("--images", type=int, default=IMAGES)
     parser.add_argument("--rows", type=int, default=ROWS, help="of the run whose memory is measured")
     parser.add_argument("--only", choices=MEASURES, help="the others' figures stay as they are in bench/results")

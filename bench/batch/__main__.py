@@ -1,4 +1,4 @@
-"""`python -m bench.batch`."""
+"""Entry point of `python -m bench.batch`."""
 
 from bench.batch import main
 

@@ -1,4 +1,4 @@
-"""What is run beside each other: our command, our fused path alone, a loop over transformers, Ray Data over it."""
+"""Contestants of the batch benchmark: our command, our fused path alone, and transformers in a loop."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ ARENA_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a number of rows took."""
+    """The time that a number of rows took."""
 
     wall_s: float
     cpu_s: float
-    """Processor time of all processes and threads."""
+    """CPU time of all processes and threads, in seconds."""
 
     def __sub__(self, other: Cost) -> Cost:
         return Cost(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
@@ -47,12 +47,12 @@ class Cost:
         return Cost(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
 
     def a_row(self, rows: int) -> dict[str, float]:
-        """In milliseconds."""
+        """Return wall and CPU milliseconds per row."""
         return {"wall": 1e3 * self.wall_s / rows, "processor": 1e3 * self.cpu_s / rows}
 
 
 class Clock:
-    """The time that passes within it: this process's and, once they ended, its children's."""
+    """A context manager that measures time. CPU time includes child processes that have ended."""
 
     def __enter__(self) -> Self:
         self._began = _now()
@@ -68,12 +68,12 @@ def _now() -> Cost:
 
 
 def _process_now() -> Cost:
-    """Of this process alone, which is asked for in a microsecond."""
+    """Return the times of this process without children. This is faster than `_now`: about a microsecond."""
     return Cost(time.perf_counter(), time.process_time())
 
 
 def tokenize(rows: Path, checkpoint: Path, out: Path, workers: int, *options: str) -> Cost:
-    """`mindie-mm tokenize`, one thread a process."""
+    """Run `mindie-mm tokenize` with one thread per process, and return its cost."""
     command = [CLI, "tokenize", str(rows), "--model", str(checkpoint), "--output", str(out), "--workers", str(workers)]
     with Clock() as clock:
         subprocess.run(
@@ -83,12 +83,15 @@ def tokenize(rows: Path, checkpoint: Path, out: Path, workers: int, *options: st
 
 
 def fused(pictures: Sequence[Path], checkpoint: Path, path_file: Path) -> tuple[Cost, Cost]:
-    """bench/preprocess's own, from a JPEG's bytes to a published block in shared memory; and with reading its file."""
+    """Run the fused path of bench/preprocess.py, from the bytes of a JPEG to a published block in shared memory.
+
+    Return its cost without and with reading the files.
+    """
     processor = qwen2_vl.Qwen2VLProcessor(Checkpoint.open(checkpoint))
     alone = reading = Cost(0.0, 0.0)
     with Arena.create(ARENA_BYTES) as arena:
         arena.populated.wait()
-        for number, path in enumerate([*pictures[:8], *pictures]):  # the first ones warm up
+        for number, path in enumerate([*pictures[:8], *pictures]):  # the first eight are a warm-up
             began = _process_now()
             data = path.read_bytes()
             was_read = _process_now()
@@ -104,7 +107,7 @@ def fused(pictures: Sequence[Path], checkpoint: Path, path_file: Path) -> tuple[
 
 
 class Reference:
-    """transformers' processor with its PIL backend, as its user writes it: one row in, float32 patches out."""
+    """The transformers processor with its PIL backend, called row by row for float32 patches, as users do."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._processor = Qwen2VLProcessor(
@@ -115,7 +118,7 @@ class Reference:
         self._template = self._processor.tokenizer.chat_template
 
     def __call__(self, line: str | bytes) -> tuple[str, np.ndarray, np.ndarray]:
-        """Id, int64 [T], float32 [patches, 1176]."""
+        """Return the row's id, its token ids (int64, [tokens]) and its patches (float32, [patches, 1176])."""
         row = json.loads(line)
         image, text = row["inputs"]
         parts = [{"type": "image"}, {"type": "text", "text": text["text"]}]
@@ -127,7 +130,7 @@ class Reference:
         return row["id"], made["input_ids"][0], made["pixel_values"].astype(np.float32, copy=False)
 
     def loop(self, lines: Sequence[str], out: Path) -> tuple[Cost, int]:
-        """Row after row, two files each; also the bytes that these have."""
+        """Process the rows in a loop and write two files per row. Return the cost and the bytes of all arrays."""
         out.mkdir()
         total = 0
         with Clock() as clock:

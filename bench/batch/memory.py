@@ -1,4 +1,4 @@
-"""Memory of a run from its first process to its last, all of them together."""
+"""Memory of all processes of a run over time."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ MB = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Of one moment. PSS: a page that n processes share counts 1/n in each, so that the sum counts it once."""
+    """The memory at one moment.
+
+    In PSS, a page shared by n processes counts as 1/n for each, so the sum over the processes counts it once.
+    """
 
     at_s: float
     pss_bytes: int
     anonymous_bytes: int
-    """Of these, what is no file's."""
+    """The part of `pss_bytes` that is not backed by files."""
     processes: int
 
 
 def run(rows: Path, checkpoint: Path, out: Path, workers: int) -> tuple[float, list[Sample]]:
-    """`mindie-mm tokenize` and what it took while it ran: seconds, and a sample each half second."""
+    """Run `mindie-mm tokenize`. Return its duration in seconds, and samples every INTERVAL_S seconds."""
     command = [CLI, "tokenize", str(rows), "--model", str(checkpoint), "--output", str(out), "--workers", str(workers)]
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -40,13 +43,13 @@ def run(rows: Path, checkpoint: Path, out: Path, workers: int) -> tuple[float, l
 
 
 def watched(root: psutil.Process, began: float) -> Iterator[Sample]:
-    """Until the process has ended."""
+    """Yield samples of a process and its children until the process has ended."""
     while root.status() != psutil.STATUS_ZOMBIE:
         pss = anonymous = count = 0
         for process in [root, *root.children(recursive=True)]:
             try:
                 rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8")
-            except (FileNotFoundError, ProcessLookupError, PermissionError):  # it just ended
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # the process has just ended
                 continue
             sizes = {line.split()[0]: int(line.split()[1]) * 1024 for line in rollup.splitlines()[1:]}
             if sizes:
@@ -57,7 +60,7 @@ def watched(root: psutil.Process, began: float) -> Iterator[Sample]:
 
 
 def draw(axes: Any, samples: list[Sample], limit_bytes: float, title: str) -> None:
-    """Megabytes over seconds, with the limit."""
+    """Plot the memory in megabytes over seconds, with the limit."""
     seconds = [sample.at_s for sample in samples]
     axes.plot(seconds, [sample.pss_bytes / MB for sample in samples], label="all processes (PSS)")
     axes.plot(seconds, [sample.anonymous_bytes / MB for sample in samples], label="without pages of files")

@@ -1,7 +1,7 @@
-"""Ray Data's own map_batches with transformers' processor: `python -m bench.batch.on_ray CHECKPOINT OUT ACTORS ROWS..`.
+"""Ray Data's map_batches with the transformers processor: `python -m bench.batch.on_ray CHECKPOINT OUT ACTORS ROWS..`.
 
-Each of ROWS is a JSONL that is run by itself, on one cluster of this machine; prints the seconds of each as JSON. An
-actor writes the arrays of its rows, as the loop does: to hand them to Ray to be written takes longer.
+Each of ROWS is a JSONL file. The files run one after another on one local cluster, and the seconds of each are printed
+as JSON. Actors write the arrays of their rows themselves, as the loop does, because writing through Ray takes longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.batch.contestants import Reference
 
 
 class Processing:
-    """An actor."""
+    """The function of a Ray Data actor."""
 
     def __init__(self, checkpoint: str, out: str) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""JPEGs of mixed sizes with prompts, made here and kept: what the contestants read."""
+"""Input of the batch benchmark: generated and cached JPEGs of mixed sizes, with prompts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from tests.media_samples import PHOTOGRAPHS, photograph
 
 CACHE = Path(__file__).parents[2] / "build" / "bench-batch"
 SIDES = (224, 1600)
-"""Pixels of the longer side, drawn from it evenly by logarithm: 0.46 megapixels on average."""
+"""Range of the longer side in pixels, log-uniform. The average image has 0.46 megapixels."""
 ASPECTS = ((1, 1), (4, 3), (3, 2), (16, 9))
 QUALITIES = (75, 85, 90, 95)
 SCALES = (0.7, 1.0, 1.4)
-"""Of the photographs that a picture is cut from."""
+"""Scales of the photographs from which an image is cut."""
 CANVAS = 2048
 QUESTIONS = ("What is in the image?", "Describe this picture.", "Is there a red square or a blue circle? Say which.")
 
 
 def canvas(scale: float, generator: np.random.Generator) -> Pixels:
-    """uint8 [CANVAS, CANVAS, 3]: photographs beside each other at that scale, as pictures need detail to decode."""
+    """Return photographs side by side at `scale`, uint8 [CANVAS, CANVAS, 3].
+
+    Photographs have enough detail for a realistic decoding time.
+    """
     made = np.zeros((CANVAS, CANVAS, 3), np.uint8)
     side = round(300 * scale)
     for top in range(0, CANVAS, side):
@@ -40,7 +43,7 @@ def canvas(scale: float, generator: np.random.Generator) -> Pixels:
 
 
 def size_of(generator: random.Random) -> tuple[int, int]:
-    """Height and width."""
+    """Draw a height and a width in pixels."""
     longer = round(math.exp(generator.uniform(*map(math.log, SIDES))))
     long, short = generator.choice(ASPECTS)
     sides = (longer, max(1, longer * short // long))
@@ -48,7 +51,7 @@ def size_of(generator: random.Random) -> tuple[int, int]:
 
 
 def write_some(folder: Path, start: int, stop: int) -> None:
-    """Pictures [start, stop): each by its own number alone, whoever makes it."""
+    """Write images `start` to `stop`. An image depends only on its number, not on the process that writes it."""
     canvases = [canvas(scale, np.random.default_rng(0)) for scale in SCALES]
     for number in range(start, stop):
         generator = random.Random(number)
@@ -63,7 +66,7 @@ def write_some(folder: Path, start: int, stop: int) -> None:
 
 
 def pictures(count: int) -> Path:
-    """A folder of that many JPEGs, 000000.jpg and on; made by two processes unless it is there."""
+    """Return a folder with `count` JPEGs from 000000.jpg on. Two processes write them unless they exist."""
     folder = CACHE / f"pictures-{count}"
     mark = folder / "complete"
     if not mark.exists():
@@ -77,10 +80,15 @@ def pictures(count: int) -> Path:
 
 
 def rows(folder: Path, path: Path, numbers: range, small_but_each: tuple[int, int] | None = None) -> Path:
-    """A JSONL at `path`: the picture of each number, modulo how many there are, and a question.
+    """Write a JSONL file to `path`, and return `path`. Each row has an image from `folder` and a question.
 
-    With `small_but_each`, a number of pixels and an interval, only one row in each interval is like that; the others
-    have the smaller half of the pictures, at most so many pixels of each.
+    Args:
+        folder: Folder of the images.
+        path: File to write.
+        numbers: Numbers of the rows. A row's image has the same number, modulo the number of images.
+        small_but_each: A maximum number of pixels and an interval. One row per interval is as above. The others use the
+            images with the smaller files, each with this `max_pixels`.
+
     """
     pictures = sorted(folder.glob("*.jpg"))
     small = sorted(pictures, key=lambda file: file.stat().st_size)[: max(1, len(pictures) // 2)]

@@ -1,5 +1,7 @@
-"""`mindie-mm serve` under load, over HTTP: requests a second and latencies at 1 to 64 clients, and what the service
-adds to the model's own time, and the rate that is left when busy loops use the same CPUs; on request beside another
+"""Load test of `mindie-mm serve` over HTTP.
+
+It measures requests per second and latencies with 1 to 64 clients, the time that the service adds to the model's own
+time, and the rate that remains when busy loops use the same CPUs. On request it compares the service with another
 OpenAI-compatible server.
 
     python -m bench.serve                              # everything; an hour on two cores
@@ -7,9 +9,9 @@ OpenAI-compatible server.
     python -m bench.serve --checkpoints small --sizes 640x480 --concurrency 1,8 --repeated 0,0.9
     python -m bench.serve --checkpoints DIRECTORY --peer http://127.0.0.1:8100 MODEL --results serve_peer
 
-`tiny` is the embedded checkpoint; `small` and `mid` are of 7 and 37 million random parameters, as
-`tools.random_checkpoint` writes them; anything else is a directory. The peer must serve the same weights for the
-ratios to mean anything: turns alternate, so that a busy machine is busy for both.
+`tiny` is the embedded checkpoint. `small` and `mid` have 7 and 37 million random parameters, and are written by
+`tools.random_checkpoint`. Any other name is a directory. The peer must serve the same weights, or the ratios have no
+meaning. Turns alternate, so that other load on the machine affects both servers.
 """
 
 from __future__ import annotations
@@ -36,17 +38,19 @@ from tools.serving import running_service
 CACHE = Path(__file__).parents[2] / "build" / "bench-serve"
 CHECKPOINTS = ("tiny", "small", "mid")
 SETTLE_S = 2.0
-"""Before each turn beside a peer: what has just worked spins on for a while, and takes the other's cores."""
+"""Pause before each turn with a peer. A server's threads spin for a while after work, and would use the other's cores.
+"""
 PICTURES = (Size(336, 336), Size(640, 480), Size(1420, 720))
 CONCURRENCY = (1, 4, 8, 16, 32, 64)
 REPEATED = (0.0, 0.8)
 LARGE_PIXELS = 1_000_000
 LARGE_CONCURRENCY = 8
-"""Above, a large picture on the largest checkpoint takes a quarter of an hour a point, and shows the same queue."""
+"""Maximum number of clients for large images on the largest checkpoint. Above it, a point takes a quarter of an hour,
+and only shows a longer queue."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, and writes bench/results/<results>.json, .md and .png."""
+    """Run the measurements, and write bench/results/<results>.json, .md and .png."""
     options = _parser().parse_args(arguments)
     if options.quick:
         options.checkpoints, options.requests = options.checkpoints or ["tiny"], options.requests or 16
@@ -101,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _neighbours(options: argparse.Namespace, server: Server) -> dict[str, Any]:
-    """Measure what the server, and the peer where there is one, keep of their rates beside busy loops."""
+    """Measure the share of its rate that the server, and the peer if there is one, keeps beside busy loops."""
     servers = [server, Server(*options.peer)] if options.peer else [server]
     async with session() as http:
         found = await neighbours(
@@ -126,19 +130,19 @@ def _texts(text: str) -> list[str]:
 
 
 def _directory(name: str) -> Path | None:
-    """The checkpoint that `name` stands for, written if need be; None is the embedded one."""
+    """Return the directory of the checkpoint `name`, or None for the embedded one. Write missing checkpoints."""
     if name == "tiny":
         return None
     if name not in SIZES:
         return Path(name)
     path = CACHE / name
-    if not (path / "preprocessor_config.json").exists():  # the last but one of its files
+    if not (path / "preprocessor_config.json").exists():  # one of the last files to be written
         write_checkpoint(path, name)
     return path
 
 
 async def _measure(options: argparse.Namespace, name: str, server: Server) -> list[dict[str, Any]]:
-    """Every point of one checkpoint."""
+    """Return all points of one checkpoint."""
     peer = Server(*options.peer) if options.peer else None
     points = []
     numbers = seeds()
@@ -160,7 +164,7 @@ async def _measure(options: argparse.Namespace, name: str, server: Server) -> li
 async def _point(
     http: aiohttp.ClientSession, server: Server, peer: Server | None, load: Load, numbers: Iterator[int]
 ) -> dict[str, Any]:
-    """One load, in two turns where there is a peer; the peer's pictures are others than ours."""
+    """Measure one load, in two turns if there is a peer. The servers get different images."""
     warm = Load(load.size, 1, 1, max_tokens=load.max_tokens)
     servers = [server] if peer is None else [server, peer]
     outcomes = [Outcome() for _ in servers]

@@ -1,4 +1,4 @@
-"""`python -m bench.serve`."""
+"""Entry point of `python -m bench.serve`."""
 
 from bench.serve import main
 

@@ -1,4 +1,4 @@
-"""What was measured, as a table and as curves."""
+"""Tables and plots of the load test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_table(
     busy: Sequence[dict[str, Any]],
     note: str,
 ) -> None:
-    """Write bench/results/<name>.md: a row for each point, and the peer's figures and the ratios where there is one."""
+    """Write bench/results/<name>.md with a row per point. If there is a peer, add its figures and the ratios."""
     peer = any("peer" in point for point in points)
     heads = ["checkpoint", "picture", "repeated", "concurrent", *COLUMNS.values()]
     if peer:
@@ -85,7 +85,10 @@ def _row(cells: Sequence[object]) -> str:
 
 
 def write_plot(name: str, points: Sequence[dict[str, Any]]) -> None:
-    """bench/results/<name>.png: a column for each checkpoint; requests/s, TTFT and inter-token latency by clients."""
+    """Write bench/results/<name>.png, with a column per checkpoint.
+
+    The rows plot requests per second, TTFT and inter-token latency over the number of clients.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -113,7 +116,7 @@ def write_plot(name: str, points: Sequence[dict[str, Any]]) -> None:
 
 
 def _curves(axes: Any, points: Sequence[dict[str, Any]], figure: str) -> None:
-    """A line for each picture and share of repetition, dashed for the peer's."""
+    """Plot a line per image size and share of repeated images. Lines of the peer are dashed."""
     series = dict.fromkeys((point["picture"], point["repeated"]) for point in points)
     for number, (picture, repeated) in enumerate(series):
         own = [point for point in points if (point["picture"], point["repeated"]) == (picture, repeated)]

@@ -1,4 +1,4 @@
-"""A load on an OpenAI-compatible server: so many clients, each with its next request as soon as it has an answer."""
+"""A load on an OpenAI-compatible server. Each client sends its next request as soon as it has an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUESTION = "What is in the image?"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where requests go."""
+    """The server that receives the requests."""
 
     url: str
     model: str
@@ -29,17 +29,17 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked."""
+    """The number and content of the requests."""
 
     size: Size
     concurrent: int
     requests: int
     repeated: float = 0.0
-    """Share of the requests whose picture another one of them has had, [0, 1)."""
+    """Share of the requests whose image another request also has, in [0, 1)."""
     max_tokens: int = 16
 
     def pictures(self, seeds: Iterator[int]) -> list[str]:
-        """A data: URL for each request, each different one from a seed of its own; a repeated one comes round."""
+        """Return a data: URL per request. Each distinct image has its own seed, and the images repeat in a cycle."""
         different = [
             data_url(next(seeds), self.size) for _ in range(max(1, round(self.requests * (1 - self.repeated))))
         ]
@@ -48,22 +48,22 @@ class Load:
 
 @dataclass(slots=True)
 class Answer:
-    """What one request came to."""
+    """The result of one request. Times are from `time.perf_counter`."""
 
     begun: float
-    """When it was sent, on the clock of time.perf_counter."""
+    """Time at which the request was sent."""
     ended: float = 0.0
     shown: list[tuple[float, int]] = field(default_factory=list)
-    """When each piece of text came, and how many tokens there were by then."""
+    """Time of each piece of text, and the number of tokens up to it."""
     fault: str | None = None
-    """What was wrong with the answer."""
+    """Description of the answer's fault, or None."""
     timings: dict[str, float] | None = None
-    """The server's own, where it has them."""
+    """The server's own `timings`, if it reports them."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """A load's answers and how long they took together."""
+    """The answers of a load and their total duration."""
 
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
@@ -72,9 +72,9 @@ class Outcome:
         return Outcome(self.answers + other.answers, self.seconds + other.seconds)
 
     def figures(self) -> dict[str, Any]:
-        """Requests a second; milliseconds of the rest. Latencies are those of whole answers."""
+        """Return requests per second, latencies in milliseconds, and errors. Only answers without a fault count."""
         whole = [answer for answer in self.answers if answer.fault is None]
-        # Random weights can answer with tokens that have no text, or part of a letter: nobody sees when they come.
+        # Random weights can generate tokens without text or with a part of a character. Their times are unknown.
         first = [answer.shown[0][0] - answer.begun for answer in whole if answer.shown and answer.shown[0][1] == 1]
         between = [
             (later - earlier) / (tokens - before)
@@ -101,19 +101,19 @@ def _ms(seconds: Sequence[float], percentile: float) -> float | None:
 
 
 def seeds() -> Iterator[int]:
-    """Numbers that no run before had: a server keeps pictures that it has seen."""
+    """Return seeds that no earlier run has used, because a server may cache images."""
     return count(time.time_ns() // 1_000_000)
 
 
 def session() -> aiohttp.ClientSession:
-    """Connections for any number of clients."""
+    """Return a session for any number of clients."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
     )
 
 
 async def drive(http: aiohttp.ClientSession, server: Server, load: Load, pictures: Sequence[str]) -> Outcome:
-    """Puts the load on the server; `pictures` as `Load.pictures` gives them."""
+    """Put the load on the server. `pictures` are from `Load.pictures`."""
     outcome = Outcome()
     waiting = iter(pictures)
 
@@ -130,7 +130,7 @@ async def drive(http: aiohttp.ClientSession, server: Server, load: Load, picture
 async def ask(
     http: aiohttp.ClientSession, server: Server, picture: str, max_tokens: int, *, timings: bool = False
 ) -> Answer:
-    """One streamed request of exactly `max_tokens` tokens. What is wrong with its answer stands in it."""
+    """Send a streamed request for exactly `max_tokens` tokens. A fault is recorded in the answer."""
     content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": QUESTION}]
     body = {
         "model": server.model,

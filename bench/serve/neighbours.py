@@ -1,4 +1,4 @@
-"""What a server keeps of its rate when other programs use the same CPUs."""
+"""The share of its rate that a server keeps when other programs use the same CPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def neighbours(
     load = Load(SIZE, concurrent, requests, max_tokens=max_tokens)
     alone, busy = [Outcome() for _ in servers], [Outcome() for _ in servers]
     for server in servers:
-        await drive(http, server, load, load.pictures(seeds))  # warms up
+        await drive(http, server, load, load.pictures(seeds))  # warm-up
     for _ in range(TURNS):
         for outcomes, count in ((alone, 0), (busy, loops)):
             for index, server in enumerate(servers):

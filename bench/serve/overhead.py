@@ -1,4 +1,4 @@
-"""What a request costs beside the model, by part: one client, one picture at a time."""
+"""The time of a request outside the model, by part, for one client with one image at a time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MAX_TOKENS = 16
 
 
 def decoding_s(checkpoint: Path | None, pictures: list[bytes]) -> float:
-    """The median seconds in which a family makes its arrays of one of `pictures`, with one thread as a tokenizer has.
+    """Return the median seconds in which a family preprocesses one of `pictures`, on one thread like a tokenizer.
 
-    Header, decoding, resizing, cutting patches: into arrays that are there, as in an arena.
+    They cover parsing the header, decoding, resizing and cutting patches. The arrays exist already, as in an arena.
     """
     opened = Checkpoint.open(checkpoint)
     processor = family_of(opened).processor(opened)
@@ -45,12 +45,15 @@ def decoding_s(checkpoint: Path | None, pictures: list[bytes]) -> float:
 
 
 async def overhead(server: Server, checkpoint: Path | None, requests: int, numbers: Iterator[int]) -> dict[str, Any]:
-    """Medians in milliseconds over as many requests, one at a time, each with a picture of its own.
+    """Send `requests` requests one at a time, each with its own image, and return medians in milliseconds.
 
-    The model's part is what the engine says of itself: `prefill_s`, with the tower in it, and `decode_s`. The rest of
-    what the client waits is overhead, `outside_model_ms`; `without_decoding_ms` leaves out reading the picture itself,
-    and of that `in_the_server_ms` is what the server's timings say: not the client's own work, nor the connection.
-    RuntimeError for an answer that is not whole.
+    The model's time is `prefill_s`, which includes the tower, and `decode_s` of the engine. `outside_model_ms` is the
+    rest of the time that the client waits. `without_decoding_ms` is this rest without decoding the image.
+    `in_the_server_ms` is the part of it in the server's timings, without the client's own work and the connection.
+
+    Raises:
+        RuntimeError: An answer has a fault or no timings.
+
     """
     answers = []
     async with session() as http:
@@ -58,7 +61,7 @@ async def overhead(server: Server, checkpoint: Path | None, requests: int, numbe
             answer = await ask(http, server, data_url(next(numbers), SIZE), MAX_TOKENS, timings=True)
             if answer.fault is not None or answer.timings is None:
                 raise RuntimeError(f"request {index}: {answer.fault or 'no timings'}")
-            if index >= 3:  # the first ones warm up
+            if index >= 3:  # the first three are a warm-up
                 answers.append((answer.ended - answer.begun, answer.timings))
     decode_s = decoding_s(checkpoint, [jpeg(next(numbers), SIZE) for _ in range(40)])
 

@@ -1,4 +1,4 @@
-"""JPEGs of which no two are alike, as data: URLs: gradients under noise, so that decoding them takes its time."""
+"""Distinct JPEGs as data: URLs. They are gradients with noise, so that decoding takes a realistic time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from PIL import Image
 
 QUALITY = 90
 GRAIN = 8
-"""Pixels of noise's side."""
+"""Side of a grain of noise in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a picture, in pixels."""
+    """The size of an image in pixels."""
 
     width: int
     height: int
@@ -26,13 +26,13 @@ class Size:
 
     @classmethod
     def of(cls, text: str) -> Size:
-        """From `640x480`."""
+        """Parse a size such as `640x480`."""
         width, height = map(int, text.split("x"))
         return cls(width, height)
 
 
 def jpeg(seed: int, size: Size) -> bytes:
-    """The file of picture number `seed`."""
+    """Return image number `seed` as a JPEG file."""
     generator = np.random.default_rng(seed)
     across = np.linspace(0, 255, size.width)[None, :, None] * generator.random(3)
     down = np.linspace(0, 255, size.height)[:, None, None] * generator.random(3)
@@ -45,5 +45,5 @@ def jpeg(seed: int, size: Size) -> bytes:
 
 
 def data_url(seed: int, size: Size) -> str:
-    """The same, as requests carry it."""
+    """Return the same image as a data: URL."""
     return f"data:image/jpeg;base64,{pybase64.b64encode(jpeg(seed, size)).decode()}"

@@ -1,12 +1,16 @@
-"""Offline tokenisation: rows of prompts in, shards of ids and arrays out, which a worker runs or a trainer reads.
+"""Offline tokenisation: from rows of prompts to shards of ids and arrays, for a worker or for training.
 
-What is read       gather (folders and pipes to files of rows), source (files of rows, cut into chunks), record,
-                   row (one record to one prompt), file_state (whether a file has changed)
-What is made       shard (a table beside a file of blocks), manifest (the settings, and in the end the counts)
-What continues it  settings (what decides the bytes), versions, checkpoint_digest, differences (why a call is refused)
-Who does it        run (settings to a manifest), tally (what is done of it), workers and on_ray (processes here, actors
-                   there, and their deaths), process (a worker), cursor (where it is), stage (one chunk to its shards)
-Who sees it        progress, dataset, sheet (the pictures of a row)
+Input: gather (conversion of folders and pipes to files of rows), source (files of rows, cut into chunks), record, row
+(conversion of a record to a prompt), file_state (detection of changed files).
+
+Output: shard (a table and a file of blocks), manifest (settings and final counts), dataset (reading of a run).
+
+Continuation: settings (the values that decide the bytes), versions, checkpoint_digest, differences (reasons to refuse a
+call).
+
+Processes: run (all steps from settings to the manifest), tally (counts of finished rows), progress, workers (processes
+on this machine and their deaths), on_ray (actors on a cluster), batch_process (a worker process), cursor (its current
+row), stage (tokenisation of a chunk to shards).
 """
 
 from mindie_mm.errors import InputError

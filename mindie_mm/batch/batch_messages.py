@@ -1,4 +1,4 @@
-"""What travels between a run and its workers, as msgpack."""
+"""Messages between a run and its workers, as msgpack."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from mindie_mm.processes.ipc import Failure
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Run to worker."""
+    """Run to worker: do a chunk."""
 
     chunk: Chunk
     doomed: dict[int, str] = {}
-    """Rows not to be tried, with their errors: each of them ended a worker twice."""
+    """Errors of the rows that must not be tried, by row. Each of these rows ended a worker twice."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Worker to run, once: the checkpoint is read."""
+    """Worker to run, once: the checkpoint has been read."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """A row is done."""
+    """A finished row."""
 
     row: int
     num_bytes: int
-    """That its blocks take."""
+    """Size of its blocks in bytes."""
     error: str | None = None
 
 
 class Steps(msgspec.Struct, frozen=True, tag="steps"):
-    """Rows are done, since the last time that this was told."""
+    """Worker to run: rows that were finished since the last report."""
 
     steps: list[Step]
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """A chunk is done: its shards have their names."""
+    """Worker to run: a chunk is finished, and its shards have their names."""
 
     chunk: int
     shards: list[ShardInfo]
 
 
 Report = Ready | Steps | Finished | Failure
-"""A Failure: the run cannot go on."""
+"""Messages from a worker. A Failure means that the run cannot continue."""
 
 
 def death_error(how: str) -> str:
-    """The error of a row at which two workers died."""
+    """Return the error of a row at which two workers died."""
     return f"ProcessDied: the worker ended with {how} at this row, twice"

@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files, by which two calls tell whether they use the same one, wherever it lies."""
+"""Digests of a checkpoint's files, by which two calls can tell whether they use the same one at any path."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ _TOKENIZING_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 
 
 def model_digest(checkpoint: Checkpoint) -> str:
-    """Digest of the files that tokenising reads; what is no file, as a link that leads nowhere, is not there.
+    """Return a digest of the files that tokenising reads. Broken links count as missing.
 
-    UnsupportedCheckpoint for one that cannot be read.
+    Raises:
+        UnsupportedCheckpoint: A file cannot be read.
+
     """
     digest = blake3()
     files = {file for pattern in _TOKENIZING_FILES for file in checkpoint.path.glob(pattern)}

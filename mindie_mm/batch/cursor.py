@@ -14,7 +14,7 @@ class RowCursor:
     """Row number that a run shares with its worker. Use it as a context manager."""
 
     def __init__(self, descriptor: int) -> None:
-        """For `create` and `open`; the cursor owns `descriptor`."""
+        """Take ownership of a file descriptor. Use `create` or `open` to make a cursor."""
         self._descriptor = descriptor
 
     @classmethod

@@ -1,8 +1,9 @@
-"""A run on a Ray cluster: Ray Data hands out the chunks, holds back, and tries again; each node writes its own shards.
+"""Runs on a Ray cluster. Ray Data distributes the chunks, with backpressure and retries. Each node writes its own
+shards.
 
-Nothing but chunks and counts crosses between nodes: a node reads the input and the checkpoint at their paths, and
-writes to the run's folder on its own disk. Where all nodes see one disk, that folder holds everything; else the shards
-are copied to one of them, and the same command there finds nothing left to do but the manifest.
+Only chunks, counts and gathered inputs are sent between nodes. A node reads the input and the checkpoint at their
+paths, and writes to the run's folder on its own disk. If all nodes share one disk, that folder holds everything.
+Otherwise, copy the shards to one node and run the same command there. Only the manifest is left to write.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _CHECK = (
     "RAY_AUTH_TOKEN here"
 )
 _DEATHS = 2
-"""Deaths of actors at one row, after which it is not tried again."""
+"""Number of deaths of actors at one row after which the row is not tried again."""
 _MOST_BLOCKS = 10_000
-"""Most of Ray's blocks: more chunks than that share them, since its driver keeps something of each block."""
+"""Maximum number of Ray's blocks, because its driver keeps data for each block. More chunks share blocks."""
 _PIECE_BYTES = 1 << 24
-"""Bytes of a gathered input that are in memory at a time."""
+"""Number of bytes of a gathered input to hold in memory at a time."""
 
 
 def shards(
@@ -49,8 +50,8 @@ def shards(
     """Yield the chunks with their shards as they are done, in no order.
 
     Args:
-        address: Address of the cluster to join as host:port, "auto" for the one that runs on this machine, or "local"
-            to start one.
+        address: Address of the cluster to join as host:port, "auto" for the cluster that runs on this machine, or
+            "local" to start one.
         run: Run to write shards of.
         folder: Folder of the run on each node.
         chunks: Chunks to tokenize.
@@ -66,7 +67,7 @@ def shards(
     _join(address)
     import ray
 
-    # Ray's own store holds them, and writes what it has no room for to disk.
+    # Ray's object store holds the lists, and spills them to disk if necessary.
     lists = {
         index: [ray.put(piece) for piece in _pieces(gathered_path(folder, index))]
         for index, given in enumerate(run.settings.inputs)
@@ -136,9 +137,19 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def put_lists(run: Run, folder: Path, lists: Mapping[int, Iterable[bytes]], writer: str) -> None:
-    """Writes the gathered inputs, by number and in pieces, to a node's `folder`, unless they are there. StorageError.
+    """Write the gathered inputs to a node's `folder`, unless they are there.
 
-    What is there may be an earlier run's; and each actor of the node may do this at the same time, as another `writer`.
+    The folder may hold files of an earlier run. Each actor of the node may do this at the same time.
+
+    Args:
+        run: Run that the inputs belong to.
+        folder: Folder of the run on this node.
+        lists: Pieces of each gathered input, by its number.
+        writer: Name of this writer, different from all others.
+
+    Raises:
+        StorageError: An input cannot be written.
+
     """
     for index, pieces in lists.items():
         path = gathered_path(folder, index)
@@ -148,7 +159,7 @@ def put_lists(run: Run, folder: Path, lists: Mapping[int, Iterable[bytes]], writ
 
 
 class _Actor:
-    """A stage on some node."""
+    """A stage on a node of the cluster."""
 
     def __init__(self, run: bytes, folder: str, lists: Mapping[int, Sequence[Any]], call: str) -> None:
         self._run = msgspec.json.decode(run, type=Run)
@@ -171,7 +182,7 @@ class _Actor:
     def _begun(self) -> Stage:
         import ray
 
-        from mindie_mm.batch.stage import Stage  # late: it imports torch, and the driver runs none
+        from mindie_mm.batch.stage import Stage  # imported late, because the driver does not need torch
 
         if self._stage is None:
             with os_errors_as(StorageError, f"{self._folder} cannot be written to"):
@@ -183,7 +194,10 @@ class _Actor:
         return self._stage
 
     def _do(self, chunk: Chunk) -> list[ShardInfo]:
-        """Ray does a chunk again elsewhere if an actor dies: where it died stands in a file until it is past."""
+        """Tokenize a chunk, and record the current row in a file until the row is finished.
+
+        If an actor dies, Ray repeats its chunk on another one. The file then shows at which row it died.
+        """
         stage = self._begun()
         mark = self._folder / f"at-{chunk.number}.json"
         deaths = _deaths(mark, self._call)
@@ -204,21 +218,21 @@ class _Actor:
 
 
 class _Mark(msgspec.Struct, frozen=True):
-    """How far a chunk is."""
+    """Progress of a chunk."""
 
     call: str
-    """Which call of `shards` wrote the mark: where an earlier one was stopped, no row is to blame."""
+    """Call of `shards` that wrote the mark. If an earlier call was stopped, its last row is not to blame."""
     deaths: dict[int, int]
-    """How often a row was begun and not ended, by row."""
+    """Number of times that each row was begun and not finished."""
 
     def write(self, file: Path) -> None:
-        """StorageError."""
+        """Write the mark to `file`. Raise StorageError."""
         with os_errors_as(StorageError, f"{file} cannot be written"):
             file.write_bytes(msgspec.json.encode(self))
 
 
 def _deaths(file: Path, call: str) -> dict[int, int]:
-    """Deaths by row, as the mark in `file` has them; none if another call wrote it. StorageError."""
+    """Return the deaths by row from the mark in `file`, or none if another call wrote it. Raise StorageError."""
     try:
         mark = msgspec.json.decode(file.read_bytes(), type=_Mark)
     except (FileNotFoundError, msgspec.DecodeError):

@@ -50,11 +50,11 @@ class Rates:
     rows_per_s: float
     megabytes_per_s: float
     eta_s: float | None
-    """None while nothing is done."""
+    """Remaining time in seconds, or None while no work is done."""
 
     @classmethod
     def of(cls, done: Progress, earlier: Progress, elapsed_s: float) -> Rates:
-        """The rates of this run alone: what an earlier one did took none of its time."""
+        """Return the rates of this call alone, without the work of `earlier` calls."""
         own, elapsed_s = done - earlier, max(elapsed_s, 1e-9)
         eta_s = elapsed_s * max(0.0, 1 - done.share) / own.share if own.share > 0 else None
         return cls(own.rows / elapsed_s, own.num_bytes / elapsed_s / 1e6, eta_s)
@@ -92,7 +92,7 @@ def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = Non
         while not ended.wait(interval_s or pause_s):
             print_now()
 
-    printing = Thread(target=print_often, daemon=True)  # of its own: a row may take longer than a pause
+    printing = Thread(target=print_often, daemon=True)  # a separate thread, because a row may take longer than a pause
     printing.start()
     try:
         yield show

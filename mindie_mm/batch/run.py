@@ -1,4 +1,4 @@
-"""A run: what is done already left alone, the rest handed to workers here or on a Ray cluster."""
+"""Runs: finished chunks are skipped, and the others go to workers on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_batch(
     show: Show = lambda *_: None,
     ray_address: str | None = None,
 ) -> tuple[Manifest, Counter[str]]:
-    """Do the part of a run that is not done yet, and write its manifest. Calling again continues after any error.
+    """Do the unfinished part of a run, and write its manifest. After any error, call this again to continue.
 
     Args:
         settings: Settings of the run.
@@ -49,7 +49,7 @@ def run_batch(
         ray_address: Address of a Ray cluster, "local" for one of this machine, or None to use processes.
 
     Returns:
-        The manifest, and the number of files in the input's folders that are no media, by extension.
+        The manifest, and the number of files in the input's folders that are not media, by extension.
 
     Raises:
         InputError: The folder cannot be used or holds another run, or the input cannot be read.
@@ -82,7 +82,7 @@ def run_batch(
         if ray_address is None:
             asyncio.run(Workers(folder, every, tally).run(num_workers))
         else:
-            from mindie_mm.batch import on_ray  # late: it is an extra, and takes seconds to import
+            from mindie_mm.batch import on_ray  # imported late, because it is an extra and takes seconds
 
             waiting = [chunk for chunk in every if not tally.is_done(chunk)]
             for chunk, shards in on_ray.shards(ray_address, run, folder, waiting, num_workers):

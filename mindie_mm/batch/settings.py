@@ -1,4 +1,4 @@
-"""What decides the bytes of a run: its settings and its input, written down before the first row."""
+"""Settings and input of a run, which decide its bytes. They are recorded before the first row is written."""
 
 from __future__ import annotations
 
@@ -25,48 +25,49 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import MediaCaps, MiB
 
 FORMAT = 2
-"""Number of the output's layout; what has another one is not read."""
+"""Version of the output's layout. Other versions are not read."""
 RUN_FILE = "run.json"
 
 MAX_SHARD_BYTES = 2**40
 _GO_ON = "Name another folder for --output, or restore the earlier settings, files and versions to continue this run"
 
 _RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
-"""What may be there before the run's file is: its lock, gathered input, what came from another node."""
+"""Files that may exist before the run's file: its lock, gathered input, and files from another node."""
 _LOCATIONS = frozenset({"model", "inputs", "stdin_folder"})
-"""Settings that say where something is. What is there counts by its digest."""
+"""Settings that are locations. The digests of the files at these locations are compared instead."""
 _PIECE_BYTES = 1 << 20
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them change what is written, or which rows are."""
+    """Settings that change the rows of a run or their bytes."""
 
     model: str
-    """Checkpoint directory, absolute; empty for the embedded one."""
+    """Absolute path of the checkpoint directory. Empty: the embedded checkpoint."""
     family: str = ""
-    """As `WorkerConfig.family`; empty: the one that the checkpoint names."""
+    """As `WorkerConfig.family`. Empty: the family that the checkpoint names."""
     inputs: tuple[str, ...]
     """Absolute paths of files of rows, pipes with JSON lines and media folders. "-" is standard input."""
     stdin_folder: str = ""
     """Absolute base folder of relative paths in rows from standard input and pipes."""
     columns: tuple[str, ...] = ()
-    """Columns of Parquet files, and keys of JSON objects, that are read; none: all."""
+    """Columns of Parquet files, and keys of JSON objects, to read. Empty: all."""
     template: str = ""
-    """Prompt round the media of a folder's or a tar's rows, `{media}` where they stand; without it, behind them."""
+    """Prompt for the media of rows from a folder or tar, with `{media}` at their place. Without `{media}` they come
+    first."""
     chat: bool = True
-    """Rows of items are one user turn through the chat template, where the checkpoint has one."""
+    """Format rows of items as one user turn with the chat template, if the checkpoint has one."""
     max_tokens: int = 0
-    """Most tokens of a row, 0: any number; a longer one is an error."""
+    """Maximum number of tokens of a row, or 0 for no limit. A longer row is an error."""
     truncate: bool = False
-    """A longer one loses its oldest text and whole media items instead."""
+    """Shorten a longer row by its oldest text and whole media items instead."""
     limit: int | None = None
-    """Rows that are taken; None: all."""
+    """Maximum number of rows to take, or None for all."""
     shard_bytes: int = 256 * MiB
-    """A shard ends with the row that brings its blocks to so many bytes."""
+    """Size of blocks in bytes at which a shard ends."""
     shard_rows: int = 128
-    """A shard has at most so many rows: what one process does at a time, and does again if it dies."""
+    """Maximum number of rows of a shard. A process does that many rows at a time, and repeats them if it dies."""
     media: MediaCaps = MediaCaps()
-    """What is above them is an error of its row; `max_decode_bytes` is left to the system."""
+    """Limits on media. An item above a limit is an error of its row. `max_decode_bytes` does not apply."""
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -89,7 +90,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"limit is {self.limit}, it must be at least 1")
 
     def checkpoint(self) -> Checkpoint:
-        """UnsupportedCheckpoint."""
+        """Open the checkpoint. Raise UnsupportedCheckpoint."""
         return Checkpoint.open(self.model or None)
 
     def media_folder(self, index: int) -> Path:
@@ -125,20 +126,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings, and what they referred to when the run began."""
+    """Settings, and fingerprints of the files that they named when the run began."""
 
     format: int = FORMAT
     settings: Settings
     model_digest: str
     """Digest of the checkpoint's files that tokenising reads."""
     input_digests: tuple[str, ...]
-    """`Source.fingerprint` of each file of rows; media that rows name are not read for it."""
+    """`Source.fingerprint` of each file of rows. It does not cover media that rows name."""
     versions: Mapping[str, str] = {}
-    """Versions of the packages that make ids and arrays. Empty if the run is of a release that did not record them."""
+    """Versions of the packages that make ids and arrays. Empty for a run of a release that did not record them."""
 
     @classmethod
     def of(cls, settings: Settings, folder: Path, sources: Sequence[Source] | None = None) -> Run:
-        """Read what the settings name.
+        """Compute the fingerprints of the files that the settings name.
 
         Args:
             settings: Settings of the run.
@@ -163,7 +164,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self) -> dict[str, Any]:
         """Return everything that decides the bytes of the run, by name. It includes no location.
 
-        A part is named in the message that refuses to continue a run if it differs.
+        If a part differs, the message that refuses to continue the run names it.
         """
         values: dict[str, Any] = msgspec.to_builtins(self)
         return {
@@ -173,7 +174,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Names the run: a shard says of which one it is."""
+        """Identifier of the run, which each of its shards records."""
         return blake3(msgspec.json.encode(self.parts())).hexdigest(16)
 
     def require_here(self, folder: Path) -> list[FileState]:
@@ -189,7 +190,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return [source.state for source in sources]
 
     def require_model(self, checkpoint: Checkpoint) -> None:
-        """InputError unless the rows were tokenised with `checkpoint`, wherever it lay then."""
+        """Raise InputError unless `checkpoint`, at any path, is the one that the rows were tokenised with."""
         if (found := model_digest(checkpoint)) != self.model_digest:
             raise InputError(
                 f"{checkpoint.path} is not the checkpoint that the rows were tokenised with: the digest of the files "
@@ -197,12 +198,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def begin(self, folder: Path) -> None:
-        """Write the run's file into `folder`, unless it is there.
+        """Write the run's file into `folder`, unless the file is there.
 
-        If inputs or checkpoint have moved since, the file gets their new locations.
+        If inputs or the checkpoint have moved, update their locations in the file.
 
         Raises:
-            InputError: The folder holds another run. The message names what differs.
+            InputError: The folder holds another run. The message names the differences.
             StorageError: The file cannot be written.
 
         """
@@ -243,7 +244,7 @@ def _require_named(source: JSONLines) -> None:
 
 
 def _is_utf8(path: str) -> bool:
-    """Whether a path, as Python has it, can be written down as JSON."""
+    """Return whether a path, as Python represents it, can be written as JSON."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -252,7 +253,7 @@ def _is_utf8(path: str) -> bool:
 
 
 def require_run(folder: Path) -> None:
-    """Raise InputError if a folder holds no run, but files that no run writes, or if it cannot be listed."""
+    """Raise InputError if a folder holds other files instead of a run, or if it cannot be listed."""
     if not (folder / RUN_FILE).exists():
         with os_errors_as(InputError, f"{folder} cannot be listed"):
             others = [path.name for path in folder.iterdir() if not _RUN_FILES.fullmatch(path.name)]

@@ -1,4 +1,4 @@
-"""One chunk of rows to its shards: the same bytes, whoever does it."""
+"""Tokenization of a chunk of rows to shards. Every process writes the same bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stage:
-    """A tokenizer that writes shards into `folder`. One thread's."""
+    """A tokenizer that writes shards into `folder`. Only one thread may use it."""
 
     def __init__(self, run: Run, folder: Path, states: Sequence[FileState] = ()) -> None:
         """Read the checkpoint.
@@ -54,7 +54,7 @@ class Stage:
         settings = run.settings
         self._folder = folder
         self._sources = settings.sources(folder, states, run.input_digests)
-        # At the start, because a folder that is removed later would be taken for a file.
+        # Checked at the start, because a folder that is removed later would be taken for a file.
         self._places = [
             _Place(settings.media_folder(index), is_folder(given)) for index, given in enumerate(settings.inputs)
         ]
@@ -68,8 +68,8 @@ class Stage:
     def run(self, chunk: Chunk, doomed: Mapping[int, str]) -> Iterator[Step | Finished]:
         """Tokenize the rows of `chunk`, one after another.
 
-        Rows in `doomed` are not tried, but get that error. A row that cannot be tokenized is an error of its own. A
-        shard gets its name only if the input is still in the state in which the run found it.
+        Rows in `doomed` get the error given there without being tried. A row that cannot be tokenized becomes an error.
+        A shard gets its name only if the input is still in the state in which the run found it.
 
         Raises:
             StorageError: The shards cannot be written, or the input has changed.
@@ -77,7 +77,7 @@ class Stage:
         """
         source, shards = self._sources[chunk.file], list[ShardInfo]()
         if self._last is not source:
-            self._last.close()  # so that as many files are open as are read, however many there are
+            self._last.close()  # keeps only one file open, however many there are
             self._last = source
         records, place = source.records(chunk.start, chunk.stop), self._places[chunk.file]
         with ExitStack() as left:
@@ -114,7 +114,7 @@ class Stage:
         except MindieMMError as error:
             if place.is_listed and isinstance(error, MediaError):
                 _require_listed(record, place.folder)
-            if isinstance(error, ArenaFull) and isinstance(error.__cause__, OSError):  # the disk, and no row's fault
+            if isinstance(error, ArenaFull) and isinstance(error.__cause__, OSError):  # the disk failed
                 raise StorageError(str(error)) from error
             failed = printable(f"{error_name(error)}: {error}")
         except Exception as error:  # noqa: BLE001 - one row fails, not the run
@@ -136,10 +136,10 @@ class Stage:
 
 
 class _Place(NamedTuple):
-    """Where the media of an input are."""
+    """Location of the media of an input."""
 
     folder: Path
-    """Folder at which relative paths begin."""
+    """Base folder of relative paths."""
     is_listed: bool
     """Whether the input is that folder."""
 
@@ -160,6 +160,6 @@ def _next(records: Iterator[Record], source: Source) -> Record:
     except InputError:
         source.require_unchanged()  # then the change is the reason
         raise
-    except (OSError, ValueError, NotImplementedError, StopIteration) as error:  # pyarrow's own are of the first three
+    except (OSError, ValueError, NotImplementedError, StopIteration) as error:  # pyarrow raises the first three
         source.require_unchanged()
         raise StorageError(f"{source.path} cannot be read any further: {str(error) or 'it ended early'}") from error

@@ -1,4 +1,4 @@
-"""How far a run is: chunks that an earlier one did, rows that failed, and what all of them are of the input."""
+"""Progress of a run: chunks of earlier calls, failed rows, and the finished share of the input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_
 
 
 class Tally:
-    """Counts what is done of `run` into `folder`, and shows it."""
+    """The count of finished rows of `run` in `folder`, which is passed to `show`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Tally:
         sizes = [source.state.size for source in sources]
         each = zip(sizes, sources, strict=True)
         self._shares = [size / max(1, sum(sizes)) / max(1, source.size) for size, source in each]
-        """Share of the whole input that a unit of each source's own size is."""
+        """Share of the whole input per unit of each source's own size."""
         self.done = self._earlier = Progress()
         show(self.done, self._earlier)
 
@@ -77,7 +77,7 @@ class Tally:
         return True
 
     def add_step(self, chunk: Chunk, step: Step) -> Progress:
-        """A row of a chunk is done; what that adds. TooManyErrors."""
+        """Count a finished row of a chunk, and return its progress. Raise TooManyErrors."""
         more = Progress(1, step.error is not None, step.num_bytes, self._share(chunk, 1))
         self._add(more)
         if step.error is not None:
@@ -85,16 +85,16 @@ class Tally:
         return more
 
     def add_shards(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
-        """A chunk is done, these its shards. TooManyErrors."""
+        """Count a finished chunk with its shards. Raise TooManyErrors."""
         self._add_all(chunk, shards)
         self._require_few_errors(f"rows {chunk.first_row} to {chunk.stop_row - 1}")
 
     def take_back(self, rows: Progress) -> None:
-        """Rows that were added are not done: their worker died before the chunk's end."""
+        """Subtract rows that were added, because their worker died before the end of the chunk."""
         self._add(Progress() - rows)
 
     def end(self) -> None:
-        """All is done, also what of a file is in no row, such as what a tar ends with."""
+        """Show that all is done, including parts of files that belong to no row, such as the end of a tar."""
         self._show(replace(self.done, share=1.0), self._earlier)
 
     def _require_same_records(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
@@ -122,11 +122,11 @@ class Tally:
         self._show(self._of_limit(self.done), self._of_limit(self._earlier))
 
     def _share(self, chunk: Chunk, rows: int) -> float:
-        """Share of the whole input that so many rows of a chunk are."""
+        """Return the share of the whole input of so many rows of a chunk."""
         return self._shares[chunk.file] * (chunk.stop - chunk.start) * rows / chunk.num_rows
 
     def _of_limit(self, done: Progress) -> Progress:
-        """With what is done of the rows that are taken, where that is more than what is done of the input."""
+        """Return `done` with its share of the limited number of rows, if that is more than its share of the input."""
         return done if self._limit is None else replace(done, share=max(done.share, done.rows / self._limit))
 
     def _require_few_errors(self, why: str) -> None:

@@ -20,7 +20,7 @@ _PACKAGES = (
 
 
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the installed versions of our own package and of those that decode and tokenize, and of `more`.
+    """Return the installed versions of this package, of the packages that decode and tokenize, and of `more`.
 
     Packages that are not installed are left out. PyAV may use FFmpeg of the system, so FFmpeg has its own version.
     """

@@ -1,4 +1,4 @@
-"""A run's worker processes on this machine: each does one chunk after another, and rows at which they die are found."""
+"""Worker processes of a run on this machine. Rows at which they die are detected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMINGS_FILE = "timings.jsonl"
 
 
 class Workers:
-    """Processes that do those of `chunks` that no earlier run did, and write to `folder`."""
+    """Processes that do the `chunks` that no earlier call finished, and write to `folder`."""
 
     def __init__(self, folder: Path, chunks: Iterator[Chunk], tally: Tally) -> None:
         self._folder = folder
@@ -50,26 +50,27 @@ class Workers:
         """
         try:
             await gather([self._worker(self._chunks) for _ in range(num_workers or available_cpus())])
-            # Alone, so that what another worker took cannot be what ends it again.
+            # Run a single worker, so that the memory that other workers take cannot end it again.
             while self._set_aside:
                 again, self._set_aside = self._set_aside, []
                 await self._worker(chain(again, self._chunks), alone=True)
         finally:
-            for left in self._folder.glob("shard-*.partial"):  # of workers, which have all ended
+            for left in self._folder.glob("shard-*.partial"):  # all workers have ended
                 left.unlink(missing_ok=True)
 
     async def _next(self, every: Iterator[Chunk]) -> Chunk | None:
-        """The next chunk that is not done; None behind the last one."""
+        """Return the next chunk that is not done, or None after the last one."""
         for chunk in every:
             if not self._tally.is_done(chunk):
                 return chunk
-            await asyncio.sleep(0)  # many may be done: an interrupt comes through here
+            await asyncio.sleep(0)  # many chunks may be done, and an interrupt must get through
         return None
 
     async def _worker(self, every: Iterator[Chunk], *, alone: bool = False) -> None:
-        """One process after another, until nothing waits; none where nothing does.
+        """Run one process after another until no chunks are left. Start none if there are no chunks.
 
-        One that is killed before it is ready is the last: what it took is left to the others. `alone`, ProcessDied.
+        A process that is killed before it is ready is not replaced, and its chunk is left to the others. If it ran
+        `alone`, raise ProcessDied.
         """
         while (chunk := await self._next(every)) is not None:
             with RowCursor.create() as cursor:
@@ -90,7 +91,7 @@ class Workers:
                 return
 
     async def _report(self, child: Child) -> Report | None:
-        """The worker's next one; None if it died."""
+        """Return the worker's next report, or None if it died. Raise the error of a Failure."""
         try:
             report: Report = self._decoder.decode(await child.channel.recv())
         except EOFError:
@@ -100,7 +101,7 @@ class Workers:
         return report
 
     async def _finish(self, child: Child, cursor: RowCursor, chunk: Chunk) -> bool:
-        """Has the worker do a chunk; False if it died in the midst of it."""
+        """Let the worker do a chunk. Return False if it died before the end."""
         began, done = time.monotonic(), Progress()
         doomed = {row: why for row, why in self._suspects.doomed.items() if chunk.first_row <= row < chunk.stop_row}
         cursor.move_to(chunk.first_row)
@@ -117,7 +118,9 @@ class Workers:
         return False
 
     def _write_timing(self, chunk: Chunk, seconds: float, pid: int) -> None:
-        """Apart from what must be equal from run to run. StorageError."""
+        """Write the duration to a file of its own, because the other files must not differ between runs. Raise
+        StorageError.
+        """
         line = {"first_row": chunk.first_row, "rows": chunk.num_rows, "seconds": round(seconds, 4), "worker": pid}
         path = self._folder / TIMINGS_FILE
         with os_errors_as(StorageError, f"{path} cannot be written"), path.open("ab") as file:
@@ -129,12 +132,12 @@ class _Suspects:
     """Rows at which workers died."""
 
     deaths: dict[int, int] = field(default_factory=dict)
-    """How many, by row."""
+    """Number of deaths by row."""
     doomed: dict[int, str] = field(default_factory=dict)
-    """Rows that are not tried again."""
+    """Errors of the rows that are not tried again, by row."""
 
     def blame(self, row: int, status: int | None) -> None:
-        """ProcessDied at a third death: the row was not tried any more."""
+        """Record a death at `row`. Raise ProcessDied if the row was left out, which makes this the third death."""
         how = _ended_with(status)
         _log.warning("a worker ended with %s at row %d", how, row)
         if row in self.doomed:

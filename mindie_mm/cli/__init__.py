@@ -35,7 +35,7 @@ class _Commands(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Parse the command line and run the command. An interrupt while parsing ends with 130 too.
 
-        The standard streams are put in order first, before anything else is opened or printed.
+        The standard streams are set up before anything else is opened or printed.
         """
         restart_in_utf8()
         use_utf8()
@@ -61,7 +61,7 @@ class _Commands(click.Group):
         return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:
-        """Run a command. Show an error of ours as one line, and end with 130 on an interrupt."""
+        """Run a command. Show an error of this package as one line, and end with 130 on an interrupt."""
         try:
             interruptible()
             return super().invoke(context)
@@ -78,8 +78,8 @@ def _ending_at_once() -> Iterator[None]:
     """End this process with status 0 on SIGTERM, SIGINT and SIGHUP until the server handles them.
 
     The process holds no resources yet. The kernel drops signals for which process 1 of a container has no handler, and
-    `serve` imports for a second or more. Signals that the process was started to ignore, such as SIGHUP
-    under nohup, stay ignored.
+    `serve` spends a second or more on imports. Signals that the process was started to ignore, such as SIGHUP under
+    nohup, stay ignored.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}

@@ -45,7 +45,7 @@ class SettingsCommand(click.Command):
 def settings(*classes: type[Any], without: Collection[str] = ()) -> Callable[[Command], Command]:
     """Return a decorator that adds one option per field of the settings `classes`, and `--config`.
 
-    `without` names the fields that mean nothing to the command.
+    `without` names the fields that have no effect on the command.
     """
 
     def decorate(command: Command) -> Command:
@@ -79,7 +79,9 @@ def _option(cls: type[Any], field: dataclasses.Field[Any], text: str) -> Callabl
 
 
 def _shown(field: dataclasses.Field[Any]) -> str:
-    """Return a field's default as help shows it: sizes with their unit, switches as on or off, none as nothing."""
+    """Return a field's default as help shows it: sizes with their unit, switches as on or off, no default as an empty
+    text.
+    """
     value = field.default
     if value is None or value == ():
         return ""

@@ -1,4 +1,4 @@
-"""The pictures of a row on one page."""
+"""Contact sheets: the pictures of a row on one page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ _GROUND = (255, 255, 255)
 
 
 def contact_sheet(pictures: Sequence[NDArray[np.uint8]]) -> Image.Image:
-    """RGB, the pictures uint8 [height, width, 3] in rows, each within `_SIDE` pixels; about as wide as high."""
+    """Return a page, about as wide as high, with the pictures in a grid.
+
+    Args:
+        pictures: RGB pictures, uint8 [height, width, 3]. Each is reduced to fit `_SIDE` pixels.
+
+    """
     columns = math.ceil(math.sqrt(len(pictures)))
     rows = math.ceil(len(pictures) / columns)
     sheet = Image.new("RGB", (_GAP + columns * (_SIDE + _GAP), _GAP + rows * (_SIDE + _GAP)), _GROUND)

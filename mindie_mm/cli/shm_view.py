@@ -11,7 +11,7 @@ from mindie_mm.shm.operate.arena_info import ArenaInfo, BlockInfo
 
 
 def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
-    """A heading, and one line an arena; plain columns, since rich takes seconds for thousands of rows."""
+    """Return a heading and one line per arena, in plain columns because rich takes seconds for thousands of rows."""
     rows = [("arena", "owner", "age", "capacity", "used", "populated", "blocks", "oldest request")]
     for arena in arenas:
         pid = "header damaged" if arena.owner is None else f"pid {arena.owner.pid}"
@@ -33,7 +33,7 @@ def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
 
 
 def block_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
-    """A heading, and one line a block."""
+    """Return a heading and one line per block."""
     rows = [("block", "state", "size", "age", "lease", "arrays", "request")]
     rows += [
         (
@@ -76,7 +76,7 @@ def footer(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
 
 
 def line(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
-    """All of it in one line, for a log."""
+    """Return a summary of all arenas in one line, for a log."""
     blocks: list[BlockInfo] = [block for arena in arenas for block in arena.blocks]
     oldest = max((block.age_s for block in blocks), default=0.0)
     return (
@@ -98,7 +98,7 @@ def states(arena: ArenaInfo) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """`num_bytes` in the largest binary unit that leaves at least 1."""
+    """Format `num_bytes` in the largest binary unit in which it is at least 1."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
@@ -106,7 +106,7 @@ def size(num_bytes: int) -> str:
 
 
 def age(seconds: float) -> str:
-    """`seconds` in the largest unit of which there are at least 2."""
+    """Format `seconds` in the largest unit in which it is at least 2."""
     for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
         if abs(seconds) >= 2 * factor:
             return f"{seconds / factor:.0f} {unit}"
@@ -114,5 +114,5 @@ def age(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with what a terminal would obey written out: a path may hold any byte."""
+    """Escape the unprintable characters of a text, because a path may contain any byte, including terminal controls."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

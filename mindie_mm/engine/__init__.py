@@ -1,1 +1,1 @@
-"""The engine loop: scheduler, caches, runner and sampler."""
+"""The engine: scheduler, caches, towers, runner and sampler."""

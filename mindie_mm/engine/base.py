@@ -1,4 +1,4 @@
-"""What engines have in common: requests in, progress out. One thread, no I/O: the process around it moves messages."""
+"""Base class of the engines. It is single-threaded and does no I/O, because the engine process moves the messages."""
 
 from __future__ import annotations
 
@@ -56,16 +56,23 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Draw = tuple[int, list[TokenLogprob] | None]
-"""A token, and its log-probabilities where they are asked for."""
+"""A token with its log-probabilities. These are None if the request did not ask for them."""
 
 
 class BaseEngine(ABC):
-    """Requests in, progress out. A request that fails, fails alone."""
+    """An engine that turns requests into progress. A failing request does not affect the others."""
 
     _scheduler: BaseScheduler
 
     def __init__(self, model: MediaModel, config: EngineConfig, ranks: Ranks = ALONE) -> None:
-        """`ranks` are the processes that all do what this one does, each with its share of the weights."""
+        """Prepare the caches and the towers.
+
+        Args:
+            model: Loaded model.
+            config: Settings of the engine.
+            ranks: Processes that run the same steps, each with its share of the weights.
+
+        """
         self._media_model = model
         self._spec = model.spec
         self._devices = devices_of(model)
@@ -76,16 +83,16 @@ class BaseEngine(ABC):
         self._towers = Towers(model, self._encoder_cache, self._tower_limits, ranks, by_item=by_item)
         self._sequences: dict[str, Sequence] = {}
         self.grammars: Grammars | None = None
-        """Makes what the tokens of a request with a JSON schema must fit; None: no such request is taken."""
+        """Compiler of JSON schemas. None: requests with a JSON schema are refused."""
 
     @property
     @abstractmethod
     def ready(self) -> Ready:
-        """What the clients must know."""
+        """Message that tells the clients about the model and its limits."""
 
     @property
     def stats(self) -> Stats:
-        """Gauges of this moment."""
+        """Current gauges."""
         scheduler, encoder_cache = self._scheduler, self._encoder_cache
         return Stats(
             num_running=len(scheduler.running),
@@ -100,17 +107,17 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _sequence(self, message: Add) -> Sequence:
-        """What becomes of a request; whatever is wrong with it is raised."""
+        """Create the sequence of a request. Raise a MindieMMError if the request is invalid."""
 
     @abstractmethod
     def _run(self, step: abc.Sequence[Scheduled], progress: list[Progress]) -> None:
-        """Computes a step, and adds its news to `progress`, so that none is lost should a later part fail."""
+        """Compute a step and append its results to `progress` at once, so that a later failure loses none of them."""
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
 
     def add(self, message: Add) -> Progress | None:
-        """Queues a request; what is wrong with it comes back at once."""
+        """Queue a request. Return its error if it is invalid, else None."""
         sequence = self._try_on_all(message.request_id, lambda: self._new(message))
         if isinstance(sequence, MindieMMError):
             return _failure(message.request_id, sequence)
@@ -120,15 +127,16 @@ class BaseEngine(ABC):
         return None
 
     def refill(self, message: Refill) -> Progress | None:
-        """Let a parked request go on with media from other blocks.
+        """Resume a parked request with media from other blocks.
 
         Returns:
-            The request's error, or another demand for media if the new blocks are lost, too. None if it goes on.
+            None if the request is resumed. Otherwise its error, or another demand for media if the new blocks are lost
+            as well.
 
         """
         sequence = self._sequences.get(message.request_id)
         if sequence is None or sequence not in self._scheduler.parked:
-            return None  # aborted meanwhile
+            return None  # the client may have aborted it meanwhile
         items = self._try_on_all(message.request_id, lambda: self._items_again(sequence, message))
         faults.point("refilled")
         if isinstance(items, SegmentMissing | StaleReference):
@@ -140,16 +148,16 @@ class BaseEngine(ABC):
         return None
 
     def _try_on_all(self, request_id: str, work: Callable[[], T]) -> T | MindieMMError:
-        """Return the result of `work`, or on all ranks the error that one of them has."""
+        """Return the result of `work`. If one rank fails, return its error on all ranks."""
         failure: MindieMMError | None = None
         try:
             result = work()
         except MindieMMError as error:
             failure = error
-        except Exception as error:  # noqa: BLE001 - a request that cannot be read must not end the others
+        except Exception as error:  # noqa: BLE001 - an unreadable request must not end the others
             _log.exception("request %s", request_id)
             failure = OperationalError(f"the request failed: {type(error).__name__}")
-        # A block may be freed between one rank's reading of it and another's.
+        # A block may be freed after one rank has read it and before another rank does.
         failure = self._ranks.all_reduce_error(failure)
         return result if failure is None else failure
 
@@ -160,7 +168,7 @@ class BaseEngine(ABC):
         return sequence
 
     def _items_again(self, sequence: Sequence, message: Refill) -> list[MediaItem]:
-        """Read a sequence's media from other blocks. Raise OperationalError if the prompt or a digest is another."""
+        """Read a sequence's media from other blocks. Raise OperationalError if the prompt or a digest has changed."""
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         items = self._read(ids)
         same_ids = plain_ids(ids, items).tolist() == sequence.token_ids[: sequence.num_prompt]
@@ -174,17 +182,17 @@ class BaseEngine(ABC):
         return self.grammars.constraint(schema)
 
     def must_compile(self, message: Add) -> bool:
-        """Whether adding it takes as long as several steps."""
+        """Return whether the request has a JSON schema to compile, which may take as long as several steps."""
         schema = message.params.json_schema
         return schema is not None and self.grammars is not None and schema not in self.grammars
 
     def abort(self, message: Abort) -> None:
-        """Forgets a request, if it is still here."""
+        """Remove a request, unless it has ended already."""
         if sequence := self._sequences.get(message.request_id):
             self._forget(sequence)
 
     def step(self) -> Stepped:
-        """Computes one step. What no request is to blame for fails the requests of the step, and no other."""
+        """Compute one step. An error that belongs to no single request fails all requests of this step."""
         step = self._scheduler.schedule()
         faults.point("scheduled")
         progress: list[Progress] = []
@@ -192,8 +200,8 @@ class BaseEngine(ABC):
             self._run(step, progress)
         except Exception as error:
             if self._ranks.count > 1:
-                raise  # the others may be waiting for this rank inside an operation: none of them can go on
-            # Whatever a device or a kernel raises must not end the other requests, unless the device is gone for good.
+                raise  # other ranks may wait for this one inside a collective operation, so no rank can continue
+            # An error of a device or a kernel must not end the other requests, unless the device is lost for good.
             _log.exception("a step of %d requests failed", len(step))
             failure = DeviceError(f"the step failed: {type(error).__name__}")
             left = [s.sequence for s in step if s.sequence.request_id in self._sequences]
@@ -201,7 +209,7 @@ class BaseEngine(ABC):
         return Stepped(progress, self.stats)
 
     def _read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
-        """The media of a prompt's ids, once these are known to the model."""
+        """Return the media of a prompt. Raise TokenOutOfRange if the model does not know one of its ids."""
         known = self._spec.embedding_size or self._spec.vocab_size
         if (top := int(ids.max())) >= known:
             raise TokenOutOfRange(f"token id {top} is not in [0, {known})")
@@ -211,13 +219,14 @@ class BaseEngine(ABC):
 
     @torch.inference_mode()
     def _draw(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[Draw | None]:
-        """The next token of each sequence, from logits float32 [sequences, vocabulary], which are changed in place.
+        """Draw the next token of each sequence from logits float32 [sequences, vocabulary], changed in place.
 
-        None where the logits are no numbers: the model's dtype overflowed, or embeddings were none.
+        A row with NaN or plus infinity gives None. The model's dtype may have overflowed, or its embeddings may be
+        non-finite.
         """
-        non_finite = ~(logits < torch.inf).all(dim=1)  # with a NaN, or plus infinity, which draws nothing either
-        logits.masked_fill_(non_finite.unsqueeze(1), 0)  # nothing can be drawn from them, and the others go on
-        # Sampling biases the logits in place; log-probabilities are of the model's own.
+        non_finite = ~(logits < torch.inf).all(dim=1)  # true for NaN and plus infinity. Minus infinity is a valid mask
+        logits.masked_fill_(non_finite.unsqueeze(1), 0)  # keeps sampling valid for the other rows
+        # Copied first, because sampling biases the logits in place and log-probabilities describe the model's own.
         asking = _asking(sequences)
         rows = [upload(np.array(group, np.int64), logits.device) for group in asking.values()]
         raw = [logits.index_select(0, group) for group in rows]
@@ -227,8 +236,8 @@ class BaseEngine(ABC):
             score(part, tokens.index_select(0, group), num_top)
             for part, group, num_top in zip(raw, rows, asking, strict=True)
         ]
-        # All of it at once: the host waits for the device here, and in a step without media and prompts'
-        # log-probabilities nowhere else.
+        # One download for everything, because the host waits for the device here. In a step without media and prompt
+        # log-probabilities it waits nowhere else.
         on_host = download(non_finite, tokens, *(part for s in scores for part in (s.chosen, s.top, s.top_ids)))
         drawn: list[int] = on_host[1].tolist()
         logprobs: dict[int, list[TokenLogprob]] = {}
@@ -241,7 +250,7 @@ class BaseEngine(ABC):
         ]
 
     def _constrain(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
-        """Takes out of the logits float32 [sequences, vocabulary], in place, which tokens may not be drawn."""
+        """Mask the tokens that may not be drawn in the logits, float32 [sequences, vocabulary], in place."""
         constraints = {row: one.constraint for row, one in enumerate(sequences) if one.constraint is not None}
         if not constraints:
             return
@@ -251,17 +260,17 @@ class BaseEngine(ABC):
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(refused, -torch.inf))
 
     def _advance(self, sequence: Sequence, draw: Draw | None, *, media_consumed: bool) -> Progress:
-        """Appends a token to a sequence and tells; a finished one is forgotten, and one without a token fails.
+        """Append a token to a sequence and return its progress. Remove the sequence if it has finished.
 
-        `media_consumed` is told along with it.
+        A sequence without a token fails. `media_consumed` becomes part of the progress.
         """
         if draw is None:
-            for item in sequence.items:  # their features may be why: they are nobody else's
+            for item in sequence.items:  # their features may be the cause, so other requests must not reuse them
                 self._encoder_cache.drop(item)
             return self._fail(sequence, OperationalError("the model gives no numbers for this request"))
         token, logprobs = draw
         if (constraint := sequence.constraint) is not None:
-            # Of several ranks the first one alone asks it what may follow, which may be more than it can say.
+            # Only rank 0 asks the constraint which tokens may follow, so only rank 0 learns that it exceeds a limit.
             error = self._ranks.broadcast(str, lambda: constraint.accept(token))
             if error:
                 return self._fail(sequence, InputError(f"the output can no longer be kept to its JSON schema: {error}"))
@@ -270,7 +279,7 @@ class BaseEngine(ABC):
             sequence.first_token_s = time.monotonic()
         sequence.append(token)
         faults.point("first-token" if first else "mid-decode")
-        alone = sequence.params.max_tokens == 0  # only the prompt is scored; the drawn token is dropped
+        alone = sequence.params.max_tokens == 0  # the request only scores its prompt, so the drawn token is dropped
         reason, stop_token_id = ("length", None) if alone else self._finished(sequence, token)
         if reason is not None:
             self._forget(sequence)
@@ -296,7 +305,7 @@ class BaseEngine(ABC):
         return ("length" if sequence.num_output >= sequence.max_tokens else None), None
 
     def _consume_media(self, step: abc.Sequence[Scheduled]) -> set[Sequence]:
-        """Let go of the media whose last slot a step has computed, and return the sequences to tell of."""
+        """Release the media whose last slot a step has computed. Return the sequences of these media."""
         consumed = set()
         for scheduled in step:
             sequence = scheduled.sequence
@@ -310,15 +319,15 @@ class BaseEngine(ABC):
         return consumed
 
     def _drop_without_digest(self, sequence: Sequence) -> None:
-        """Drop the features of items without a digest, whose key is a block that may come to hold something else."""
+        """Drop the features of items without a digest. Their key is a block, which other media may occupy later."""
         for item in sequence.items:
             if item.digest is None:
                 self._encoder_cache.drop(item)
 
     def _take_out(self, failed: abc.Mapping[Sequence, MindieMMError]) -> list[Progress]:
-        """Park the sequences of a step whose blocks were freed because they had consumed them, and fail the others.
+        """Park the failed sequences whose consumed blocks were freed. Fail the other ones.
 
-        Raises instead, before any is forgotten, where a device is gone for good.
+        If a device is lost for good, its error is raised before any sequence changes.
         """
         if any(isinstance(error, DeviceError) for error in failed.values()):
             for device in self._devices:
@@ -347,7 +356,7 @@ class BaseEngine(ABC):
 
 
 def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:
-    """The rows that ask for log-probabilities, by how many of the likeliest tokens they ask for."""
+    """Return the rows that ask for log-probabilities, grouped by the number of most likely tokens."""
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
         if (num_top := sequence.params.logprobs) is not None:
@@ -356,7 +365,7 @@ def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:
 
 
 def generator_of(params: SamplingParams) -> torch.Generator | None:
-    """What draws a request's tokens; None where it is greedy."""
+    """Return the random generator of a request, or None if the request is greedy."""
     if params.greedy:
         return None
     generator = torch.Generator()

@@ -1,4 +1,4 @@
-"""The engine over a paged KV cache: schedule, run, sample, tell."""
+"""The engine of decoder-only models, with a paged KV cache."""
 
 from __future__ import annotations
 
@@ -27,12 +27,23 @@ from mindie_mm.settings.config import EngineConfig, GiB
 
 
 class Engine(BaseEngine):
-    """Continuous batching: sequences of all lengths, prompts and answers, in one flat batch."""
+    """An engine with continuous batching. Prefills and decodes of any length share one flat batch."""
 
     _scheduler: Scheduler
 
     def __init__(self, model: Model, config: EngineConfig, kv_cache_bytes: int = GiB, ranks: Ranks = ALONE) -> None:
-        """`kv_cache_bytes` is the room for the KV cache where the configuration leaves it open."""
+        """Allocate the KV cache.
+
+        Args:
+            model: Loaded model.
+            config: Settings of the engine.
+            kv_cache_bytes: Size of the KV cache if `config.kv_cache_bytes` is not set.
+            ranks: Processes that run the same steps, each with its share of the weights.
+
+        Raises:
+            DeviceError: The KV cache does not hold `config.max_model_len` tokens, or no token at all.
+
+        """
         super().__init__(model, config, ranks)
         self._model = model
         size = block_size(model.spec, config)
@@ -98,23 +109,24 @@ class Engine(BaseEngine):
         for rows in logits.prompts:
             self._collect_prompt_logprobs(rows)
         sampling = [scheduled.sequence for scheduled in step if scheduled.samples]
-        # The first rank's: a seed that nobody gave is known to it alone.
+        # Rank 0 draws for all ranks, because a request without a seed gets a different random seed on each rank.
         draws = self._ranks.broadcast(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
-        # Not before the tokens are here: a device tells late that it failed. What is no number is nobody else's prefix.
+        # Publish the blocks only after the tokens have arrived, because a device reports a failure late. Do not share
+        # blocks that contain non-finite values with other sequences.
         non_finite = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
         self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in non_finite])
-        for sequence in non_finite:  # an earlier step may have let others find its first blocks
+        for sequence in non_finite:  # an earlier step may have published its first blocks
             self._blocks.forget(sequence.blocks)
         consumed = self._consume_media(step)
         for sequence in consumed.difference(sampling):
             progress.append(Progress(request_id=sequence.request_id, media_consumed=True))
         for sequence, draw in zip(sampling, draws, strict=True):
             update = self._advance(sequence, draw, media_consumed=sequence in consumed)
-            progress.append(update)  # one by one: should a later one fail, none is lost
+            progress.append(update)  # one by one, so that a later failure loses none of them
 
     @torch.inference_mode()
     def _collect_prompt_logprobs(self, rows: PromptRows) -> None:
-        """As many rows at a time as the start has made room for."""
+        """Score prompt rows in pieces that fit in the memory reserved at start-up."""
         sequence, start = rows.sequence, rows.start
         for states in rows.states.split(self._head_rows):
             token_ids = sequence.token_ids[start : start + len(states)]

@@ -1,8 +1,8 @@
-"""Decode steps that are captured once for a size, and then launched as one: on a GPU, CUDA graphs.
+"""Decode steps that are captured once per size and then launched as one graph, on a GPU as a CUDA graph.
 
-A step of one new token for each sequence launches some dozen operators a layer, which takes the host longer than a GPU
-needs for them. What a graph reads lies in one tensor, written before each launch; sizes are powers of two, so that
-there are few.
+A decode step launches about a dozen operators per layer. This takes the host longer than the GPU needs to run them. All
+inputs of a graph are in one tensor, which is written before each launch. Sizes are powers of two, so there are few
+graphs.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from mindie_mm.settings.config import EngineConfig
 _log = logging.getLogger(__name__)
 
 MOST_SLOTS = 2**16
-"""Most tokens of the KV cache that a captured graph gathers, padding included. Beyond, launches are no longer what
-takes the time, and the padding to the longest sequence might."""
+"""Maximum number of KV cache tokens that a captured graph gathers, including padding. Above it, launches do not
+dominate the time of a step, and padding to the longest sequence may."""
 
 
 def captures_graphs(device: type[Device], config: EngineConfig, ranks: Ranks) -> bool:
-    """Whether an engine on such a device captures its decode steps as graphs."""
-    # Not with several ranks: one that could not capture what the others do would leave them waiting.
+    """Return whether an engine on such a device captures its decode steps as graphs."""
+    # Not with several ranks, because the others would wait forever for a rank that fails to capture a graph.
     return device.records and ranks.count == 1 and not config.enforce_eager
 
 
 def most_rows(max_num_seqs: int, block_size: int) -> int:
-    """Most rows of a captured graph."""
+    """Return the maximum number of rows of a captured graph."""
     return max(1, min(_power(max_num_seqs), MOST_SLOTS // block_size))
 
 
 def most_blocks(num_rows: int, num_tokens: int, block_size: int) -> int:
-    """Most blocks that each row of such a step has, of sequences with so many tokens at most."""
+    """Return the maximum number of blocks per row of a captured graph, for sequences of up to `num_tokens` tokens."""
     return max(1, min(_power(-(-num_tokens // block_size)), MOST_SLOTS // (num_rows * block_size)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     inputs: Tensor
-    """int64 [n], as `_inputs` lays them out."""
+    """Inputs, int64 [n], in the layout of `_inputs`."""
     launch: Callable[[], object]
 
 
@@ -62,16 +62,17 @@ class DecodeGraphs:
         self._model = model
         self._cache = cache
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        """By the rows of the step, and the blocks of each."""
+        """Graphs by number of rows and number of blocks per row."""
         self._most_slots = MOST_SLOTS
-        """As MOST_SLOTS; less where memory lacked for as many, none where a step could not be captured."""
+        """Current limit, at most MOST_SLOTS. Lower after a lack of memory, and 0 after any other failed capture."""
         num_rows = most_rows(max_num_seqs, cache.block_size)
         self._logits = torch.empty(num_rows, spec.vocab_size, dtype=torch.float32, device=spec.device)
 
     def logits(self, step: abc.Sequence[Scheduled]) -> Tensor | None:
-        """float32 [sequences, vocabulary] of a step, valid until the next one; None for one that is not captured.
+        """Run a step as a graph and return its logits, float32 [sequences, vocabulary], valid until the next step.
 
-        That is every step with something of a prompt, and one whose sequences are too long.
+        Return None if the step cannot run as a graph. It may contain part of a prompt, its sequences may be too long,
+        or its capture may fail.
         """
         if not self._most_slots or not all(_is_decode(scheduled) for scheduled in step):
             return None
@@ -79,7 +80,7 @@ class DecodeGraphs:
         rows, blocks = _power(len(step)), _power(max(-(-scheduled.stop // size) for scheduled in step))
         if rows * blocks * size > self._most_slots:
             return None
-        # The last sequence stands in the rows that are too many: the same numbers are written once more.
+        # Repeat the last sequence in surplus rows, where it writes the same values again.
         inputs = upload(_inputs([*step, *[step[-1]] * (rows - len(step))], blocks, self._cache), self._logits.device)
         if graph := self._graphs.get((rows, blocks)):
             graph.inputs.copy_(inputs)
@@ -102,27 +103,30 @@ class DecodeGraphs:
         try:
             return _Graph(inputs, kind_of(inputs.device).record(decode))
         except RuntimeError as error:
-            # Whatever it is, the step itself has not failed: it is computed again, operator by operator.
-            # Of two errors the first says why; the one behind it, that the capture was spoiled.
+            # The step itself has not failed. It is computed again, operator by operator. If there are two errors, the
+            # first one is the cause, and the second one only reports an invalid capture.
             why = error.__context__ or error
             slots, which = rows * blocks * self._cache.block_size, ""
-            if isinstance(why, torch.OutOfMemoryError):  # sizes halve: this comes a few times at most
+            if isinstance(why, torch.OutOfMemoryError):  # the limit halves, so this happens a few times at most
                 which = f" that gather {slots} tokens or more"
             self._most_slots = slots // 2 if which else 0
             _log.warning("decode steps%s are not recorded, each operator is launched by itself: %s", which, why)
-            self._graphs.clear()  # their memory is the step's; smaller ones are captured again
+            self._graphs.clear()  # the step needs their memory. Smaller graphs are captured again
             return None
 
 
 def _is_decode(scheduled: Scheduled) -> bool:
-    """Whether it is the last token of an output, and nothing else."""
+    """Return whether the step computes only the last output token of the sequence."""
     return (
         scheduled.samples and scheduled.stop - scheduled.start == 1 and scheduled.start >= scheduled.sequence.num_prompt
     )
 
 
 def _inputs(step: abc.Sequence[Scheduled], blocks: int, cache: PagedCache) -> NDArray[np.int64]:
-    """int64 [n]: each sequence's id, slot and length, its row of the block table, then the positions, axis by axis."""
+    """Return the inputs of a graph, int64 [n].
+
+    They are the ids, slots and lengths of all sequences, then the block table, and then the positions, axis by axis.
+    """
     size = cache.block_size
     held = [s.sequence.blocks[: -(-s.stop // size)] for s in step]
     table = block_table(held, cache.padding)
@@ -138,5 +142,5 @@ def _inputs(step: abc.Sequence[Scheduled], blocks: int, cache: PagedCache) -> ND
 
 
 def _power(number: int) -> int:
-    """The least power of two that is no less."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

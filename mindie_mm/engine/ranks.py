@@ -1,7 +1,8 @@
-"""The ranks of an engine: processes that each hold a share of the text model's weights, and all do the same steps.
+"""The ranks of an engine. Each rank is a process that holds a share of the text model's weights.
 
-Each gets the same messages, maps the same shared memory and schedules by itself. What could come out differently goes
-through here: what only the first rank can know, what can fail on one rank alone, and memory.
+All ranks run the same steps. Each rank gets the same messages, maps the same shared memory and schedules by itself.
+This module synchronizes only the values that may differ between ranks: results of rank 0, failures of a single rank,
+and amounts of memory.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 PATIENCE = timedelta(minutes=2)
-"""How long a rank that has failed waits for the others to hear of it. They may never come: a rank that waits inside an
-operation for this one hears nothing. Then this one ends, and all end with it."""
+"""Time that a failed rank waits for the other ranks to receive its error. A rank that waits for the failed one inside a
+collective operation never receives the error. In this case the failed rank ends, and all others end with it."""
 LOADING_PATIENCE = timedelta(hours=2)
-"""The same while weights are read, which takes one rank longer than another, and inside no operation."""
-_FOREVER = timedelta(days=365)  # an engine at rest waits for its next message
+"""Replacement for `PATIENCE` while weights are loaded. Loading times differ, and no collective operation is running."""
+_FOREVER = timedelta(days=365)  # an idle engine waits for its next message
 _INLINE = 504
-"""Bytes of a message that go with its length."""
+"""Number of bytes of a message that are sent together with its length."""
 
 
 class Ranks:
-    """The ranks of an engine of one process."""
+    """The ranks of an engine, implemented for a single process."""
 
     number = 0
-    """Number of this process, from 0. Rank 0 communicates with the parent."""
+    """Rank of this process, from 0. Rank 0 communicates with the parent."""
     count = 1
 
     def num_threads(self) -> int:
@@ -48,11 +49,11 @@ class Ranks:
         return default_num_threads()
 
     def open_device(self, name: str) -> Device:
-        """Open a device as `device.open_device`, one per rank. Raise DeviceError if there are fewer."""
+        """Open a device as `device.open_device` does. Raise DeviceError if there are fewer devices than ranks."""
         return open_device(name)
 
     def broadcast(self, kind: Any, make: Callable[[], T]) -> T:
-        """Return on every rank what `make` returns on rank 0, which alone calls it. `kind` is its type, for msgpack."""
+        """Call `make` on rank 0 only, and return its result on every rank. `kind` is the result's type for msgpack."""
         return make()
 
     def all_reduce_error(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
@@ -66,7 +67,7 @@ class Ranks:
     def run_on_all(self, work: Callable[[], T], patience: timedelta = PATIENCE) -> T:
         """Run `work` on every rank and return its result here. Raise an error of any rank on all ranks.
 
-        `patience` is how much longer the slowest rank may take than one that fails.
+        `patience` is the time that a failed rank waits for the slowest rank.
         """
         failure: MindieMMError | None = None
         try:
@@ -78,7 +79,12 @@ class Ranks:
         return result
 
     def owners(self, costs: Sequence[int]) -> list[int]:
-        """Which rank takes each of several pieces of work, so that the ranks' sums differ little; the same on all."""
+        """Return the rank of each piece of work, so that the sums of costs are balanced. All ranks get the same result.
+
+        Args:
+            costs: Cost of each piece of work.
+
+        """
         sums = [0] * self.count
         owners = [0] * len(costs)
         for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -89,9 +95,14 @@ class Ranks:
     def all_gather(
         self, own: Sequence[Tensor], owners: Sequence[int], rows: Sequence[int], like: Tensor
     ) -> list[Tensor]:
-        """Return the tensors of all ranks: `own` are those that `owners` gives to this one, `rows` the lengths of all.
+        """Return the tensors of all ranks, each [rows, width].
 
-        Each is [rows, width], of the width, dtype and device of `like`, [0, width].
+        Args:
+            own: Tensors of this rank, in the order of `owners`.
+            owners: Rank of each tensor.
+            rows: Number of rows of each tensor.
+            like: Empty tensor [0, width] with the width, dtype and device of all tensors.
+
         """
         return list(own)
 
@@ -105,7 +116,7 @@ class _Group(Ranks):
     def __init__(self) -> None:
         self.number = dist.get_rank()
         self.count = dist.get_world_size()
-        # A separate group without a time limit, so that the model's collectives do not delay reports of a failure.
+        # A separate group without a timeout, so that the model's collectives do not delay error reports.
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def num_threads(self) -> int:
@@ -158,7 +169,7 @@ class _Group(Ranks):
         return [next(pieces[owner]) for owner in owners]
 
     def _broadcast(self, data: bytes | None, source: int) -> bytes:
-        """`data` of the rank `source`, which alone gives any."""
+        """Return the `data` of rank `source`. The other ranks pass None."""
         head = torch.zeros(8 + _INLINE, dtype=torch.uint8)
         if data is not None:
             begun = _bytes(len(data).to_bytes(8) + data[:_INLINE])
@@ -173,19 +184,19 @@ class _Group(Ranks):
 
 
 def join(number: int, count: int, store: str, device: str) -> Ranks:
-    """Join the ranks of an engine, each of which calls this.
+    """Join the ranks of an engine. Every rank must call this function.
 
     Args:
         number: Rank of this process.
         count: Number of ranks.
-        store: Path of the file through which the ranks find each other, empty at first.
+        store: Path of the file for the rendezvous, initially empty.
         device: Device that the engine runs on.
 
     """
     keep_collectives_local()
     set_local_rank(number)
     backend = "gloo"
-    with suppress(MindieMMError):  # `open_device` reports a missing device later, when all ranks can hear it
+    with suppress(MindieMMError):  # `open_device` reports a missing device later, when all ranks can receive the error
         if (kind := open_device(device).name) != "cpu" and number < torch.accelerator.device_count():
             torch.accelerator.set_device_index(number)  # first, because any other call would initialize device 0
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"

@@ -1,4 +1,4 @@
-"""One step on the device, its media encoded: the decoder over the flat batch, the head."""
+"""Execution of one step on the device: the decoder over the flat batch, and the head over the requested rows."""
 
 from __future__ import annotations
 
@@ -19,41 +19,47 @@ from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.splice import Splice
 
 PROMPT_ROWS = 64
-"""How many rows of a prompt go through the head at a time, at least."""
+"""Minimum number of prompt rows that the head can process in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """What tells how likely a prompt's own tokens were: its logits would be gigabytes, so they are made in pieces."""
+    """Hidden states that yield a prompt's log-probabilities in pieces. All logits at once would take gigabytes."""
 
     sequence: Sequence
     start: int
-    """Index of the first token that they predict."""
+    """Index of the token that the first row predicts."""
     states: Tensor
-    """[rows, hidden], for the model's head."""
+    """Input of the model's head, [rows, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """Logits of the rows that a step asks for; no other row goes through the head."""
+    """The logits of the requested rows. The head skips all other rows."""
 
     sampled: Tensor
-    """float32 [sequences that draw a token, vocabulary], in the step's order."""
+    """Logits of the sequences that draw a token, float32 [sequences, vocabulary], in the step's order."""
     prompts: list[PromptRows]
 
 
 class Runner:
-    """Runs scheduled tokens through a model and its KV cache."""
+    """An executor of scheduled tokens on a model and its KV cache."""
 
     def __init__(self, model: Model, cache: PagedCache, graphs: DecodeGraphs | None = None) -> None:
-        """`graphs` holds the captured graphs; None: no step is captured."""
+        """Prepare steps of `model` over `cache`. If `graphs` is None, no step is captured."""
         self._model = model
         self._cache = cache
         self._graphs = graphs
 
     @torch.inference_mode()
     def forward(self, step: abc.Sequence[Scheduled], features: Features) -> StepLogits:
-        """The decoder over all of the step's tokens, the head over the rows asked for."""
+        """Run the decoder over all tokens of the step, and the head over the requested rows.
+
+        Args:
+            step: Tokens to compute.
+            features: Features of all media in these tokens.
+
+        """
         self._cache.clear([block for scheduled in step for block in self._begun(scheduled)])
         if self._graphs is not None and (logits := self._graphs.logits(step)) is not None:
             return StepLogits(logits, [])
@@ -93,7 +99,7 @@ class Runner:
         )
 
     def _begun(self, scheduled: Scheduled) -> list[int]:
-        """The block that a step begins for a sequence and leaves partly empty, if there is one."""
+        """Return the block that the step begins and leaves partly empty, if there is one."""
         size, stop = self._cache.block_size, scheduled.stop
         last = (stop - 1) // size
         partly = stop % size and scheduled.start <= last * size

@@ -1,4 +1,7 @@
-"""From logits to tokens, each row by its own request's settings; nothing here makes the host wait for a device."""
+"""Sampling of tokens from logits, with the settings of each row's request.
+
+Only `token_logprobs` makes the host wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,23 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.engine.requests.sequence import Sequence
 
 _PIECE = 256
-"""Tokens of the vocabulary that are weighed together before one of them is drawn."""
+"""Number of tokens per piece of the vocabulary. A piece is drawn first, and then a token in it."""
 
 
 @torch.inference_mode()
 def sample(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tuple[int, ...]) -> Tensor:
-    """The next token of each sequence, int64 [rows], from logits float32 [rows, vocabulary], changed in place.
+    """Sample the next token of each sequence.
 
-    A row's draw depends on nothing but its logits, settings and generator: not on its neighbours.
+    The token of a row depends only on the row's logits, settings and generator, and not on other rows.
+
+    Args:
+        logits: Raw logits, float32 [rows, vocabulary], changed in place.
+        sequences: Sequence of each row.
+        eos_token_ids: End-of-sequence ids, which are masked until a sequence has `min_tokens` tokens.
+
+    Returns:
+        Tokens, int64 [rows].
+
     """
     _bias(logits, sequences, eos_token_ids)
     tokens = logits.argmax(dim=-1)
@@ -36,13 +48,13 @@ def sample(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tup
 
 
 _Weights = list[tuple[int, NDArray[np.int64], float | NDArray[np.floating]]]
-"""Rows, tokens of each, and a number for all of these, or one for each."""
+"""Rows, token ids of each row, and one value for all of these ids or one value per id."""
 
 
 def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tuple[int, ...]) -> None:
-    """Adds the requests' own preferences to their logits, float32 [rows, vocabulary], in place; most have none.
+    """Apply biases and penalties to the logits, float32 [rows, vocabulary], in place.
 
-    Those of all rows at once: launched row by row, they would take longer than the draws.
+    All rows are processed together, because launches per row would take longer than the draws.
     """
     flat, vocab_size = logits.view(-1), logits.shape[1]
     given: _Weights = []
@@ -53,7 +65,7 @@ def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tupl
         if params.logit_bias:
             given.append((row, _array(params.logit_bias), np.array([*params.logit_bias.values()], np.float64)))
         if params.repetition_penalty != 1:
-            # A prompt may hold ids that have no logits. One that is in both is twice here, with the same new score.
+            # A prompt may contain ids without logits. An id in both arrays occurs twice, with the same new score.
             ids = np.concatenate([prompt[prompt < vocab_size], _array(counts)])
             repeated.append((row, ids, params.repetition_penalty))
         if (params.presence_penalty or params.frequency_penalty) and counts:
@@ -72,7 +84,7 @@ def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tupl
 
 
 def _placed(weights: _Weights, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Their places in the flattened logits, int64 [n], and their numbers, float32 [n]."""
+    """Return the indices into the flattened logits, int64 [n], and the values, float32 [n]."""
     places = np.concatenate([row * logits.shape[1] + ids for row, ids, _ in weights])
     numbers = np.concatenate([np.broadcast_to(np.asarray(values, np.float32), len(ids)) for _, ids, values in weights])
     return upload(places, logits.device), upload(numbers, logits.device)
@@ -87,7 +99,10 @@ def _indices(values: abc.Iterable[int], device: torch.device) -> Tensor:
 
 
 def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
-    """Tokens drawn from logits float32 [rows, vocabulary] by temperature, top_k, top_p and min_p, in that order."""
+    """Draw tokens, int64 [rows], from logits float32 [rows, vocabulary].
+
+    Temperature, top_k, top_p and min_p are applied in this order.
+    """
 
     def column(name: str) -> Tensor:
         return upload([[getattr(sequence.params, name)] for sequence in sequences], logits.device)
@@ -99,16 +114,17 @@ def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
         rank = torch.arange(scores.shape[-1], device=logits.device)
         scores = scores.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf)
         probabilities = scores.softmax(dim=-1)
-        # A token stays while the ones before it have not reached top_p: the likeliest always does.
+        # A token is kept if the more likely tokens together have not reached top_p.
         before = probabilities.cumsum(dim=-1) - probabilities
-        dropped = (before >= top_p) & (top_p < 1) & (rank > 0)  # even where float32 has no number as small as top_p
+        dropped = (before >= top_p) & (top_p < 1) & (rank > 0)  # rank 0 is kept even if top_p underflows in float32
         dropped |= probabilities < min_p * probabilities[:, :1]
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, scores.masked_fill(dropped, -torch.inf))
     probabilities = logits.softmax(dim=-1)
     uniform = upload(
         torch.stack([torch.rand(2, generator=sequence.generator) for sequence in sequences]), logits.device
     )
-    # First a piece of the vocabulary, then a token in it: one running sum over all would lose the many unlikely ones.
+    # Draw a piece of the vocabulary, then a token in it. One cumulative sum over the whole vocabulary would lose many
+    # unlikely tokens to rounding.
     pieces = pad(probabilities, (0, -probabilities.shape[-1] % _PIECE)).unflatten(-1, (-1, _PIECE))
     piece = _pick(pieces.sum(dim=-1), uniform[:, :1])
     own = pieces.gather(1, piece.unsqueeze(-1).expand(-1, -1, _PIECE)).squeeze(1)
@@ -116,11 +132,20 @@ def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
 
 
 def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    """int64 [rows, 1] drawn in proportion to weights float32 [rows, n], by uniform float32 [rows, 1] in [0, 1)."""
+    """Draw an index per row in proportion to its weights.
+
+    Args:
+        weights: Weights, float32 [rows, n].
+        uniform: Random numbers in [0, 1), float32 [rows, 1].
+
+    Returns:
+        Indices, int64 [rows, 1].
+
+    """
     ends = weights.cumsum(dim=-1)
     total = ends[:, -1:]
-    target = (uniform * total).minimum(total * (1 - torch.finfo(total.dtype).eps))  # below it, however that rounds
-    # The first end above the target: a parallel sum may rise, by its last digit, where the weight is nought.
+    target = (uniform * total).minimum(total * (1 - torch.finfo(total.dtype).eps))  # below the total despite rounding
+    # Find the first end above the target. A parallel sum may rise by its last digit where the weight is 0.
     count = weights.shape[-1]
     places = torch.arange(count, device=weights.device)
     place = places.masked_fill(~((ends > target) & (weights > 0)), count).amin(dim=-1, keepdim=True)
@@ -133,20 +158,25 @@ def _filters(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities where the logits are; `logprobs_of` reads them once they are on the host."""
+    """Log-probabilities on the device of the logits. `logprobs_of` converts them after a download to the host."""
 
     chosen: Tensor
-    """float32 [rows], of the tokens asked for."""
+    """Log-probability of each row's token, float32 [rows]."""
     top: Tensor
-    """float32 [rows, num_top], the greatest, descending."""
+    """Highest log-probabilities, float32 [rows, num_top], descending."""
     top_ids: Tensor
-    """int64 [rows, num_top]."""
+    """Token ids of `top`, int64 [rows, num_top]."""
 
 
 def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scores:
-    """Log-probabilities of token_ids int64 [rows] under raw logits float32 [rows, vocabulary], and the likeliest ones.
+    """Compute the log-probabilities of given tokens and of the most likely tokens.
 
-    That of an id outside the vocabulary, which a prompt may hold, is minus infinity.
+    Args:
+        logits: Raw logits, float32 [rows, vocabulary].
+        token_ids: Token of each row, int64 [rows]. A prompt may contain an id outside the vocabulary. Its
+            log-probability is minus infinity.
+        num_top: Number of most likely tokens.
+
     """
     logprobs = logits.log_softmax(dim=-1)
     ids = token_ids.unsqueeze(1)
@@ -156,7 +186,7 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scores:
 
 
 def logprobs_of(token_ids: abc.Sequence[int], chosen: Tensor, top: Tensor, top_ids: Tensor) -> list[TokenLogprob]:
-    """What is told of the tokens whose `Scores`, on the host, these are."""
+    """Return the log-probabilities of `token_ids`, given the fields of their `Scores` on the host."""
     return [
         TokenLogprob(token, logprob, list(zip(ids, values, strict=True)))
         for token, logprob, ids, values in zip(token_ids, chosen.tolist(), top_ids.tolist(), top.tolist(), strict=True)
@@ -164,6 +194,6 @@ def logprobs_of(token_ids: abc.Sequence[int], chosen: Tensor, top: Tensor, top_i
 
 
 def token_logprobs(logits: Tensor, token_ids: abc.Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """`score` and `logprobs_of` in one, with a wait for the device."""
+    """Call `score` and `logprobs_of`, and wait for the device in between."""
     scores = score(logits, _indices(token_ids, logits.device), num_top)
     return logprobs_of(token_ids, *download(scores.chosen, scores.top, scores.top_ids))

@@ -1,8 +1,9 @@
-"""Which tokens of which sequences the next step computes.
+"""The scheduler, which selects the sequences and tokens of the next step.
 
-Every sequence lacks some tokens in the cache: a decode lacks one, a prefill many. One rule serves both: give each
-sequence as many of them as the step's budgets hold, first those that lack one, then prompts that have begun, then new
-ones. (Continuous batching with chunked prefill: Yu et al., Orca, 2022; Agrawal et al., Sarathi, 2023.)
+Each sequence has tokens that are not in the cache yet. A decode has one of them, and a prefill has many. One rule
+serves both: schedule as many tokens of each sequence as the budgets of the step allow. Decodes come first, then
+prompts that have begun, then new prompts. This is continuous batching with chunked prefill (Yu et al., Orca, 2022;
+Agrawal et al., Sarathi, 2023).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mindie_mm.settings.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Tokens [start, stop) of a sequence, to be computed in this step."""
+    """Tokens [start, stop) of a sequence that this step computes."""
 
     sequence: Sequence
     start: int
@@ -32,24 +33,24 @@ class Scheduled:
 
     @property
     def samples(self) -> bool:
-        """Whether the last of them is the sequence's last, so that the next token is drawn."""
+        """Whether the step reaches the end of the sequence, so that the next token is drawn."""
         return self.stop == self.sequence.num_tokens
 
 
 class BaseScheduler(ABC):
-    """Sequences that wait, and those that run; first come, first served."""
+    """Queues of waiting and running sequences, first come, first served."""
 
     def __init__(self, config: EngineConfig, encoder_cache: EncoderCache, tower_limits: TowerLimits) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.parked: set[Sequence] = set()
-        """Preempted sequences whose media have to come again. They hold up nobody: what brings the media may wait for
-        room in an arena that waiting sequences fill."""
+        """Preempted sequences that wait for their media. They do not block the queue. Their tokenizer may need room in
+        an arena that waiting sequences fill."""
         self.preemptions = 0
         self.prefix_queries = 0
-        """Tokens of the sequences that were looked for in the blocks."""
+        """Number of prompt tokens that were looked up in the prefix cache."""
         self.prefix_hits = 0
-        """Tokens of those that were there."""
+        """Number of looked-up tokens that were in the prefix cache."""
         self._config = config
         self._encoder_cache = encoder_cache
         self._tower_limits = tower_limits
@@ -57,18 +58,18 @@ class BaseScheduler(ABC):
     @property
     @abstractmethod
     def usage(self) -> float:
-        """Share of the room for keys and values that sequences hold, in [0, 1]."""
+        """Share of the KV cache that sequences hold, in [0, 1]."""
 
     @abstractmethod
     def schedule(self) -> list[Scheduled]:
-        """The next step; empty only when nothing is left to run."""
+        """Return the next step. It is empty only if no sequence is left to run."""
 
     @abstractmethod
     def _let_go(self, sequence: Sequence) -> None:
-        """Takes back the room of a sequence that runs."""
+        """Reclaim the memory of a running sequence."""
 
     def coming(self) -> Iterator[MediaItem]:
-        """Media that later steps encode, as far as can be told, in their order."""
+        """Yield media that later steps will probably encode, in order of need."""
         for sequence in self.waiting:
             yield from (item for item in sequence.items if item not in self._encoder_cache)
 
@@ -79,7 +80,7 @@ class BaseScheduler(ABC):
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forgets a sequence that finished, failed or was aborted, and takes its room back."""
+        """Remove a sequence that has finished, failed or been aborted, and reclaim its memory."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._let_go(sequence)
@@ -89,7 +90,7 @@ class BaseScheduler(ABC):
             self.waiting.remove(sequence)
 
     def park(self, sequence: Sequence) -> None:
-        """Set a running sequence aside until `resume`, and take its room back."""
+        """Set a running sequence aside until `resume`, and reclaim its memory."""
         self.running.remove(sequence)
         self._let_go(sequence)
         sequence.num_computed = 0
@@ -103,20 +104,21 @@ class BaseScheduler(ABC):
 
 @dataclass(slots=True)
 class _Budget:
-    """What one step may still take on."""
+    """The remaining budget of one step."""
 
     tokens: int
     tower: TowerBudget
     prompts: bool = False
-    """Whether it computes part of a prompt already, and not only sequences' next tokens."""
+    """Whether the step already computes part of a prompt, and not only decodes."""
     keys: set[bytes] = field(default_factory=set)
-    """Keys of the blocks that it fills."""
+    """Keys of the blocks that the step fills."""
 
 
 class Scheduler(BaseScheduler):
-    """Over a paged KV cache: where blocks lack, the last come is preempted first.
+    """A scheduler over a paged KV cache. It preempts the most recent sequence first if blocks run out.
 
-    What blocks hold counts as computed: those of a waiting sequence's first tokens are looked for when its turn comes.
+    When a waiting sequence is admitted, the blocks of its prefix are looked up in the cache. Tokens found there count
+    as computed.
     """
 
     def __init__(
@@ -134,14 +136,14 @@ class Scheduler(BaseScheduler):
         budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
         preemptions = self.preemptions
         step = []
-        # A prompt that takes all that a step has left must not hold up the answers that were begun behind it.
+        # Decodes come first, because an earlier prompt could otherwise use up the budget of the step.
         for sequence in sorted(self.running, key=lambda one: one.num_tokens - one.num_computed > 1):
             if sequence not in self.running:
-                continue  # preempted for one of the sequences before it
+                continue  # preempted in favor of an earlier sequence
             scheduled = self._schedule(sequence, budget)
             if scheduled is not None:
                 step.append(scheduled)
-        if preemptions != self.preemptions:  # nobody new; and who gave up its blocks may have had a token already
+        if preemptions != self.preemptions:  # admit none, and drop preempted sequences that were already in the step
             return [scheduled for scheduled in step if scheduled.sequence in self.running]
         while self.waiting and len(self.running) < config.max_num_seqs:
             scheduled = self._admit(self.waiting[0], budget)
@@ -158,7 +160,7 @@ class Scheduler(BaseScheduler):
         yield from super().coming()
 
     def computed(self, step: abc.Sequence[Scheduled]) -> None:
-        """Lets other sequences find the blocks that `step` filled. Call it before any of its sequences is removed."""
+        """Publish the blocks that `step` filled to other sequences. Call this before removing any of its sequences."""
         size = self._blocks.block_size
         for scheduled in step:
             blocks, keys = scheduled.sequence.blocks, scheduled.sequence.keys
@@ -166,7 +168,7 @@ class Scheduler(BaseScheduler):
                 self._blocks.keep(blocks[index], keys[index])
 
     def _schedule(self, sequence: Sequence, budget: _Budget) -> Scheduled | None:
-        """A running sequence's share; sequences behind it, in the end itself, give up their blocks for it."""
+        """Schedule a running sequence. If blocks run out, preempt the sequences behind it, and finally itself."""
         stop = self._stop(sequence, sequence.num_computed, budget)
         if stop == sequence.num_computed:
             return None
@@ -178,7 +180,7 @@ class Scheduler(BaseScheduler):
         return self._take(sequence, stop, budget)
 
     def _admit(self, sequence: Sequence, budget: _Budget) -> Scheduled | None:
-        extend_keys(sequence, self._blocks.block_size, sequence.num_tokens - 1)  # the last token's row is always needed
+        extend_keys(sequence, self._blocks.block_size, sequence.num_tokens - 1)  # the last token is always computed
         shared = [] if sequence.params.prompt_logprobs is not None else self._blocks.find(sequence.keys)
         start = len(shared) * self._blocks.block_size
         if self._comes_soon(sequence, len(shared), budget):
@@ -197,7 +199,7 @@ class Scheduler(BaseScheduler):
         return self._take(sequence, stop, budget)
 
     def _comes_soon(self, sequence: Sequence, num_shared: int, budget: _Budget) -> bool:
-        """Whether the step fills blocks that spare the sequence half of its work, or more, if it waits for the next."""
+        """Return whether waiting for one step saves at least half of the sequence's work, because of shared blocks."""
         if sequence.params.prompt_logprobs is not None:
             return False
         further = sequence.keys[num_shared:]
@@ -219,14 +221,14 @@ class Scheduler(BaseScheduler):
         return Scheduled(sequence, start, stop)
 
     def _stop(self, sequence: Sequence, start: int, budget: _Budget) -> int:
-        """How far from `start` the budgets let the sequence go."""
+        """Return the end of the tokens from `start` on that the budgets allow."""
         stop = min(sequence.num_tokens, start + max(budget.tokens, 0))
         items = self._uncached(sequence, start, stop)
         if items and (fitting := budget.tower.num_fitting(items)) < len(items):
             stop = max(items[fitting].start, start)
         for first, last in sequence.spans_in(stop - 1, stop):
             if stop < last:
-                # What cannot be cut may be more than a step holds, so a step's first prompt overdraws the budgets.
+                # A span cannot be cut, and may exceed every budget. So the first prompt of a step may overdraw them.
                 return first if first > start else start if budget.prompts else last
         return stop
 
@@ -237,7 +239,7 @@ class Scheduler(BaseScheduler):
         self._blocks.free(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue; its tokens are kept, and computed again where their blocks are gone."""
+        """Move a sequence to the head of the queue. Its tokens stay, and lost blocks are computed again."""
         self._let_go(sequence)
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)

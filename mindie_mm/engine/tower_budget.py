@@ -1,4 +1,4 @@
-"""How much the towers take on at once."""
+"""Limits of one call of a tower."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mindie_mm.nn.splice import ItemRef, MediaItem
 
 @dataclass(frozen=True, slots=True)
 class TowerLimits:
-    """What one call may hold, unless a single item is more."""
+    """Limits of one call. A single larger item is still accepted."""
 
     tokens: int
-    """Features."""
+    """Maximum number of features."""
     num_bytes: int
-    """Bytes of the items' arrays and features."""
+    """Maximum size of the items' arrays and features in bytes."""
     feature_bytes: int
-    """Bytes of one feature."""
+    """Size of one feature in bytes."""
 
 
 class TowerBudget:
-    """What is left of the limits. The first item always fits, and one that is in already costs nothing."""
+    """The remaining budget of one call. The first item always fits, and a repeated item costs nothing."""
 
     def __init__(self, limits: TowerLimits) -> None:
         self._limits = limits
@@ -30,7 +30,7 @@ class TowerBudget:
         self._items: set[bytes | ItemRef] = set()
 
     def num_fitting(self, items: Sequence[MediaItem]) -> int:
-        """How many of `items`, from the first on, fit together; none is taken."""
+        """Return how many of the first `items` fit together, without taking them."""
         trial = TowerBudget(self._limits)
         trial._tokens, trial._bytes, trial._items = self._tokens, self._bytes, set(self._items)
         for number, item in enumerate(items):
@@ -40,13 +40,13 @@ class TowerBudget:
         return len(items)
 
     def can_take(self, item: MediaItem) -> bool:
-        """Whether the item fits."""
+        """Return whether the item fits."""
         if not self._items or item.key in self._items:
             return True
         return item.shape.num_features <= self._tokens and self._cost(item) <= self._bytes
 
     def take(self, item: MediaItem) -> None:
-        """Takes the item, whether it fits or not."""
+        """Take the item, even if it does not fit."""
         if item.key not in self._items:
             self._items.add(item.key)
             self._tokens -= item.shape.num_features

@@ -1,4 +1,4 @@
-"""Features of the media that a step needs, from the cache or the towers."""
+"""Features of the media in a step, taken from the encoder cache or computed by the towers."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from mindie_mm.settings.config import MiB
 _log = logging.getLogger(__name__)
 
 Features = dict[ItemRef, Tensor]
-"""[num_features, hidden] of each media item of a step."""
+"""Features of each media item of a step, [num_features, hidden]."""
 
 _MOST_FETCHED_BYTES = 64 * MiB
-"""Twenty pictures of 1420x720 pixels. A step's copies then take 3 ms of a bus with 25 GB/s."""
+"""Limit of prefetched media. 64 MiB hold twenty pictures of 1420x720 pixels, and take 3 ms on a bus with 25 GB/s."""
 
 
 def fetched_bytes(max_tower_bytes: int) -> int:
-    """Most bytes of media that an accelerator has of later steps."""
+    """Return the maximum number of bytes of media that an accelerator holds for later steps."""
     return min(_MOST_FETCHED_BYTES, max_tower_bytes)
 
 
 class Towers:
-    """Runs a model's towers, as much at once as the limits hold."""
+    """The towers of a model, called with as many items at once as the limits allow."""
 
     def __init__(
         self, model: MediaModel, encoder_cache: EncoderCache, limits: TowerLimits, ranks: Ranks, *, by_item: bool
     ) -> None:
-        """`by_item`: each of the `ranks` encodes a share of the items; else all of them."""
+        """Prepare the towers. With `by_item`, each rank encodes some of the items, else every rank encodes all."""
         self._model = model
         self._ranks = ranks
         self._by_item = by_item and ranks.count > 1
         self._encoder_cache = encoder_cache
         self._limits = limits
-        # Which rank encodes which item is known when the step is.
+        # With `by_item`, the rank of an item is unknown until its step is scheduled.
         self._fetches = model.spec.device.type != "cpu" and not self._by_item
 
     def fetch(self, coming: abc.Iterable[MediaItem]) -> None:
-        """Has the device read media of later steps, in the order of need, while it computes this one."""
+        """Copy media of later steps to the device, in order of need, while the device computes the current step."""
         if not self._fetches:
             return
         left_bytes = fetched_bytes(self._limits.num_bytes)
@@ -66,12 +66,12 @@ class Towers:
                 views[item.key] = item.view
         try:
             fetch(views.values(), self._model.spec.device)
-        except Exception:  # noqa: BLE001 - they are read when their step comes, which fails alone
+        except Exception:  # noqa: BLE001 - their own step reads them again, and fails alone
             _log.debug("media of later steps cannot be fetched", exc_info=True)
             self._require_alive()
 
     def encode(self, step: abc.Sequence[Scheduled]) -> tuple[Features, dict[Sequence, MindieMMError]]:
-        """Features of the step's media, from the cache or the tower, and the sequences whose media failed."""
+        """Return the features of the step's media, and the errors of sequences whose media failed."""
         features: Features = {}
         failed: dict[Sequence, MindieMMError] = {}
         missing: list[tuple[Sequence, MediaItem]] = []
@@ -81,8 +81,8 @@ class Towers:
                     features[item.ref] = cached
                 else:
                     missing.append((scheduled.sequence, item))
-        # One call for as many as the limits hold; if it fails, one for each, so that a lost block fails its own request
-        # alone.
+        # One call per group within the limits. If it fails, one call per item, so that a lost block only fails its own
+        # request.
         groups = self._within_limits(missing)
         while groups:
             group = [(sequence, item) for sequence, item in groups.pop() if sequence not in failed]
@@ -97,11 +97,11 @@ class Towers:
         return features, failed
 
     def _run_tower(self, group: list[tuple[Sequence, MediaItem]], features: Features) -> MindieMMError | None:
-        """Adds the features of a group's items; or what kept a rank from it, and then none."""
-        # The same content twice in a step is computed once.
+        """Add the features of a group's items to `features`. If a rank fails, return its error and add none."""
+        # Content that occurs several times in a step is computed once.
         distinct: dict[bytes | ItemRef, MediaItem] = {}
         for _, item in group:
-            distinct.setdefault(item.key, item)  # the first, which `fetch` takes, too
+            distinct.setdefault(item.key, item)  # the first occurrence, as in `fetch`
         faults.point("before-tower")
         start = time.perf_counter()
         found = self._encoded(list(distinct.values()))
@@ -118,7 +118,7 @@ class Towers:
         return None
 
     def _encoded(self, items: list[MediaItem]) -> list[Tensor] | MindieMMError:
-        """The features of each item, on all ranks, or on all of them what one failed with."""
+        """Return the features of each item on all ranks. If a rank fails, return its error on all ranks."""
         ranks, spec = self._ranks, self._model.spec
         lengths = [item.shape.num_features for item in items]
         owners = ranks.owners(lengths) if self._by_item else [ranks.number] * len(items)
@@ -128,7 +128,7 @@ class Towers:
             features = self._model.encode(own) if own else []
         except MindieMMError as error:
             failure = error
-        except Exception as error:  # noqa: BLE001 - what a device raises is no more the neighbours' fault
+        except Exception as error:  # noqa: BLE001 - a device error must not fail other requests either
             if len(items) == 1:
                 _log.exception("the tower failed on %s", items[0].ref)
             self._require_alive()
@@ -141,7 +141,7 @@ class Towers:
         return ranks.all_gather(features, owners, lengths, like)
 
     def _require_alive(self) -> None:
-        """Before anything is tried again: what does not compute gives features without an error."""
+        """Raise an error if a device is lost. Call this before a retry, as a lost device may report no error."""
         for device in devices_of(self._model):
             require_alive(device)
 

@@ -1,1 +1,1 @@
-"""Running other processes: messages between them, starting and restarting, interruption, standard streams."""
+"""Management of other processes: messages, starts and restarts, interruption, standard streams."""

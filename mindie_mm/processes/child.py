@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _role(module: str) -> str:
-    """`engine` for mindie_mm.engine.process.engine_process."""
+    """Return the role of a module, such as `engine` for mindie_mm.engine.process.engine_process."""
     return module.rpartition(".")[2].removesuffix("_process")
 
 

@@ -1,7 +1,7 @@
-"""Places at which a test can kill a process: for tests alone, and nothing a user should set.
+"""Points at which a test can kill a process. Users should never set them.
 
-With MINDIE_MM_FAULTS naming a folder, the process of a role that reaches a point kills itself with SIGKILL if the
-folder holds a file `<role>.<point>`. Whoever unlinks the file dies: one process, once.
+MINDIE_MM_FAULTS names a folder of trigger files. A process that reaches a point unlinks the file `<role>.<point>` and
+kills itself with SIGKILL. If several processes reach the point, only the one that unlinks the file dies.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ import signal
 from pathlib import Path
 
 _armed: str | None = None
-"""Path of the trigger files up to the point's name; None, as always outside tests: no point does anything."""
+"""Path of the trigger files without the point's name. None outside tests, where points do nothing."""
 
 
 def arm(role: str, folder: Path | None) -> None:
-    """Says which process this is: `api`, `tokenizer` or `engine`; in tests `batch`. Without a folder none is armed."""
+    """Set the role of this process: `api`, `tokenizer` or `engine`, or `batch` in tests. Without a folder, points do
+    nothing.
+    """
     global _armed  # noqa: PLW0603 - a point must cost one test of a global
     _armed = None if folder is None else str(folder / f"{role}.")
 
 
 def point(name: str) -> None:
-    """Does nothing, or ends this process."""
+    """Kill this process if a test has set a trigger for the point `name`."""
     if _armed is not None:
         _reach(_armed + name)
 

@@ -44,7 +44,7 @@ _LENGTH = struct.Struct("!i")
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failed"):
-    """An error on its way to another process."""
+    """An error that is sent to another process."""
 
     name: str
     """Name of the nearest class in mindie_mm.errors."""
@@ -63,7 +63,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failed"):
 
 
 _sockets: WeakSet[socket.socket] = WeakSet()
-"""All ends of channels that are open in this process."""
+"""Ends of channels that are open in this process."""
 
 
 def _close_in_child() -> None:
@@ -82,8 +82,18 @@ def spawn(
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start `module.main(channel, lifeline, *arguments)` in a process, and return it with our end of the channel.
 
-    A standard stream that is closed in this process is /dev/null in the worker. `environment` is that of the worker.
-    None: the environment of this process. The worker inherits the open files `descriptors`, under the same numbers.
+    A standard stream that is closed in this process is /dev/null in the worker.
+
+    Args:
+        module: Name of the module.
+        arguments: Arguments of its `main`.
+        environment: Environment of the worker. None: the environment of this process.
+        descriptors: Open files that the worker inherits under the same numbers.
+
+    Raises:
+        ProcessDied: The path of the Python interpreter is unknown.
+        OSError: The process cannot be started.
+
     """
     interpreter = _interpreter()
     standard_streams.open_missing()  # otherwise the channel may get descriptor 1 or 2, and libraries print into it
@@ -156,7 +166,7 @@ class Channel:
         self._writer.writelines((_LENGTH.pack(len(message)), message))
 
     def send_with(self, message: bytes, descriptors: Sequence[int]) -> None:
-        """Send `message` with open files beside it, which the peer receives with the length.
+        """Send `message` together with open files. The peer receives the files with the length of the message.
 
         The peer must be waiting for it, with room in the socket. A message to a dead peer is dropped.
         """
@@ -224,13 +234,13 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Exit status, negative for a signal, or None while the process runs."""
         return self._process.returncode
 
     async def ready(self, kind: type[T], what: str) -> T:
         """Return the worker's first message, a `kind`. `what` names the worker in errors.
 
-        Raises the error of a Failure in its place, or ProcessDied if the worker has ended.
+        Raise the error of a Failure in its place, or ProcessDied if the worker has ended.
         """
         try:
             reply: T | Failure = msgspec.msgpack.decode(await self.channel.recv(), type=kind | Failure)
@@ -244,11 +254,11 @@ class Child:
         return reply
 
     def kill(self) -> None:
-        """Kills the worker, in the midst of whatever it does: `recv` says so with EOFError. Reap it with `end`."""
+        """Kill the worker at once. `recv` then raises EOFError. Reap the process with `end`."""
         self._process.kill()
 
     async def end(self) -> None:
-        """Closes the channel, which ends the worker, and reaps it; one that does not end is killed. Idempotent."""
+        """Close the channel, which ends the worker, and reap the process. Kill it if it does not end. Idempotent."""
         await self.channel.close()
         for insistence in (self._process.terminate, self._process.kill):
             if await exited(self._process, PATIENCE_S) is not None:
@@ -258,28 +268,31 @@ class Child:
 
 
 class ChildChannel:
-    """The worker's side, blocking. A context manager."""
+    """The worker's side of a channel, with blocking calls. A context manager."""
 
     def __init__(self, fd: int) -> None:
         self._connection = Connection(fd)
 
     def send(self, message: bytes) -> None:
-        """Sends `message`. BrokenPipeError when the parent is gone."""
+        """Send `message`. Raise BrokenPipeError if the parent is gone."""
         self._connection.send_bytes(message)
 
     def recv(self) -> bytes:
-        """The next message. EOFError when the parent is gone."""
+        """Return the next message. Raise EOFError if the parent is gone."""
         try:
             return self._connection.recv_bytes()
         except ConnectionError as error:
             raise EOFError("the parent is gone") from error
 
     def poll(self, timeout_s: float | None = 0.0) -> bool:
-        """Whether `recv` would return, or raise EOFError, at once; waits for that up to `timeout_s`, None: for ever."""
+        """Return whether `recv` would return or raise EOFError at once.
+
+        Wait for that up to `timeout_s` seconds, or without limit if it is None.
+        """
         return self._connection.poll(timeout_s)
 
     def fileno(self) -> int:
-        """The file descriptor, for select."""
+        """Return the file descriptor, for select."""
         return self._connection.fileno()
 
     def __enter__(self) -> Self:
@@ -290,10 +303,10 @@ class ChildChannel:
 
 
 class Lifeline:
-    """Ends this process when its parent is gone, or has closed the channel, in the midst of whatever it is doing.
+    """A thread that ends this process at any point once its parent is gone or has closed the channel.
 
-    A worker may be minutes away from its next look at the channel; nobody wants its answer any more. Of several
-    channels any one will do.
+    A worker may need minutes to reach its next read of the channel, and its answer is not needed any more. If there are
+    several channels, the end of any of them counts.
     """
 
     def __init__(self, *channels: ChildChannel) -> None:
@@ -306,14 +319,14 @@ class Lifeline:
         self._thread.start()
 
     def hold(self, make: Callable[[], T], remove: Callable[[T], None]) -> T:
-        """What `make` gives, which is removed before the process ends; there is no moment at which it could be left."""
+        """Return the result of `make`, and remove it before the process ends. A lock makes sure of the removal."""
         with self._lock:
             made = make()
             self._actions.append(lambda: remove(made))
         return made
 
     def before_end(self, action: Callable[[], object]) -> None:
-        """Has `action` called before the process ends."""
+        """Call `action` before the process ends."""
         with self._lock:
             self._actions.append(action)
 
@@ -323,7 +336,7 @@ class Lifeline:
         self._thread.join()
 
     def end(self) -> None:
-        """For a process that is done: if the parent is gone, what is to happen before the end does happen."""
+        """Finish a process that has done its work. If the parent is gone, wait for the actions before the end."""
         if self._hung_up(0):
             self._thread.join()
 

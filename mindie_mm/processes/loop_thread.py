@@ -41,7 +41,9 @@ class LoopThread:
             raise OperationalError(f"the {self._owner} cannot start a thread: {error}") from error
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. An interrupt cancels it, and is raised again when it has cleaned up.
+        """Run `work` on the loop and return its result.
+
+        An interrupt cancels the work, and is raised again once the work has cleaned up.
 
         Raises:
             InputError: The loop is closed, or was closed meanwhile, or this is a forked process without the thread.
@@ -74,10 +76,11 @@ class LoopThread:
         return tasks[0].result()
 
     def submit(self, make: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start what `make` returns, and return the future of its result. Cancelling the future cancels the work.
+        """Start the coroutine that `make` returns, and return the future of its result. Cancelling the future cancels
+        the work.
 
         Raises:
-            InputError: As `run`, before the work has begun.
+            InputError: As in `run`, before the work has begun.
 
         """
         if self._forked:

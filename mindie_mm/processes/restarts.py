@@ -1,4 +1,4 @@
-"""Processes that are to run for as long as the service does: started again when they die, and how often that was."""
+"""Restarts of processes that run as long as the service, with counts and growing pauses."""
 
 from __future__ import annotations
 

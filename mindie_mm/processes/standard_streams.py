@@ -30,7 +30,7 @@ _dropped_lines = 0
 
 
 def open_missing() -> None:
-    """Open the closed ones of descriptors 0 to 2 on /dev/null.
+    """Open descriptors 0 to 2 on /dev/null if they are closed.
 
     Otherwise the next file or socket gets such a descriptor, and libraries print into it. libuv also aborts if it has
     to close one of them.

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 
 _INLINE_BYTES = 2**20
-"""Number of bytes up to which hashing or copying them blocks an event loop, for less than 0.5 ms."""
+"""Maximum number of bytes to hash or copy on an event loop. This blocks the loop for less than 0.5 ms."""
 
 
 @asynccontextmanager
@@ -38,9 +38,9 @@ async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def gather_in_order(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of `works`, in order. Of several failures the first in order is raised, and later works end.
+    """Return the results of `works`, in order. Raise the failure that is first in order, and cancel the later works.
 
-    Which failure is raised does not depend on how fast each work is.
+    The choice of the failure does not depend on the speed of each work.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -57,7 +57,7 @@ def beside(work: Callable[[], T], check: Callable[[], None], period_s: float) ->
 
     `check` is called every `period_s` seconds meanwhile. If it raises an error, the thread is left to end by itself.
 
-    Raises RuntimeError if no thread can be started, for example while the interpreter shuts down.
+    Raise RuntimeError if no thread can be started, for example while the interpreter shuts down.
     """
     done: Future[T] = Future()
     threading.Thread(target=_do, args=(work, done), daemon=True).start()

@@ -22,9 +22,9 @@ from mindie_mm.settings.limits import Count, CountOrNone, Seconds, complete_path
 MiB = 2**20
 GiB = 2**30
 MAX_IMAGE_PIXELS = 178_956_970
-"""Most pixels of an image that Pillow opens."""
+"""Maximum number of pixels of an image that Pillow opens."""
 MAX_SOURCE_BYTES = 512 * MiB
-"""Most bytes of one encoded medium."""
+"""Maximum size of one encoded medium in bytes."""
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}|\*))?")
 _MOST_DECODERS = 8
 """Number of decoders on hosts with more CPUs, unless a setting asks for more."""

@@ -74,15 +74,15 @@ def unknown_variables(settings: Collection[str]) -> list[str]:
 
 
 def foreign(names: Iterable[str]) -> dict[str, str]:
-    """Variables of other programs that are set, by their names: for `doctor`, which says what is wrong with them."""
+    """Return the variables of other programs that are set, by name. `doctor` checks them."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def keep_backends_out() -> None:
-    """Has `import torch` of this process and its children not import the libraries of accelerators that are installed.
+    """Prevent `import torch` in this process and its children from importing the installed libraries of accelerators.
 
-    One that does not load (CANN's environment is not set) would make torch itself fail, whatever device is asked for;
-    the package imports them by itself, where the device is used.
+    If such a library cannot be loaded, for example because CANN's environment is not set, the import of torch fails on
+    any device. This package imports a library itself if its device is used.
     """
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
@@ -91,7 +91,7 @@ def limit_spinning() -> None:
     """Let OpenMP threads of this process and its children sleep soon at a barrier, unless a variable sets this.
 
     GNU OpenMP reads GOMP_SPINCOUNT when torch loads it. By default, a waiting thread spins for milliseconds. If other
-    programs share the CPUs, it takes time from the thread that it waits for.
+    programs share the CPUs, this takes time from the thread that it waits for.
     """
     if not any(name in _WAIT_POLICIES or name.startswith("KMP_") for name in os.environ):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
@@ -133,7 +133,7 @@ def restart_in_utf8() -> None:
 def text_of(name: str, text: str) -> str:
     """Decode a text of the command line or of a variable, which holds surrogates if it is not UTF-8.
 
-    Raises InputError, with `name`, if the text is neither UTF-8 nor in the locale's encoding. The message does not show
+    Raise InputError, with `name`, if the text is neither UTF-8 nor in the locale's encoding. The message does not show
     the text, because it may be a secret.
     """
     if _is_utf8(text):

@@ -1,6 +1,7 @@
-"""Where settings come from: a flag, else the environment, else a TOML file, else the default.
+"""Sources of settings. A flag overrides a variable, a variable overrides the TOML file, and the file overrides the
+default.
 
-The file is flat: its keys are the names of the fields of all settings classes, as flags and variables are.
+The file is flat. Its keys are the field names of all settings classes, like flags and variables.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ MASK = "***"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting, for people to read."""
+    """One setting in readable form."""
 
     name: str
     value: str
     """Value as in a TOML file. `none` if the program chooses it, *** for a secret."""
     origin: str
-    """The flag, the variable, the file, or `default`."""
+    """Source of the value: the flag, the variable, the file, or `default`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Configuration:
     """Source of each setting that was given, by its name."""
 
     def settings(self) -> list[Setting]:
-        """Every setting with its origin, secrets masked."""
+        """Return every setting with its origin. Secrets are masked."""
         owners = (self.worker, self.worker.engine, self.worker.media, self.service)
         return [
             Setting(
@@ -60,9 +61,15 @@ class Configuration:
 
 
 def configuration(flags: Mapping[str, Any], file: Path | None = None) -> Configuration:
-    """The settings of `flags`, as far as they are not None; under them the environment's; under those the file's.
+    """Combine the settings of flags, environment and file.
 
-    `file` None is the one that MINDIE_MM_CONFIG names. InputError names what is wrong, and where it stands.
+    Args:
+        flags: Values of flags by field name. None and empty tuples count as not given.
+        file: TOML file. None: the file that MINDIE_MM_CONFIG names, if any.
+
+    Raises:
+        InputError: A setting is wrong. The message names it and its source.
+
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -138,7 +145,7 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def _hints() -> dict[str, Any]:
-    """The type of each setting."""
+    """Return the type of each setting, by its name."""
     return {
         name: hint
         for cls in CLASSES

@@ -1,1 +1,1 @@
-"""Structured outputs: JSON schemas and grammars, checked first and then enforced token by token."""
+"""Structured outputs: JSON schemas that are checked first and then enforced token by token."""

@@ -1,8 +1,8 @@
 """A trial compilation of JSON schemas, before they reach the engine.
 
-The compile time cannot be predicted from a schema. 42 bytes may take half a minute, and llguidance cannot be
-interrupted. So each schema is compiled as the engine would, with the checkpoint's tokens, in a process that the kernel
-kills when its time is up. One process has read the vocabulary and forks for each schema.
+The compile time cannot be predicted from a schema. A schema of 42 bytes may take half a minute, and llguidance cannot
+be interrupted. Therefore each schema is compiled as in the engine, with the checkpoint's vocabulary, in a process that
+the kernel kills at a time limit. A process that has read the vocabulary forks once per schema.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ COMPILE_S = 0.1
 """Maximum CPU time in seconds to compile a schema. A schema with a hundred fields takes 5 ms."""
 
 _REST = 4
-"""Pause before the next schema, as a multiple of the last compile time. The engine compiles it too, beside its work."""
+"""Pause before the next schema, as a multiple of the last compile time. The engine compiles the schema as well, and
+needs time for its other work."""
 _WALL_S = 10.0
 """Maximum wall-clock time in seconds. A schema that takes longer without using up `COMPILE_S` stays unchecked."""
 _REPLY_S = 60.0
@@ -34,31 +35,31 @@ _WHAT = "the process that checks JSON schemas"
 
 
 class _Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The first message of a process that has read the vocabulary. A Failure in its place tells why it has not."""
+    """The first message of a process that has read the vocabulary. If that fails, the process sends a Failure."""
 
 
 class SchemaCheck:
     """A process that checks schemas one by one, and a cache of results. The first check starts the process."""
 
     def __init__(self, model: Path, family: str | None) -> None:
-        """Prepare checks for the checkpoint directory `model`. `family` is as in `family_of`."""
+        """Prepare checks for the checkpoint directory `model`. `family` is the argument of `family_of`."""
         self._arguments = (str(model), family or "")
         self._child: Child | None = None
         self._closed = False
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[str] | None = None
         self._known: dict[str, str] = {}
-        """Error of each of the last `KEPT` schemas, or "" for a good one, the latest last.
+        """Error of each of the `KEPT` most recently used schemas, or "" for a valid one, the latest last.
 
-        The engine keeps as many compiled schemas, in the same order. So a schema that the engine has to compile again
-        is also checked again, with its pause.
+        The engine keeps the same number of compiled schemas, in the same order. So a schema that the engine has to
+        compile again is also checked again, with its pause.
         """
 
     async def check(self, schema: str) -> None:
         """Check a schema.
 
         Raises:
-            InputError: It is no schema, cannot be enforced, is too large, or takes too long to compile.
+            InputError: The schema is invalid, cannot be enforced, is too large, or takes too long to compile.
             ProcessDied: The process died twice, cannot start, or is closed.
 
         """
@@ -67,10 +68,10 @@ class SchemaCheck:
         message = self._known.get(schema)
         if message is None:
             async with self._turn:
-                message = self._known.get(schema)  # others may have asked the same
+                message = self._known.get(schema)  # another caller may have checked it meanwhile
                 if message is None:
                     if self._asking is not None:
-                        await asyncio.wait({self._asking})  # its caller was cancelled, but its answer must be read
+                        await asyncio.wait({self._asking})  # the caller was cancelled, but the reply must still be read
                     self._asking = asyncio.create_task(self._ask(schema))
                     message = await asyncio.shield(self._asking)
         self._remember(schema, message)
@@ -107,7 +108,7 @@ class SchemaCheck:
                 if child is not None:
                     await child.end()
                 continue
-            self._remember(schema, message)  # here, too: its caller may have been cancelled
+            self._remember(schema, message)  # also here, because the caller of `check` may have been cancelled
             return message
         raise ProcessDied(f"{_WHAT} {'is closed' if self._closed else 'died twice'}")
 
@@ -156,7 +157,7 @@ def _tried(grammars: Grammars, schema: str) -> tuple[str, float]:
     """
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
-        try:  # what these signals do unless one says otherwise: the process ends, whatever it is doing
+        try:  # the default action of these signals ends the process, even inside llguidance
             signal.setitimer(signal.ITIMER_PROF, COMPILE_S)
             signal.setitimer(signal.ITIMER_REAL, _WALL_S)
             message = ""

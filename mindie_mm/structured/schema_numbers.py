@@ -1,4 +1,4 @@
-"""Rewriting of large numbers in JSON schemas. llguidance reads them as float64, and must not accept other numbers."""
+"""Rewriting of large numbers in JSON schemas, which llguidance reads as float64 and may thereby change."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import shown
 
 _EXACT = 2**53
-"""float64 holds every integer up to this one."""
+"""Largest integer up to which float64 represents all integers."""
 _INT64_MAX = 2**63 - 1
 _LARGEST = 2**63 - 1024
-"""The largest float64 that fits an int64. llguidance computes ranges in int64, and negates them."""
+"""Largest float64 that fits in an int64. llguidance computes ranges in int64, and negates them."""
 _MOST = 2**31 - 1
 """Replacement for any larger limit of a length. No answer is that long."""
 _MAX_DIVISOR = 2**32 // 10
-"""Largest divisor, because llguidance divides digit by digit in 32 bits."""
+"""Largest value of multipleOf, because llguidance divides digit by digit in 32 bits."""
 _NINETEEN_DIGITS = 10**18
 _MAX_SHOWN = 40
 _MAX_DIGITS = sys.get_int_max_str_digits()
@@ -34,11 +34,11 @@ _MOST_LENGTHS = ("maxLength", "maxItems", "maxProperties")
 def with_exact_numbers(schema: str) -> str:
     """Rewrite the numbers of a JSON schema so that llguidance reads them correctly.
 
-    A bound above 2**53 moves inwards to the next float64, so that every answer satisfies it. A limit of a length that
-    no answer reaches becomes smaller.
+    A bound above 2**53 moves inwards to the next float64, so that every answer satisfies the original bound. A maximum
+    length that no answer reaches becomes smaller.
 
     Raises:
-        InputError: The schema is not JSON, or has a number that llguidance would read as another one.
+        InputError: The schema is not valid JSON, or contains a number that llguidance would misread.
 
     """
     try:
@@ -94,7 +94,7 @@ def _require_exact(value: Any, keyword: str) -> None:
 
 
 def _is_certain(value: float) -> bool:
-    """Return whether llguidance reads a large number exactly. A float may have been rounded when the JSON was read."""
+    """Return whether llguidance reads a large number exactly. A float may already have been rounded by the parser."""
     return isinstance(value, int) and abs(value) <= _LARGEST and _as_read(value, integers=True) == {value}
 
 
@@ -107,7 +107,7 @@ def _rewrite_bounds(schema: dict[str, Any]) -> None:
     _rewrite_bound(schema, "minimum", "exclusiveMinimum", 1, integers)
     _rewrite_bound(schema, "maximum", "exclusiveMaximum", -1, integers)
     _require_range(schema, given)
-    # For a range with one end, llguidance computes all digits of that end, so the range gets a second end.
+    # Close half-open ranges with a large bound, because llguidance computes all digits of a single bound.
     if _is_number(low := schema.get("minimum")) and low >= _NINETEEN_DIGITS:
         schema.setdefault("maximum", _INT64_MAX if integers else _LARGEST)
     if _is_number(high := schema.get("maximum")) and high <= -_NINETEEN_DIGITS:
@@ -115,7 +115,7 @@ def _rewrite_bounds(schema: dict[str, Any]) -> None:
 
 
 def _require_range(schema: Mapping[str, Any], given: Sequence[Any]) -> None:
-    """Raise InputError if the bounds in `schema` have crossed, though those `given` had numbers between them."""
+    """Raise InputError if the rewritten bounds exclude all numbers, although the `given` bounds did not."""
     low, high = schema.get("minimum"), schema.get("maximum")
     if _is_number(low) and _is_number(high) and low > high and all(map(_is_number, given)) and given[0] <= given[1]:
         raise InputError(
@@ -125,7 +125,10 @@ def _require_range(schema: Mapping[str, Any], given: Sequence[Any]) -> None:
 
 
 def _rewrite_bound(schema: dict[str, Any], name: str, exclusive: str, inwards: int, integers: bool) -> None:
-    """Move the bound `name`, and its `exclusive` twin, in the direction `inwards`, 1 or -1."""
+    """Replace the bound `name` and its `exclusive` variant by one exact bound, unless both are small.
+
+    `inwards` is the direction in which bounds move: 1 for a minimum, -1 for a maximum.
+    """
     given = [(key, schema[key]) for key in (name, exclusive) if _is_number(schema.get(key))]
     if all(abs(value) < _EXACT for _, value in given):
         return
@@ -146,7 +149,7 @@ def _innermost(bound: float, inwards: int, integers: bool, *, strict: bool) -> i
     if strict and integers:
         least, strict = Fraction(_next_integer(bound, inwards)), False
     if integers and inwards < 0 and least >= _INT64_MAX:
-        return _INT64_MAX  # read as 2**63, and then as the largest int64
+        return _INT64_MAX  # llguidance reads 2**63 and saturates it to the largest int64
     if inwards * least > _LARGEST:
         raise InputError(f"the JSON schema has the bound {shown(bound)}; the limits are -{_LARGEST} and {_LARGEST}")
     found = float(max(-_LARGEST, min(_LARGEST, math.ceil(least) if inwards > 0 else math.floor(least))))
@@ -160,9 +163,9 @@ def _next_integer(bound: float, inwards: int) -> int:
 
 
 def _as_read(value: float, *, integers: bool) -> set[Fraction]:
-    """Return the numbers as which llguidance may read `value`: its float64, or the shortest digits of that float64.
+    """Return the numbers that llguidance may read for `value`.
 
-    With `integers` it only reads the float64.
+    They are its float64 and the shortest decimal representation of that float64. With `integers`, the float64 alone.
     """
     found = float(value)
     return {Fraction(found)} if integers else {Fraction(found), Fraction(repr(found))}

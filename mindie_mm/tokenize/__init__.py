@@ -1,4 +1,4 @@
-"""Text and media to int64 ids: the tokenizer stage, and its processes."""
+"""Tokenization of text and media to int64 ids: the tokenizer stage and its processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ __all__ = ["AsyncTokenizer", "MediaSpan", "Prompt", "TokenizeRequest", "Tokenize
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because a service's own process uses AsyncTokenizer alone, and starts seconds earlier without torch.
+    # Imported late, because a service's own process needs only AsyncTokenizer, and starts seconds earlier without
+    # torch.
     if name != "Tokenizer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("mindie_mm.tokenize.tokenizer").Tokenizer

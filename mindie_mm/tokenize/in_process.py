@@ -24,7 +24,7 @@ from mindie_mm.tokenize.wires import Wire
 
 
 class InProcess(MediaStage):
-    """Decodes media itself, and stores them by a wire."""
+    """A media stage that decodes items itself and stores them through a wire."""
 
     def __init__(self, processor: Processor, planner: Planner, wire: Wire, caps: MediaCaps) -> None:
         self._processor = processor

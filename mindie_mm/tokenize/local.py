@@ -65,7 +65,7 @@ class LocalTokenizer(_InCaller):
         """
         thread = WorkThread("mindie_mm-tokenizer")
         try:
-            await thread.run(partial(collect, [default_spool()]))  # no service does this here
+            await thread.run(partial(collect, [default_spool()]))  # no service does this for the caller
             return cls(await thread.run(partial(_tokenizer, model_path, config)), thread)
         except BaseException:
             thread.stop()
@@ -90,7 +90,10 @@ class LocalTokenizer(_InCaller):
 
 
 class DecodingTokenizer(_InCaller):
-    """Many requests at once in the caller's event loop, with decoders. Inputs are those of LocalTokenizer."""
+    """A tokenizer with decoders that works on many requests at once, in the caller's event loop.
+
+    Its inputs are those of LocalTokenizer.
+    """
 
     def __init__(self, prompts: Prompts, decoders: Decoders) -> None:
         """Hold prompts and the decoders that write their media. Use `start` to create them."""
@@ -111,7 +114,7 @@ class DecodingTokenizer(_InCaller):
         """
         checkpoint, preprocessed = Checkpoint.open(model_path), Preprocessed(config.preprocessed_cache_bytes)
         async with AsyncExitStack() as undo:
-            await in_thread(partial(collect, [default_spool()]))  # no service does this here
+            await in_thread(partial(collect, [default_spool()]))  # no service does this for the caller
             arena = Arena.create(config.arena_bytes, quota_bytes=config.arena_request_bytes)
             room = Room(arena, config.arena_wait_s, is_own=True)
             undo.callback(room.close)

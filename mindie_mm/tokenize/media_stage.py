@@ -1,4 +1,4 @@
-"""How the media of a request become words: the interface of its two implementations."""
+"""The interface of media stages, which turn the media of a request into words."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RequestMedia(ABC):
 
 
 class MediaStage(ABC):
-    """Where media are decoded."""
+    """A stage that decodes media and stores them."""
 
     @abstractmethod
     def request(self) -> AbstractAsyncContextManager[RequestMedia]:
@@ -50,4 +50,4 @@ class MediaStage(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the stage has made. Idempotent."""
+        """Release the resources of the stage. Idempotent."""

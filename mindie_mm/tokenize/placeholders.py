@@ -1,4 +1,4 @@
-"""From ids with a placeholder for each media item to ids with one per feature."""
+"""Expansion of placeholders: from one id per media item to one id per feature."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What a media item takes in a prompt."""
+    """The space that a media item takes in a prompt."""
 
     kind: Kind
     placeholder: Placeholder
     num_features: int
     spelling: Spelling
     lead: int = 0
-    """Ids in front of its first placeholder that its spelling made."""
+    """Number of ids of its spelling before its first placeholder."""
     tail: int = 0
-    """Ids behind its last placeholder that its spelling made."""
+    """Number of ids of its spelling after its last placeholder."""
 
     @property
     def runs(self) -> Sequence[Sequence[int] | NDArray[np.int64]]:
-        """The ids that take the place of each placeholder of the item."""
+        """Ids that replace each placeholder of the item."""
         if self.spelling.runs is None:
             return (np.full(self.num_features, self.placeholder.token, np.int64),)
         return self.spelling.runs
 
 
 def check_order(actual: Sequence[object], expected: Sequence[object], num_items: int) -> None:
-    """InputError where what stands for media in a prompt is not what its items take: a template can drop an item."""
+    """Raise InputError unless a prompt has the placeholders that its items take. A template can drop an item."""
     if [*actual] != [*expected]:
         raise InputError(
             f"the prompt has {len(actual)} media placeholders for {num_items} media items that take {len(expected)}, "
@@ -45,10 +45,17 @@ def check_order(actual: Sequence[object], expected: Sequence[object], num_items:
 
 
 def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[int], opening: int = 0) -> Prompt:
-    """`ids`, which begin with `opening` ids that every prompt has, the items' placeholders replaced by their runs.
+    """Replace the placeholders in `ids` by the runs of the items, without words.
 
-    No words yet. `tokens` are the placeholders of all media that the family takes.
-    InputError where those in `ids` are not those of the items, in number or in order.
+    Args:
+        ids: Prompt with placeholders.
+        items: Media items, in order.
+        tokens: Placeholders of all kinds that the family takes.
+        opening: Number of ids at the beginning that every prompt has.
+
+    Raises:
+        InputError: The placeholders are not those of the items, in number or in order.
+
     """
     places = [at for at, index in enumerate(ids) if index in tokens]
     runs = [item.runs for item in items]
@@ -70,7 +77,7 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
             length, behind = length + len(run), last + 1
         lead = item.lead + _adjoining(flat[: first - item.lead][::-1], item.placeholder.before[::-1])
         tail = item.tail + _adjoining(flat[last + 1 + item.tail :], item.placeholder.after)
-        lead = min(lead, first - taken)  # an id that two spellings made is the first one's
+        lead = min(lead, first - taken)  # an id that two spellings share belongs to the first one
         taken = last + 1 + tail
         spans.append(MediaSpan(start, length, item.kind, item.placeholder.token, lead, tail))
     return Prompt(np.concatenate([*pieces, flat[behind:]]), tuple(spans), (0, opening))
@@ -79,7 +86,10 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
 def insert(
     ids: Sequence[int], at: int, items: Sequence[Expansion], tokens: Collection[int], opening: int = 0
 ) -> Prompt:
-    """`ids` with the items, each between what its placeholder has before and after it, at `at`; else as `expand`."""
+    """Insert the items into `ids` before index `at`, each between the ids that its placeholder has before and after it.
+
+    The arguments are otherwise those of `expand`.
+    """
     placeholders = [index for item in items for index in _written(item)]
     prompt = expand([*ids[:at], *placeholders, *ids[at:]], items, tokens)
     ahead = 0 if at >= opening else len(prompt) - len(ids)

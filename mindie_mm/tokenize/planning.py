@@ -1,4 +1,4 @@
-"""What each media item of a prompt becomes: its features and its arrays."""
+"""Planning of media items: the features and arrays that each item of a prompt becomes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PlannedItem:
 
 
 class Planner:
-    """The checks of a checkpoint on media items, and the item that a plan stands for."""
+    """The planning of a checkpoint's media items, with the limits that the model sets."""
 
     def __init__(self, processor: Processor, family: str) -> None:
         """Create a planner. `family` is the family's name in errors."""
@@ -55,7 +55,7 @@ class Planner:
         """Return the number of items of each kind in a prompt.
 
         Raises:
-            InputError: The model does not take these kinds, or not together.
+            InputError: The model does not take one of the kinds, or does not take them together.
             LimitExceeded: There are more items than the model takes.
 
         """
@@ -80,7 +80,7 @@ class Planner:
                 raise InputError(f"{name} is given; {self._family} resizes to sizes of its own, and does not take it")
 
     def require_makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> None:
-        """Raise OperationalError if the model makes no item of `kind` with so many features and this grid."""
+        """Raise OperationalError if the model makes no item of `kind` with this grid and number of features."""
         if self._processor.spelling(kind, num_features, grid) is None:
             raise OperationalError(
                 f"a decoder planned {num_features} features and the grid {grid}, which the model never makes"
@@ -94,7 +94,7 @@ class Planner:
         return PlannedItem(Expansion(kind, processor.placeholders[kind], plan.num_features, spelling), plan, index)
 
     def embeddings(self, kind: Kind, source: Embeddings) -> Plan:
-        """Return the plan of features that are handed in instead of media. They are spliced without a tower.
+        """Return the plan of features that are given instead of media. They are spliced without a tower.
 
         Raises:
             InputError: The model makes no such features.

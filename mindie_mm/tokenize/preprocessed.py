@@ -1,4 +1,4 @@
-"""A cache of preprocessed media. Media that come again, as in every turn of a chat, are copied from it."""
+"""A cache of preprocessed media. Media that are sent again, as in every turn of a chat, are copied from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Arrays = Mapping[str, NDArray[Any]]
 
 
 class Preprocessed:
-    """Arrays of media items by the digest of their content. The least recently used ones make room.
+    """Arrays of media items by the digest of their content. The least recently used arrays are evicted.
 
     Several threads may use a cache at once. Arrays are copied without the lock, because an event loop may wait for it.
     """

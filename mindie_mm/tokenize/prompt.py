@@ -1,4 +1,4 @@
-"""A prompt as the engine gets it: flat int64 ids, with the runs of its media items."""
+"""The prompt that the engine gets: flat int64 ids, with the runs of its media items."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from mindie_mm.shm import Ref
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
-    """The ids of one media item's runs, half-open: its slots, and what is the item's among them, such as a row's end.
+    """The half-open range of ids that one media item's runs take.
 
-    Some families' runs begin with a start token: the first slot then stands behind `start`.
+    The range includes the slots of the item and ids between them, such as the ends of rows. In some families, runs
+    begin with a start token. The first slot then comes after `start`.
     """
 
     start: int
     """First id."""
     stop: int
-    """One past the last one."""
+    """One past the last id."""
     kind: Kind
     token: int
-    """The placeholder id; every slot in the span that holds it, or a word, takes a feature."""
+    """Placeholder id. Every slot in the span that holds this id or a word takes a feature."""
     lead: int = 0
-    """Ids right in front of the span that belong to the item, such as a start token."""
+    """Number of ids directly before the span that belong to the item, such as a start token."""
     tail: int = 0
-    """Ids right behind the span that belong to the item, such as an end token."""
+    """Number of ids directly after the span that belong to the item, such as an end token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Token ids with words in place, and where the words' items lie."""
+    """Token ids with words in place, and the spans of the words' items."""
 
     ids: NDArray[np.int64]
-    """int64 [T]; the first slots of each span that take a feature hold the item's words."""
+    """int64 [T]. The first slots of each span that take a feature hold the words of the item."""
     spans: tuple[MediaSpan, ...] = ()
-    """The media items, in order, apart from one another."""
+    """Spans of the media items, in order and disjoint."""
     opening: tuple[int, int] = (0, 0)
-    """Ids, [start, stop), that begin every prompt's text, such as a BOS: for `truncate`; no other process gets them."""
+    """Range [start, stop) of ids that begin every prompt's text, such as a BOS. Only `truncate` uses it, and it is not
+    sent to other processes."""
 
     @property
     def plain_ids(self) -> NDArray[np.int64]:
-        """int64 [T], every word replaced by the placeholder id on which it stands."""
+        """int64 [T], with every word replaced by the placeholder id of its slot."""
         ids = self.ids.copy()
         for span in self.spans:
             own = ids[span.start : span.stop]
@@ -68,7 +70,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """Options of a prompt: its length, its special tokens, and who shares its cached media."""
+    """Options of a prompt: its length, its special tokens, and the sharing of its cached media."""
 
     max_prompt_tokens: int = 0
     """Maximum number of tokens, or 0 for no limit. A longer prompt raises ContextLengthExceeded before any media is

@@ -1,4 +1,4 @@
-"""Prompts of one checkpoint: items or messages in, ids with words out."""
+"""Prompts of one checkpoint: ids made from items or messages, with the words of media in place."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Draft:
     media: Sequence[Media]
     """Media items of the prompt, in order."""
     expand: Callable[[Sequence[PlannedItem]], Prompt]
-    """Returns the whole prompt without words, for the planned media."""
+    """Function that returns the whole prompt for the planned media, without words."""
     options: PromptOptions
 
 
 class Prompts:
-    """Makes the prompts of one checkpoint. Media go through its stage; everything else happens here."""
+    """A maker of prompts for one checkpoint. Its stage handles media, and everything else happens here."""
 
     def __init__(
         self,
@@ -75,9 +75,10 @@ class Prompts:
         plain = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
         stated = checkpoint.json("tokenizer.json").get("added_tokens", ())
         self.shown_tokens = [token["content"] for token in stated if token["special"] and token["content"] in plain]
-        """Tokens that tokenizer.json calls special and the family does not: text, in prompts and in answers."""
+        """Tokens that are special in tokenizer.json, but not to the family. They count as text in prompts and in
+        answers."""
         self._inserted_at = self._processor.traits.inserted_at
-        if self._inserted_at is not None:  # nothing spells them, so the tokenizer need not know them by name
+        if self._inserted_at is not None:  # no text spells them, so the tokenizer need not know them by name
             media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
         self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor, content_format)
         spelled = placeholders if self._inserted_at is None else []
@@ -138,7 +139,7 @@ class Prompts:
     ) -> Draft:
         """Return the draft of `items` as one user turn. Without `chat` or a chat template, join the items.
 
-        Raises InputError if there are variables for a template but no template is used.
+        Raise InputError if there are variables for a template but no template is used.
         """
         if chat and self.has_template:
             return self.draft_messages([Message("user", tuple(items))], add_generation_prompt, template_kwargs, options)
@@ -149,7 +150,7 @@ class Prompts:
     def draft_ids(self, ids: Sequence[int], items: Sequence[Media]) -> Draft:
         """Return the draft of ids with one placeholder per media item, or with none if the family inserts them.
 
-        Raises TokenOutOfRange for an id that is not a token id. The engine checks that ids are in the vocabulary.
+        Raise TokenOutOfRange for a value that is not a token id. The engine checks that ids are in the vocabulary.
         """
         ids = [_token_id(index) for index in ids]
 
@@ -160,7 +161,7 @@ class Prompts:
         return Draft(items, expand, _PLAIN)
 
     async def make(self, drafts: Sequence[Draft], path_file: Path | None) -> list[Prompt]:
-        """Return the prompts of one request. Their media get room together, and are recorded in `path_file`.
+        """Return the prompts of one request. Their media get room together and are recorded in `path_file`.
 
         After FramesMiscounted the prompts are made a second time. Then videos are decoded to count their frames, so
         that the sampled frames depend on the true count.
@@ -229,7 +230,7 @@ class Prompts:
         return placeholder.marker or self._text.spell((placeholder.token,))
 
     def _spellings(self, planned: Sequence[PlannedItem]) -> tuple[list[str], list[str]]:
-        """The marker of each item that the prompt spells, and the text that takes its place."""
+        """Return the marker of each item that the prompt spells, and the text that replaces it."""
         items = [item.expansion for item in planned] if self._inserted_at is None else []
         markers = [self._marker_of[item.placeholder] for item in items]
         texts = [item.spelling.text for item in items]
@@ -246,19 +247,19 @@ def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
 
 
 def _reaching(item: Expansion, ids: Sequence[int], start: int, stop: int) -> Expansion:
-    """`item`, spelled in ids [start, stop)."""
+    """Return `item` with the lead and tail of its spelling, ids [start, stop)."""
     own = [index for index in range(start, stop) if ids[index] == item.placeholder.token]
     return replace(item, lead=own[0] - start, tail=stop - 1 - own[-1]) if own else item
 
 
 def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return the length of the common prefix of both."""
+    """Return the length of the common prefix of two sequences."""
     equal = (one == other for one, other in zip(ids, others, strict=False))
     return sum(1 for _ in takewhile(bool, equal))
 
 
 def _token_id(index: Any) -> int:
-    """`index`, of any type of integers, as Python's. TokenOutOfRange."""
+    """Convert a token id of any integer type to `int`. Raise TokenOutOfRange."""
     try:
         token = operator.index(index)
     except TypeError:

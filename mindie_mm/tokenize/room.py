@@ -13,15 +13,16 @@ from mindie_mm.errors import ArenaFull, MindieMMError
 from mindie_mm.shm import Arena, ArraySpec, Block
 
 _POLL_S = 0.002
-"""Time in seconds between two looks while requests wait. Other processes free by a plain store, which wakes nobody."""
+"""Interval in seconds between two checks while requests wait. Other processes free blocks by a plain store, which
+notifies nobody."""
 
 _LOOK_S = 1.0
-"""Time in seconds after which a look is taken even if no block was freed, because a process may have died."""
+"""Interval in seconds after which the line is served even if no block was freed, because a process may have died."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A request that waits."""
+    """A waiting request."""
 
     all_specs: Sequence[Mapping[str, ArraySpec]]
     path_file: Path
@@ -32,15 +33,17 @@ class _Waiter:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the request got its blocks, which nobody may have taken yet."""
+        """Whether blocks were allocated for the request. Its caller may not have taken them yet."""
         return self.blocks.done() and self.blocks.exception() is None
 
 
 class Room:
-    """Gives each request room for all its items at once, or has it wait in order of arrival. It waits holding nothing.
+    """The line of requests that need room in an arena.
 
-    Later requests may pass the first one in line if there is room for them and not for it. Together they may take as
-    many bytes as it asks for, so it is served after that.
+    A request gets room for all its items at once, or waits in order of arrival. It holds no blocks while it waits.
+
+    Later requests may pass the first one in line if there is room for them but not for it. Once they have taken as many
+    bytes as the first one asks for, it is served before them.
     """
 
     def __init__(self, arena: Arena, wait_s: float, *, is_own: bool = False) -> None:
@@ -78,8 +81,8 @@ class Room:
         """Return a block for each of `all_specs`, as soon as there is room for all and it is the request's turn.
 
         Raises:
-            ArenaFull: The time is over.
-            LimitExceeded, SharedMemoryError: As `try_take`.
+            ArenaFull: There was no room within the maximum time.
+            LimitExceeded, SharedMemoryError: As in `try_take`.
 
         """
         nbytes = self.arena.require(all_specs, path_file)
@@ -139,14 +142,14 @@ class Room:
             await asyncio.sleep(_POLL_S)
 
     def _serve_all(self) -> None:
-        """Give room to the first in line, and to those that may pass it, until one of these finds none."""
+        """Give room to the first requests in line, and to later ones that may pass, until one of them finds no room."""
         while self._line and self._serve_one(self._line[0]):
             self._line.popleft()
         for waiter in [*self._line][1:]:
             if self._may_pass(waiter.nbytes):
                 if not self._serve_one(waiter):
                     return
-                if waiter.has_blocks:  # one with an error takes nothing
+                if waiter.has_blocks:  # a request that failed takes no room
                     self._line[0].passed_bytes += waiter.nbytes
                 self._line.remove(waiter)
 

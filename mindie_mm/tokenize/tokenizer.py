@@ -1,4 +1,4 @@
-"""The tokenizer for scripts and batches: items or messages in, ids with words out, pixels in shared memory."""
+"""The tokenizer for scripts and batches. It returns ids with words, and writes preprocessed media to shared memory."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ T = TypeVar("T")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer and preprocessing, with shared memory to preprocess into. A context manager.
+    """A checkpoint's tokenizer and media preprocessing. A context manager.
 
-    Not for use by several threads at once. Without `with`, its decoders end at `close` or with the interpreter.
+    Only one thread may use it at a time. Without `with`, its decoders run until `close` or until the interpreter exits.
     """
 
     def __init__(self, prompts: Prompts, loop: LoopThread | None = None, decoders: Decoders | None = None) -> None:
-        """Hold the maker of prompts. Use `from_pretrained` to create one."""
+        """Hold the maker of prompts. Use `from_pretrained` to create a tokenizer."""
         self.prompts = prompts
-        """Makes drafts of prompts."""
+        """Maker of drafts and of prompts."""
         self._loop = loop
         self._end_decoders: Callable[[], object] = lambda: None
         if loop is not None and decoders is not None:
@@ -83,7 +83,7 @@ class Tokenizer:
                 where `caps.max_decode_bytes` and `caps.max_decode_s` do not apply.
 
         Raises:
-            InputError: The arguments do not go together.
+            InputError: The arguments contradict each other.
             UnsupportedCheckpoint: The checkpoint cannot be served.
             ProcessDied: The decoders cannot be started.
 
@@ -121,11 +121,21 @@ class Tokenizer:
     def tokenize(
         self, inputs: Sequence[Mapping[str, Any]], shm_name_save_path: str | Path | None = None
     ) -> torch.Tensor:
-        """int64 [T], cpu: the items one after another, no template, words on the first slots of each media run.
+        """Return the ids of items that are joined without a template.
 
-        References are recorded in the file `shm_name_save_path`; None means
-        dirname(dirname(first media path))/shm_name.txt. Whoever is done with the ids releases that file.
-        Raises InputError and below, ArenaFull, SharedMemoryError; then nothing stays allocated.
+        Args:
+            inputs: Items in order, each a mapping such as {"text": ...} or {"image": ...}.
+            shm_name_save_path: Path file that records the references to media. The caller releases it once the ids are
+                no longer needed. None: dirname(dirname(first media path))/shm_name.txt.
+
+        Returns:
+            int64 [T] on the CPU. The first slots of each media run hold the words of the item.
+
+        Raises:
+            InputError: An input is wrong. Nothing stays allocated after any error.
+            ArenaFull: There is no room for the media.
+            SharedMemoryError: Shared memory cannot be used.
+
         """
         items = parse_inputs(inputs)
         media = media_of(items)
@@ -139,12 +149,24 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> torch.Tensor:
-        """int64 [T], cpu: chat messages through the checkpoint's template; else as `tokenize`.
+        """Return the ids of chat messages that are formatted with the checkpoint's chat template.
 
-        `tools` may be Python functions, described by transformers from their docstrings.
+        Args:
+            messages: Messages as in OpenAI's chat API.
+            shm_name_save_path: As in `tokenize`.
+            add_generation_prompt: End the chat with the beginning of the assistant's turn.
+            template_kwargs: Further variables of the template. `tools` may contain Python functions. Transformers
+                describes them from their docstrings.
+
+        Returns:
+            int64 [T] on the CPU, as `tokenize` returns it.
+
+        Raises:
+            InputError, ArenaFull, SharedMemoryError: As in `tokenize`.
+
         """
         parsed = parse_messages(messages)
-        if tools := template_kwargs.get("tools"):  # described before they are escaped: what a docstring says is text
+        if tools := template_kwargs.get("tools"):  # described before escaping, because docstrings are plain text
             template_kwargs["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
         draft = self.prompts.draft_messages(parsed, add_generation_prompt, template_kwargs)
@@ -156,9 +178,19 @@ class Tokenizer:
         media: Sequence[Mapping[str, Any]] = (),
         shm_name_save_path: str | Path | None = None,
     ) -> torch.Tensor:
-        """int64 [T], cpu: a prompt that is encoded already, one placeholder for each of `media`, not expanded.
+        """Return the ids of a prompt that is already encoded, as encoding its text would give them.
 
-        The same as the prompt's text would make. Else as `tokenize`.
+        Args:
+            ids: Ids with one placeholder for each of `media`, not expanded.
+            media: Media items, in order.
+            shm_name_save_path: As in `tokenize`.
+
+        Returns:
+            int64 [T] on the CPU, as `tokenize` returns it.
+
+        Raises:
+            InputError, ArenaFull, SharedMemoryError: As in `tokenize`.
+
         """
         items = media_of(parse_inputs(media)) if media else []
         draft = self.prompts.draft_ids(ids, items)
@@ -194,14 +226,14 @@ class Tokenizer:
         self.close()
 
     def run(self, making: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `making`, which waits for something only if there are decoders."""
+        """Run a coroutine and return its result. It waits for events only if there are decoders."""
         if self._closed:
             making.close()
             raise InputError("the tokenizer is closed")
         if self._loop is not None:
             return self._loop.run(making)
         try:
-            while making.send(None) is None:  # it lets others run, of whom there are none
+            while making.send(None) is None:  # it yields to other tasks, and there are none
                 pass
         except StopIteration as done:
             result: T = done.value

@@ -1,4 +1,4 @@
-"""Shortening a prompt that does not fit: from its front, and never through a media item."""
+"""Truncation of prompts at the front, never within a media item."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from mindie_mm.tokenize.prompt import Prompt
 
 
 def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
-    """The last tokens of `prompt`, at most `max_tokens`: the oldest text is dropped, and whole media items.
+    """Return the last tokens of `prompt`, at most `max_tokens`. Drop the oldest text and whole media items.
 
-    The spans left are the last ones, and the opening stays, as a tokenizer that truncates from the left has it.
-    ContextLengthExceeded if nothing else would be left.
+    The last spans remain. The opening stays, as with a tokenizer that truncates on the left.
+
+    Raises:
+        ContextLengthExceeded: Nothing but the opening would be left.
+
     """
     first, last = prompt.opening
     start = max(0, len(prompt) - max_tokens)

@@ -1,4 +1,7 @@
-"""Where a media item goes, and what words stand for it: an arena's block, a file's, or segments as MindIE has them."""
+"""Wires: storage for media items, and the words that refer to them.
+
+An item is stored in a block of an arena, in a block of a file, or in segments in MindIE's format.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,15 @@ ARENA_BYTES = 256 * 2**20
 
 
 class Wire(ABC):
-    """Stores media items."""
+    """Storage for media items."""
 
     needs_path_file: ClassVar[bool] = True
-    """Whether what it stores is to be freed by a path file."""
+    """Whether stored items are freed through a path file."""
 
     def check(self, plan: Plan, kind: Kind) -> None:
-        """LimitExceeded for an item that has too few slots for its words; here a single one will do."""
+        """Raise LimitExceeded if an item has too few slots for its words. One slot is enough unless a wire overrides
+        this.
+        """
 
     @abstractmethod
     def store(
@@ -42,8 +47,16 @@ class Wire(ABC):
     ) -> Sequence[int]:
         """Allocate, write and publish an item, and return its words. Push a callback that frees it on `undo`.
 
-        `digest` computes the digest of the content, for a wire that carries it. Raises ArenaFull, SharedMemoryError and
-        the errors of `item.plan.write`.
+        Args:
+            item: Item to store.
+            digest: Function that computes the digest of the content, for a wire that stores it.
+            path_file: File that records the references to free.
+            undo: Stack for the callback.
+
+        Raises:
+            ArenaFull: There is no room for the item.
+            SharedMemoryError: Shared memory cannot be used. The errors of `item.plan.write` are raised, too.
+
         """
 
     def close(self) -> None:
@@ -51,7 +64,9 @@ class Wire(ABC):
 
 
 class NativeWire(Wire):
-    """A wire with one block per item. An item has a name word and a shape word, or only the name word in one slot."""
+    """A wire with one block per item. An item has a name word and a shape word, or only the name word if it has one
+    slot.
+    """
 
     def __init__(
         self,
@@ -121,15 +136,15 @@ class NativeWire(Wire):
 
 
 class DiskWire(Wire):
-    """A wire like the native one over a file on disk, which outlives its writer and is never freed."""
+    """A wire with one block per item in a file on disk, which outlives its writer. Items are never freed."""
 
     needs_path_file: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.arena: DiskArena | None = None
-        """Where the next items go. It is whoever set it that closes it."""
+        """Arena for the next items. The code that sets it also closes it."""
         self.stored: list[tuple[bytes, Mapping[str, ArraySpec]]] = []
-        """Digest and arrays of each item, in order; for whoever reads it to empty."""
+        """Digest and array specs of each item, in order. The reader of the list empties it."""
 
     def store(
         self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
@@ -146,10 +161,10 @@ class DiskWire(Wire):
 
 
 class MindIEWire(Wire):
-    """A segment an array, and the words that the family's layout says. It carries no digest."""
+    """A wire with one segment per array, and the words of the family's MindIE layout. It stores no digest."""
 
     def __init__(self, layouts: Mapping[Kind, Layout]) -> None:
-        """`layouts` has every kind that the model takes."""
+        """Create a wire. `layouts` must have every kind that the model takes."""
         self._layouts = layouts
 
     def check(self, plan: Plan, kind: Kind) -> None:

@@ -1,1 +1,1 @@
-"""A worker: tokenizer, engine and retries together. `LLM` and offline generation run it in a script."""
+"""The worker, which combines tokenizer, engine and retries. `LLM` and offline generation use it in scripts."""

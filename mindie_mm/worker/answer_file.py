@@ -20,12 +20,12 @@ _GO_ON = "Name another file for --output, or restore the earlier settings, files
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs and settings that determine the answers in a file. They are stored beside it."""
+    """The inputs and settings that determine the answers in a file, stored in a second file beside it."""
 
     run: str
     """`Manifest.digest` of the rows."""
     model: str
-    """Directory of the checkpoint, for readers. The checkpoint counts by its digests."""
+    """Directory of the checkpoint, for readers only. Its digests identify the checkpoint."""
     model_digest: str
     """`model_digest` of the checkpoint, which covers its generation_config.json."""
     weights_digest: str = ""
@@ -33,35 +33,35 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     """Sampling settings, with every default resolved."""
     settings: Mapping[str, Any] = {}
-    """Settings of the engine that change answers. Sizes of batches and caches and numbers of threads do not."""
+    """Settings of the engine that change answers. These exclude batch sizes, cache sizes and numbers of threads."""
     versions: Mapping[str, str] = {}
     device: str = ""
     """Kind of device that answered. Empty until the engine has started."""
 
     def parts(self) -> dict[str, Any]:
-        """Return everything that decides the answers, by name, except the device, which is known later."""
+        """Return everything that determines the answers, by name, except the device, which is known later."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         sampling = values.pop("sampling")
         return {name: value for name, value in (values | sampling).items() if name not in {"model", "device"}}
 
     @staticmethod
     def path(output: Path) -> Path:
-        """Where it stands."""
+        """Return the path of the origin file of `output`."""
         return output.with_name(output.name + ".origin.json")
 
     def begin(self, output: Path) -> None:
-        """Writes it. StorageError."""
+        """Write the origin file of `output`. Raise StorageError if this fails."""
         with replacing(self.path(output)) as unfinished:
             unfinished.write_bytes(msgspec.json.encode(self) + b"\n")
 
     def require(self, output: Path) -> None:
-        """Raise InputError, naming what differs, unless the answers in `output` are of this origin."""
+        """Raise InputError with the differences unless the answers in `output` have this origin."""
         found = differences(self._read(output).parts(), self.parts())
         if found:
             raise InputError(f"{output} has other answers: {'; '.join(found.values())}. {_GO_ON}")
 
     def require_device(self, output: Path, device: str) -> None:
-        """Record the device of the engine that has started.
+        """Record the device of the started engine.
 
         Raises:
             InputError: Another kind of device gave the answers in `output`.
@@ -87,9 +87,15 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], None], int, int, str | None]]:
-    """What writes a line behind those of `output`; how many these are, errors among them, the last one's id.
+    """Open an answer file to append lines to it.
 
-    InputError if they are not of this origin, StorageError, also of the writing.
+    Yields:
+        A function that appends a line, the number of answers, the number of errors among them, and the last id.
+
+    Raises:
+        InputError: The answers have another origin, the file is invalid, or another process writes it.
+        StorageError: The file cannot be written. The yielded function raises this error as well.
+
     """
     with creating(output, "Name a file in a folder that you may write to"):
         file = output.open("a+b")
@@ -109,7 +115,7 @@ def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], 
             begun = _begun(file, output)
         yield append, *begun
     except BaseException:
-        with suppress(OSError):  # it would write again what could not be written
+        with suppress(OSError):  # closing would retry the failed write
             file.close()
         raise
     with _writing(output):

@@ -46,9 +46,9 @@ class AsyncEngine:
         self._start = start
         self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress]] = {}
-        """Requests that the engine has not finished. Their callers may not have read all of the progress yet."""
+        """Queues of unread progress, by the id of each request that the engine has not finished."""
         self._parked: set[str] = set()
-        """Those that wait for `refill`, and not for the engine."""
+        """Requests that wait for `refill`, and not for the engine."""
         self._mounts: dict[int, Mount] = {}
         self._decoder = msgspec.msgpack.Decoder(Stepped)
         self._keeper: asyncio.Task[None] | None = None
@@ -56,7 +56,7 @@ class AsyncEngine:
         self._up = False
         """Whether the engine accepts requests."""
         self._settled = asyncio.Event()
-        """Set if waiting is pointless, because the engine accepts requests or cannot accept any."""
+        """Set if the engine accepts requests, or if there is no point in waiting because it never will."""
         self._closed = False
         self._why_down = "is not started"
         self._num_steps = 0
@@ -74,7 +74,16 @@ class AsyncEngine:
     ) -> Self:
         """Start the process and wait until it accepts requests.
 
-        Raises the error of the process: UnsupportedCheckpoint, DeviceError, InputError or ProcessDied.
+        Args:
+            model: Checkpoint directory. None: the embedded checkpoint.
+            config: Settings of the engine.
+            family: As `WorkerConfig.family`.
+            end_token_ids: As the argument of `load_model`.
+            generation_config: As `WorkerConfig.generation_config`.
+
+        Raises:
+            UnsupportedCheckpoint, DeviceError, InputError, ProcessDied: The process cannot start.
+
         """
         engine = cls(Start(None if model is None else str(model), config, family, end_token_ids, generation_config))
         await engine._launch()
@@ -83,31 +92,42 @@ class AsyncEngine:
 
     @property
     def pid(self) -> int:
-        """The engine's process id."""
+        """Process id of the engine."""
         return self._child.pid
 
     @property
     def num_alive(self) -> int:
-        """Engine processes that take requests: 1 or 0."""
+        """Number of engine processes that accept requests, 0 or 1."""
         return int(self._alive)
 
     @property
     def restarts(self) -> Restarts:
-        """Counts of restarts and of failed attempts."""
+        """Counts of restarts and failed attempts."""
         return Restarts.of([self._starter])
 
     def check(self) -> None:
-        """ProcessDied, with the reason, while no requests are taken."""
+        """Raise ProcessDied with the reason if the engine does not accept requests."""
         if not self._alive:
             raise ProcessDied(f"the engine {self._why_down}")
 
     async def generate(
         self, request_id: str, ids: NDArray[np.int64], params: SamplingParams
     ) -> AsyncGenerator[Progress, None]:
-        """Progress of a new request with prompt `ids`, int64 [T] with words; leaving early aborts it.
+        """Start a request and yield its progress. Closing the generator aborts the request.
 
-        Waits for an engine that is started again. Raises what the engine found wrong with the request, StaleReference
-        and such, ProcessDied and NoProcess.
+        If the engine is being restarted, the request waits for it.
+
+        Args:
+            request_id: Unique id of the request.
+            ids: Prompt ids with handle words, int64 [T].
+            params: Sampling settings.
+
+        Raises:
+            InputError: A sampling setting is wrong.
+            ProcessDied: The engine died during the request, or is closed.
+            NoProcess: No engine accepts requests (`wait_until_up`).
+            MindieMMError: The engine refused or failed the request, for example with StaleReference.
+
         """
         assert request_id not in self._requests, request_id
         asked_s = time.monotonic()
@@ -133,22 +153,25 @@ class AsyncEngine:
                     self._send(Abort(request_id))
 
     def refill(self, request_id: str, ids: NDArray[np.int64]) -> None:
-        """Give a request the media that it needs (`Progress.needs_media`): `ids` as in `generate`, with other words."""
+        """Send a request the media that it needs (`Progress.needs_media`).
+
+        `ids` are those of `generate`, with the handle words of new blocks.
+        """
         if request_id in self._parked and self._alive:
             self._parked.remove(request_id)
             self._send(Refill(request_id, np.ascontiguousarray(ids, np.int64).tobytes()))
 
     def mount(self, path: Path, number: int) -> None:
-        """Let requests refer to the file of blocks at `path` as arena `number`, which the caller has reserved.
+        """Mount the file of blocks at `path` as arena `number`, which the caller has reserved.
 
-        If the file cannot be mounted, these requests fail.
+        If the file cannot be mounted, requests that refer to the arena fail.
         """
         self._mounts[number] = Mount(str(absolute(path)), number)
         if self._alive:
             self._send(self._mounts[number])
 
     def unmount(self, number: int) -> None:
-        """Remove arena `number`. No request may refer to it."""
+        """Unmount arena `number`. No request may refer to it."""
         del self._mounts[number]
         if self._alive:
             self._send(Unmount(number))
@@ -204,7 +227,7 @@ class AsyncEngine:
             raise
         for mount in self._mounts.values():
             self._send(mount)
-        # A successor gets the same cache without measuring. By then other programs may use some of the free memory.
+        # A successor gets a cache of the same size without measuring, as other programs may use the memory by then.
         config = replace(config, kv_cache_bytes=self.info.kv_cache_bytes, measure_s=0)
         self._start = msgspec.structs.replace(self._start, config=config)
         self._up = True
@@ -222,10 +245,10 @@ class AsyncEngine:
             await self._starter.again(self._launch)
 
     async def _serve(self) -> str:
-        """Serve until the process is gone or hangs, that is, makes no step for `step_timeout_s` while a request waits.
+        """Serve until the process has ended or hangs. Return a description of the hang, or "" if it has ended.
 
-        A request that waits for its media does not wait for the engine.
-        Return a description of the hang, or "" if the process is gone.
+        A process hangs if it makes no step for `step_timeout_s` seconds while a request waits for it. A parked request
+        waits for its media, and not for the process.
         """
         patience_s = self._start.config.step_timeout_s
         dispatching = asyncio.create_task(self._dispatch())
@@ -241,7 +264,7 @@ class AsyncEngine:
             dispatching.cancel()
 
     async def _dispatch(self) -> None:
-        """Pass progress to its request, until the process is gone."""
+        """Pass progress to its requests until the process has ended."""
         while True:
             try:
                 stepped = self._decoder.decode(await self._child.channel.recv())

@@ -1,4 +1,4 @@
-"""The whole line in a plain script: `LLM().generate([[{"image": path}, {"text": question}]])`."""
+"""A worker for plain scripts, used as `LLM().generate([[{"image": path}, {"text": question}]])`."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ class Output:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
-    """Why generation ended. None if `error` is set."""
+    """Reason why generation ended. None if `error` is set."""
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended it; None for the end-of-sequence token."""
+    """Stop string or stop token id that ended the output. None: another reason, such as the end-of-sequence token."""
     timings: Timings | None = None
     logprobs: list[TokenLogprob] | None = None
-    """One per token, where asked for."""
+    """One per token, if requested."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """One per token of the prompt but the first, where asked for."""
+    """One per prompt token except the first, if requested."""
     cached_tokens: int = 0
-    """Tokens of the prompt that were in the prefix cache."""
+    """Number of prompt tokens that were in the prefix cache."""
     error: MindieMMError | None = None
-    """The error of this input, with `on_error="return"`."""
+    """Error of this input, with `on_error="return"`."""
 
 
 class LLM:
-    """A worker for scripts, notebooks and standard input, without a `__main__` guard.
+    """A worker for scripts, notebooks and standard input. It needs no `__main__` guard.
 
-    This is a context manager. Without `with`, its processes end at `close` or with the interpreter.
+    An `LLM` is a context manager. Without `with`, its processes end at `close` or when the interpreter exits.
     """
 
     def __init__(
@@ -61,14 +61,16 @@ class LLM:
         family: str | None = None,
         decoders: int = 0,
     ) -> None:
-        """Start a worker. Errors are those of `Worker.start`.
+        """Start a worker.
+
+        Raises the errors of `Worker.start`.
 
         Args:
             path: Checkpoint directory. None: `config.model`, or the embedded checkpoint.
-            config: Settings of the worker.
-            family: Family that serves the checkpoint, as `config.family`.
-            decoders: Number of processes that decode the items of a prompt in parallel, as `config.decoders`. 0:
-                decode on a thread of this process.
+            config: Settings of the worker. None: defaults.
+            family: Family that serves the checkpoint. None: `config.family`.
+            decoders: Number of processes that decode the items of a prompt in parallel. 0: use `config.decoders`. If
+                that is 0 as well, a thread of this process decodes.
 
         """
         config = config or WorkerConfig()
@@ -85,9 +87,9 @@ class LLM:
             self._loop.close()
             raise
         self.close = weakref.finalize(self, self._loop.close, self._worker.close)
-        """Ends the worker: what other threads wait for, and what comes later, is an InputError. Idempotent.
+        """Idempotent function that ends the worker. Pending calls of other threads and later calls raise InputError.
 
-        A process forked from this one has no part in it: there this does nothing, and input is an InputError.
+        In a forked process it does nothing, and all other calls raise InputError.
         """
 
     def generate(
@@ -98,19 +100,20 @@ class LLM:
         chat_template: bool = True,
         on_error: Literal["raise", "return"] = "raise",
     ) -> list[Output]:
-        """Run all inputs together, and return one output for each, in order.
-
-        An input that fails does not affect the others.
+        """Generate an output for each input. All inputs run together, and a failing input does not affect the others.
 
         Args:
             inputs: Texts, or item lists (`List[Dict]`). Tuples work like lists.
-            params: Sampling settings, by default those of `get_default_sampling_params`.
+            params: Sampling settings. None: those of `get_default_sampling_params`.
             chat_template: Format each input as one user turn of the checkpoint's chat template.
-            on_error: "raise" raises the error of an input when all inputs are done. "return" puts each error into its
-                Output.
+            on_error: "raise" raises the first error when all inputs are done. "return" stores each error in its
+                `Output`.
+
+        Returns:
+            One output per input, in order.
 
         Raises:
-            InputError: `inputs` is not a list of inputs, or a setting in `params` is wrong. Nothing was run.
+            InputError: `inputs` is not a list of inputs, or a setting in `params` is wrong. No input was run.
 
         """
         if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
@@ -135,9 +138,9 @@ class LLM:
 
         Args:
             messages: Messages of the conversation.
-            params: Sampling settings, by default those of `get_default_sampling_params`.
-            add_generation_prompt: End the prompt with the head of the assistant's turn.
-            chat_template_kwargs: More variables of the chat template, such as `tools`.
+            params: Sampling settings. None: those of `get_default_sampling_params`.
+            add_generation_prompt: End the prompt with the header of the assistant's turn.
+            chat_template_kwargs: Additional variables of the chat template, such as `tools`.
 
         """
         request = TokenizeRequest(
@@ -152,9 +155,10 @@ class LLM:
         return output
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the settings of calls without `params`: those in the checkpoint's generation_config.json.
+        """Return the sampling settings of calls without `params`.
 
-        `WorkerConfig.generation_config` names another source. Change single settings by `msgspec.structs.replace`.
+        They come from the checkpoint's generation_config.json, or from `WorkerConfig.generation_config` if that is set.
+        Use `msgspec.structs.replace` to change single settings.
         """
         return self._worker.default_sampling
 
@@ -168,7 +172,7 @@ class LLM:
         return (params or self._worker.default_sampling).check(self._worker.engine.info.vocab_size)
 
     async def _generate(self, requests: Sequence[TokenizeRequest], params: SamplingParams) -> list[Output]:
-        # As many at a time as the engine runs: more would only fill the arena with pictures that wait.
+        # Only as many inputs as the engine runs, because the media of more would only fill the arena.
         places = asyncio.Semaphore(self._worker.config.engine.max_num_seqs)
         running = 0
 
@@ -181,7 +185,7 @@ class LLM:
                         try:
                             return await self._answer(request, params)
                         except ArenaFull:
-                            if running == 1:  # nobody is left whose end would make room
+                            if running == 1:  # no other input can free room
                                 raise
                 except MindieMMError as error:
                     return Output("", [], None, error=error)

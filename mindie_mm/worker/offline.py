@@ -1,4 +1,4 @@
-"""A finished run of `tokenize` through the engine, shard after shard, answers in the order of rows."""
+"""Offline generation: a finished `tokenize` run goes through the engine, and answers come in the order of rows."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from mindie_mm.worker.worker import Answer, Worker
 _log = logging.getLogger(__name__)
 
 Line = dict[str, Any]
-"""An answer as it is written."""
+"""An answer as a JSON object, in the form in which it is written to the output."""
 
 _ENGINE_FAILED = (ProcessDied, NoProcess, DeviceError)
 _DECIDING = ("dtype", "max_model_len", "vision_device", "vision_bits", "projector_device", "projector_bits")
-"""Fields of `EngineConfig` that change answers. The device is recorded once the engine has chosen it."""
+"""Fields of `EngineConfig` that change answers. The device is recorded when the engine has chosen it."""
 _BACK_S = 900.0
-"""How long rows wait for an engine that is started again: no client does, and a large model is loaded for minutes."""
+"""Time in seconds that rows wait for a restarted engine. A large model takes minutes to load, and no client waits."""
 
 
 async def generate(
@@ -58,12 +58,28 @@ async def generate(
     *,
     other_model: bool = False,
 ) -> tuple[int, int]:
-    """Appends the answers of rows that `output` does not have yet; how many rows it has then, and errors among them.
+    """Append the answers of all rows that `output` lacks.
 
-    InputError if `output` is not this run's, or, without `other_model`, its rows are not of `config`'s checkpoint, or
-    for a setting in `params` that is none, before the model is loaded;
-    StorageError if it cannot be written, CorruptReference, SegmentMissing if a shard is not what the run wrote;
-    NoProcess, ProcessDied, DeviceError if the engine does not come back, or answers nothing; errors as Worker.start.
+    Raises the errors of `Worker.start`, and the following ones.
+
+    Args:
+        dataset: Rows of a finished `tokenize` run.
+        output: File of answers, one JSON object per line.
+        config: Settings of the worker.
+        params: Sampling settings.
+        limit: Number of rows to answer from the first row on. None: all rows.
+        other_model: Accept a checkpoint that differs from the one of the `tokenize` run.
+
+    Returns:
+        The number of rows in `output`, and the number of errors among them.
+
+    Raises:
+        InputError: `output` belongs to another run or device, the checkpoint is not the one of the run, or a sampling
+            setting is wrong. Everything except the device is checked before the model is loaded.
+        StorageError: `output` cannot be written.
+        CorruptReference, SegmentMissing: A shard is damaged or missing.
+        NoProcess, ProcessDied, DeviceError: The engine does not restart, or fails every request.
+
     """
     params = params.check(math.inf)
     stop, run = min(len(dataset), limit or len(dataset)), dataset.manifest.run
@@ -109,9 +125,13 @@ def _deciding(config: WorkerConfig) -> dict[str, Any]:
 
 
 async def _answers(dataset: Dataset, rows: range, worker: Worker, params: SamplingParams) -> AsyncGenerator[Line, None]:
-    """As many rows at a time as the engine runs, and as many again that wait; a shard is mounted while they are asked.
+    """Yield the answers of `rows` in order. Mount a shard from its first request to its last answer.
 
-    CorruptReference, SegmentMissing for a shard that is not what the run wrote, once the rows before it are answered.
+    Twice as many rows are in progress as the engine can run, so that the engine never waits for rows.
+
+    Raises:
+        CorruptReference, SegmentMissing: A shard is damaged or missing. All earlier rows have been answered.
+
     """
     asking = _Asking(worker, params)
     most = 2 * worker.config.engine.max_num_seqs
@@ -125,7 +145,7 @@ async def _answers(dataset: Dataset, rows: range, worker: Worker, params: Sampli
                         yield await asking.next()
                     raise
                 mount = mounts.enter_context(ExitStack())
-                # An arena of one page reserves a number that no other process of this machine takes.
+                # An arena of one page reserves an arena number against other processes of this machine.
                 number = mount.enter_context(Arena.create(1)).number
                 worker.engine.mount(arena_path(dataset.folder, first_row), number)
                 mount.callback(worker.engine.unmount, number)
@@ -141,24 +161,24 @@ async def _answers(dataset: Dataset, rows: range, worker: Worker, params: Sampli
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A row on its way."""
+    """A row in progress."""
 
     record: ShardRow
     number: int
-    """Number under which its shard's arena is mounted."""
+    """Arena number of the mounted shard."""
     mount: ExitStack | None
-    """Closed behind the row's answer: its shard's arena, where the row is the shard's last."""
+    """Mount of the shard, to close after the answer. Only the last row of a shard has it."""
     task: asyncio.Task[None] = field(init=False)
     answer: Line | None = None
     failure: MindieMMError | None = None
-    """Why the task has brought no answer: the engine failed under it, and maybe because of it."""
+    """Failure of the engine that left the row without an answer. The row may be the cause."""
 
 
 class _Asking:
-    """Rows that are asked at the same time, and answered in their order.
+    """A queue of concurrent requests for rows, answered in order.
 
-    Rows under which the engine fails are asked again: all of them, then half of them at a time, and so on. One that is
-    left, and fails alone, is an error; the others are answered.
+    If the engine fails, all unanswered rows are requested again. If it fails once more, they are requested in halves,
+    and so on. A row that makes the engine fail on its own becomes an error, and the other rows are answered.
     """
 
     def __init__(self, worker: Worker, params: SamplingParams) -> None:
@@ -170,13 +190,13 @@ class _Asking:
         return len(self._asked)
 
     def ask(self, record: ShardRow, number: int, mount: ExitStack | None) -> None:
-        """A further row, of the shard that is mounted as `number`; `mount` is closed with its answer."""
+        """Request another row, whose shard is mounted as arena `number`. Its answer closes `mount`."""
         asked = _Asked(record, number, mount)
         self._begin(asked)
         self._asked.append(asked)
 
     async def next(self) -> Line:
-        """Return the oldest row's answer. Raise one of `_ENGINE_FAILED` if the engine answers nothing any more."""
+        """Return the answer of the oldest row. Raise one of `_ENGINE_FAILED` if the engine fails every request."""
         oldest = self._asked[0]
         await oldest.task
         if oldest.answer is None:
@@ -191,7 +211,7 @@ class _Asking:
         return oldest.answer
 
     async def close(self) -> None:
-        """Gives up what is not answered."""
+        """Cancel the unanswered rows."""
         tasks = [asked.task for asked in self._asked]
         for task in tasks:
             task.cancel()
@@ -222,7 +242,7 @@ class _Asking:
             }
 
     async def _ask_again(self, rows: Sequence[_Asked]) -> None:
-        """While nothing else is asked. Each of them has an answer then."""
+        """Request `rows` again until each of them has an answer. No other request may run meanwhile."""
         await self._worker.engine.wait_until_up(_BACK_S)
         for asked in rows:
             self._begin(asked)
@@ -237,7 +257,7 @@ class _Asking:
                 await self._ask_again(part)
 
     async def _require_answering(self) -> None:
-        """Raise one of `_ENGINE_FAILED` if the engine answers nothing at all: the failure is not the row's."""
+        """Raise one of `_ENGINE_FAILED` if even a trivial request makes the engine fail, so that no row is to blame."""
         engine = self._worker.engine
         await engine.wait_until_up(_BACK_S)
         one = SamplingParams(max_tokens=1)
@@ -248,7 +268,7 @@ class _Asking:
         except _ENGINE_FAILED:
             raise
         except MindieMMError:
-            return  # such an answer will do
+            return  # an error of the request proves that the engine works
 
 
 def _failed(record: ShardRow, error: MindieMMError | str | None) -> Line:
@@ -257,7 +277,7 @@ def _failed(record: ShardRow, error: MindieMMError | str | None) -> Line:
 
 
 def _by_shard(dataset: Dataset, rows: range) -> Iterator[tuple[int, range]]:
-    """(first row of the shard, those of `rows` that are in it)."""
+    """Yield the first row of each shard, and the part of `rows` in this shard."""
     for shard in dataset.manifest.shards:
         own = range(max(rows.start, shard.info.first_row), min(rows.stop, shard.info.stop_row))
         if own:

@@ -1,17 +1,17 @@
-"""A request's prompt for as long as its answer needs it: early release of its blocks, and retries when a process dies.
+"""The lifetime of a request's prompt: early release of its blocks, and retries when a process dies.
 
-The blocks of a prompt are freed as soon as the engine has consumed them for all answers about it. An answer that needs
-them after that gets the prompt made again: a preempted answer, and one that starts again because the engine died.
+The blocks of a prompt are freed as soon as the engine has consumed them for all answers of the request. If an answer
+needs them later, the prompt is made again. This happens if an answer is preempted, or starts again because the engine
+died.
 
 While the client cannot have received output, a request survives these deaths:
 
 - The tokenizer died during the request, or before the engine attached its blocks. The request is tokenized once more.
 - The engine died. The request is sent once more, to the next engine.
 
-NoProcess is not retried, because the request has already waited for a process. A streaming client may have received the
-first output, and a second try would draw other tokens, so nothing is retried after that. A client that gets a whole
-answer receives nothing before the end. The tokens drawn before the death are dropped, and the same seed draws the same
-tokens again.
+NoProcess is not retried, because the request has already waited for a process. A stream is not retried after its first
+output, because a second attempt would draw other tokens. A client that waits for a whole answer receives nothing before
+the end. The tokens drawn before the death are dropped, and the same seed draws the same tokens again.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _HeldPrompt:
-    """A prompt as it was made once, with the number of answers that need its blocks."""
+    """One version of a prompt, with the number of answers that need its blocks."""
 
     prompt: Prompt
     holders: int = 0
-    """Answers whose media the engine has not consumed."""
+    """Number of answers whose media the engine has not consumed."""
     freed: bool = False
 
 
 class PromptSource:
-    """A request's prompt, whose blocks are freed when no answer needs them, and made again when one does."""
+    """The prompt of a request. Its blocks are freed when no answer needs them, and made again when one does."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class PromptSource:
 
         Args:
             prompt: Prompt of the request.
-            again: Makes the prompt again. None: it cannot be made again, and its blocks are never freed here.
-            retried: Whether the prompt is a second try already, because a tokenizer died.
-            on_remade: Called with each prompt that was made again.
+            again: Function that makes the prompt again. None: this is impossible, so the blocks are never freed here.
+            retried: Whether the prompt already is a second attempt, because a tokenizer died.
+            on_remade: Function to call with each prompt that was made again.
 
         """
         self._current = _HeldPrompt(prompt)
@@ -75,19 +75,19 @@ class PromptSource:
 
     @property
     def prompt(self) -> Prompt:
-        """The current prompt. Its blocks may be freed."""
+        """Current prompt. Its blocks may have been freed."""
         return self._current.prompt
 
     def share(self, num_answers: int) -> None:
-        """Keep the blocks until so many answers have begun, and the engine has consumed the media of each."""
+        """Keep the blocks until `num_answers` answers have begun and the engine has consumed the media of each."""
         self._reserved = num_answers
 
     def use(self) -> Use:
-        """Return the use of the prompt by one answer."""
+        """Return a use of the prompt for one answer."""
         return Use(self)
 
     async def hold(self, lost: _HeldPrompt | None, *, first: bool) -> _HeldPrompt:
-        """For `Use`: hold the blocks of the current prompt. Make it again if they are freed, or if it is `lost`."""
+        """Hold the blocks of the current prompt for a `Use`. Make it again if it is freed, or if it is `lost`."""
         async with self._lock:
             if self._current is lost or self._current.freed:
                 self._current = _HeldPrompt(await self._make_again(freed=self._current.freed))
@@ -97,7 +97,7 @@ class PromptSource:
             return self._current
 
     def let_go(self, held: _HeldPrompt) -> None:
-        """For `Use`: end a hold. The last one frees the blocks."""
+        """End the hold of a `Use`. The last hold to end frees the blocks."""
         held.holders -= 1
         last = not held.holders and (held is not self._current or self._reserved <= 0)
         if not last or self._again is None or not held.prompt.spans:
@@ -111,7 +111,7 @@ class PromptSource:
         faults.point("freed-early")
 
     async def _make_again(self, *, freed: bool) -> Prompt:
-        """Make the prompt again: whenever its blocks were `freed`, and once if they were lost."""
+        """Make the prompt again. A `freed` prompt is made again any number of times, and a lost one only once."""
         if self._again is None or (self._retried and not freed):
             raise ProcessDied("the request's media were lost with their tokenizer, and there is no third try")
         self._retried = self._retried or not freed
@@ -119,7 +119,7 @@ class PromptSource:
             try:
                 prompt, _ = await _retry_once(self._again)
                 break
-            except ArenaFull:  # an answer that was begun waits for room as it waits for the engine: up to its deadline
+            except ArenaFull:  # an answer that has begun waits for room, as for the engine, until its deadline
                 if not freed:
                     raise
         faults.point("remade")
@@ -129,7 +129,7 @@ class PromptSource:
 
 
 class Use:
-    """One answer's use of a prompt. It holds the prompt's blocks from `take` to `release`."""
+    """The use of a prompt by one answer. It holds the prompt's blocks from `take` to `release`."""
 
     def __init__(self, source: PromptSource) -> None:
         self._source = source
@@ -137,29 +137,29 @@ class Use:
         self._last: _HeldPrompt | None = None
 
     async def take(self) -> Prompt:
-        """Return the prompt, and hold its blocks. The prompt is made again if they were freed.
+        """Hold the blocks of the prompt and return it. If the blocks were freed, the prompt is made again.
 
         Raises:
             ProcessDied: The prompt cannot be made again.
-            MindieMMError: The tokenizer's error.
+            MindieMMError: The tokenizer failed.
 
         """
         return self._held.prompt if self._held is not None else await self._hold(None)
 
     async def renew(self) -> Prompt:
-        """Return another prompt in place of the last one, whose blocks the engine could not read.
+        """Replace the last prompt, whose blocks the engine could not read, and return the new one.
 
-        Answers that ask at the same time get the same prompt. Errors are those of `take`.
+        Concurrent calls for several answers return the same prompt. Raises the errors of `take`.
         """
         held, self._held = self._held, None
         try:
             return await self._hold(self._last)
-        finally:  # not before, because blocks that are lost while they are held are not the same as freed ones
+        finally:  # released last, because `hold` would otherwise take a lost prompt for a freed one
             if held is not None:
                 self._source.let_go(held)
 
     def release(self) -> None:
-        """Let go of the blocks, because the engine has consumed them or the answer has ended."""
+        """Release the blocks, because the engine has consumed them or the answer has ended."""
         held, self._held = self._held, None
         if held is not None:
             self._source.let_go(held)
@@ -171,9 +171,9 @@ class Use:
 
 
 async def _retry_once(make: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
-    """Make prompts, and a second time if their tokenizer dies. Return whether it died.
+    """Make prompts, and try once more if the tokenizer dies. Return the prompts, and whether the tokenizer died.
 
-    A tokenizer that lost its arena dies at its next request, whatever that is.
+    A tokenizer that has lost its arena dies at its next request, whatever the request is.
     """
     try:
         return await make(), False
@@ -184,11 +184,20 @@ async def _retry_once(make: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
 async def tokenized(
     stage: TokenizerStage, requests: Sequence[TokenizeRequest], on_remade: Callable[[Prompt], None] | None = None
 ) -> list[PromptSource]:
-    """Tokenize the prompts of a request, whose media get room together.
+    """Tokenize the prompts of a request, and allocate the blocks of all their media together.
 
-    A prompt that is made again gets room by itself. That is no deadlock: the engine can consume it without the others.
+    A prompt that is made again allocates its blocks alone. This cannot deadlock, because the engine can consume it
+    without the others.
 
-    Raises ProcessDied if two tokenizers die during it, and the errors of the stage.
+    Args:
+        stage: Tokenizer.
+        requests: Prompts of the request.
+        on_remade: Function to call with each prompt that was made again.
+
+    Raises:
+        ProcessDied: Two tokenizers died.
+        MindieMMError: The tokenizer failed.
+
     """
     prompts, retried = await _retry_once(partial(stage.tokenize_together, requests))
     return [
@@ -204,12 +213,12 @@ async def generated(
 
     Args:
         source: Prompt of the request.
-        generate: Function that yields the outputs for a prompt, and releases its use when the engine has consumed it.
-        void: Output that says that all outputs before it are void. None: outputs cannot be taken back, so there is no
-            second call after the first output.
+        generate: Function that yields the outputs for a prompt, and releases the use when the engine has consumed it.
+        void: Output that marks all earlier outputs as void. None: outputs cannot be revoked, so there is no second call
+            after the first output.
 
     Raises:
-        ProcessDied: The engine died twice, or after outputs that cannot be taken back.
+        ProcessDied: The engine died twice, or after outputs that cannot be revoked.
 
     """
     use = source.use()

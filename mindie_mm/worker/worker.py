@@ -1,4 +1,4 @@
-"""The whole line: inputs -> tokenize -> int64 ids -> engine -> text."""
+"""The whole pipeline of a request: inputs, tokenizer, int64 ids, engine and text."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ class Delta:
     """An addition to a request's output, or a restart of it."""
 
     text: str
-    """New text. Stop strings are cut. Text that may begin a stop string is held back."""
+    """New text, without stop strings. Text that may turn out to start a stop string is held back."""
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
-    """One per token, where asked for."""
+    """One per token, if the request asked for them."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """With the first delta, where asked for."""
+    """One per prompt token except the first, if the request asked for them. Only in the first delta."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that were in the prefix cache, with the first delta."""
+    """Number of prompt tokens that were in the prefix cache. Only in the first delta."""
     finish_reason: FinishReason | None = None
-    """With the last delta."""
+    """Reason why generation ended. Only in the last delta."""
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended it; None for the end-of-sequence token."""
+    """Stop string or stop token id that ended the output. None: another reason, such as the end-of-sequence token."""
     timings: Timings | None = None
-    """Up to this delta."""
+    """Times up to this delta."""
     restarted: bool = False
-    """Whether all earlier deltas are void, because the engine died and the output starts again. All other fields are
-    empty then."""
+    """Whether the engine died and the output starts again, so that all earlier deltas are void. All other fields are
+    empty in this case."""
 
 
 _RESTARTED = Delta(text="", token_ids=[], restarted=True)
@@ -63,7 +63,7 @@ _RESTARTED = Delta(text="", token_ids=[], restarted=True)
 
 @dataclass(slots=True)
 class Answer:
-    """A request's output so far. Each field is the sum of those of its deltas."""
+    """The output of a request so far, accumulated from its deltas."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Answer:
 
     @classmethod
     async def of(cls, deltas: AsyncGenerator[Delta, None]) -> Self:
-        """Collect `deltas`, and close them in any case."""
+        """Collect `deltas`, and close the generator in any case."""
         answer = cls()
         async with aclosing(deltas):
             async for delta in deltas:
@@ -100,15 +100,15 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The whole text."""
+        """Text of all deltas."""
         return "".join(self.texts)
 
 
 class Worker:
-    """Tokenizer processes and an engine process over one checkpoint.
+    """Tokenizer processes and an engine process that serve one checkpoint.
 
-    This is a context manager. `answer` handles a request completely. A service that spools media first has a directory
-    per request, and calls `tokenize` and `generate` while it exists.
+    A worker is a context manager. `answer` handles a request completely. A service that spools media creates a
+    directory per request instead, and calls `tokenize` and `generate` while the directory exists.
     """
 
     def __init__(
@@ -125,13 +125,15 @@ class Worker:
         self._spool = absolute(default_spool())
         self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
         self.media_remade = 0
-        """Media items that were preprocessed again, because their blocks were freed or lost."""
+        """Number of media items that were preprocessed again, because their blocks were freed or lost."""
 
     @classmethod
     async def start(cls, config: WorkerConfig, *, in_process: bool = False) -> Self:
         """Start tokenizers and engine in parallel. If one fails, raise its error and clean up.
 
-        `in_process` tokenizes in this process, with decoders only if `config.decoders` is not 0.
+        Args:
+            config: Settings of the worker.
+            in_process: Tokenize in this process, with decoder processes only if `config.decoders` is not 0.
 
         Raises:
             UnsupportedCheckpoint, SharedMemoryError, DeviceError, InputError, ProcessDied: A part cannot be started.
@@ -140,7 +142,7 @@ class Worker:
         checkpoint = Checkpoint.open(config.model)
         path = checkpoint.path
         source = config.generation_config
-        end_token_ids = stated_end_tokens(source)  # before the processes start, because a wrong folder ends the start
+        end_token_ids = stated_end_tokens(source)  # first, so that a wrong folder fails before processes start
 
         async def started(start: Coroutine[Any, Any, Part]) -> Part:
             part = await start
@@ -161,7 +163,7 @@ class Worker:
 
     @property
     def default_sampling(self) -> SamplingParams:
-        """Sampling settings of requests that state none."""
+        """Default sampling settings of requests."""
         return self.engine.info.default_sampling
 
     async def answer(
@@ -177,22 +179,31 @@ class Worker:
                     yield delta
 
     def check(self) -> None:
-        """Raise ProcessDied, with the reason, if requests cannot be answered."""
+        """Raise ProcessDied with the reason if requests cannot be answered."""
         self.engine.check()
         self.tokenizer_stage.check()
 
     async def check_schema(self, params: SamplingParams) -> None:
-        """Raise InputError if the JSON schema cannot be served, as `SchemaCheck.check`."""
+        """Raise the error of `SchemaCheck.check` if `params` have a JSON schema that cannot be served."""
         if params.json_schema is not None:
             await self._schemas.check(params.json_schema)
 
     def limited(
         self, request: TokenizeRequest, params: SamplingParams, truncate_to: int | None = None
     ) -> TokenizeRequest:
-        """Return `request` with the cache salt and with the maximum number of prompt tokens.
+        """Return `request` with the cache salt and the maximum number of prompt tokens.
 
-        The limit is the context length minus the tokens that `params` ask for. With `truncate_to`, a longer prompt is
-        truncated to so many tokens. Raises ContextLengthExceeded.
+        The maximum is the context length minus the tokens that `params` require.
+
+        Args:
+            request: Request to tokenize.
+            params: Sampling settings of the request.
+            truncate_to: Maximum number of tokens to which a longer prompt is truncated. None: a longer prompt is an
+                error unless `config.truncate` is set.
+
+        Raises:
+            ContextLengthExceeded: The required tokens leave no room for a prompt.
+
         """
         info, wanted = self.engine.info, params.least_room
         left_tokens = info.max_model_len - wanted
@@ -210,9 +221,9 @@ class Worker:
         return msgspec.structs.replace(request, options=options)
 
     async def tokenize(self, requests: Sequence[TokenizeRequest]) -> list[PromptSource]:
-        """Return prompts of the same limit, with their media in shared memory.
+        """Tokenize requests with the same limit, and return their prompts with the media in shared memory.
 
-        Errors are those of TokenizerStage.tokenize_together.
+        Raises the errors of `TokenizerStage.tokenize_together`.
         """
         try:
             return await tokenized(self.tokenizer_stage, requests, self._count_remade)
@@ -230,8 +241,15 @@ class Worker:
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output for a prompt. Closing the generator aborts the request.
 
-        Errors are those of AsyncEngine.generate. With `whole`, the caller uses the output only when it is complete, so
-        that it can start again (`Delta.restarted`) if the engine dies.
+        Raises the errors of `AsyncEngine.generate`.
+
+        Args:
+            source: Prompt of the request.
+            params: Sampling settings.
+            request_id: Unique id of the request.
+            whole: Whether the caller uses the output only when it is complete. The output can then start again
+                (`Delta.restarted`) if the engine dies.
+
         """
         void = _RESTARTED if whole else None
         return generated(source, lambda prompt, use: self.generate_once(prompt, params, request_id, use), void)
@@ -239,10 +257,10 @@ class Worker:
     async def generate_once(
         self, prompt: Prompt, params: SamplingParams, request_id: str, use: Use | None = None
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the output as `generate`, without a second try if the engine dies.
+        """Yield the output like `generate`, without a second attempt if the engine dies.
 
-        `use` is released when the engine has consumed the prompt's media, and renewed if it needs them again. Without a
-        use the media have to stay where they are.
+        `use` is released when the engine has consumed the prompt's media, and renewed if the engine needs them again.
+        Without `use`, the media must stay in place.
         """
         detokenizer = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
         async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
@@ -291,7 +309,7 @@ class Worker:
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:
     if not in_process:
         return await AsyncTokenizer.start(path, config)
-    # Late: a service's own process never needs torch, and starts seconds earlier without it.
+    # Imported here, because it imports torch. A service's own process never needs torch and starts faster without it.
     from mindie_mm.tokenize.local import DecodingTokenizer, LocalTokenizer
 
     return await (DecodingTokenizer if config.decoders else LocalTokenizer).start(path, config)

@@ -1,1 +1,1 @@
-"""HTTP around the routes: connections, access, errors, JSON, the web page's files."""
+"""HTTP apart from the routes: connections, access control, errors, JSON responses and the web page."""

@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and without any, who names a host that is this one."""
+"""Access control: API keys, or a check of the Host header for services on loopback without keys."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from service.http.errors import error_body
 from service.http.json_response import JSONResponse
 
 HEALTH_ELSEWHERE = ("/v2/health/ready", "/v2/health/live", "/ping")
-"""The probes of MindIE and vLLM, which ask for the same."""
+"""Paths of the health probes in MindIE and vLLM, which are aliases of ours."""
 OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics", *HEALTH_ELSEWHERE}) | page.PATHS
-"""What orchestrators and scrapers ask for, without a key as in vLLM; and the web page, whose calls bear one."""
+"""Paths that need no key: probes and metrics, as in vLLM, and the web page, whose own requests carry the key."""
 
 
 class Access:
-    """ASGI middleware: 401 unless a request bears one of `keys`."""
+    """ASGI middleware that answers 401 unless the request carries one of `keys` as a bearer token."""
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
         self._app = app
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
+        """Handle one request as an ASGI application."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._may(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
@@ -41,16 +41,17 @@ class Access:
     def _may(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = sha256(key.strip().encode()).digest()
-        # Digests are of one length, and all are compared: the time says nothing about any key.
+        # Digests have the same length, and all are compared, so the response time reveals nothing about the keys.
         known = [compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == "bearer" and any(known)
 
 
 class OwnHost:
-    """ASGI middleware for a service on loopback without keys: 403 where Host is another machine's name.
+    """ASGI middleware that answers 403 if the Host header names another machine.
 
-    Whoever owns a name can let it lead to 127.0.0.1 (DNS rebinding). To a browser a page of that name is of one origin
-    with the service then, so that no CORS holds it off; but the Host that it names is its own.
+    It protects a service on loopback without keys from DNS rebinding. An attacker can point a domain at 127.0.0.1. A
+    browser then treats a page from that domain as the same origin as the service, so CORS does not apply. The request's
+    Host header still names the attacker's domain.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -58,7 +59,7 @@ class OwnHost:
         self._names = {"localhost", socket.gethostname().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
+        """Handle one request as an ASGI application."""
         if scope["type"] != "http" or self._is_own(Headers(scope=scope).get("host")):
             await self._app(scope, receive, send)
             return
@@ -77,12 +78,12 @@ class OwnHost:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what listens on `host` is reached from this machine alone."""
+    """Return whether a socket that listens on `host` can only be reached from this machine."""
     return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
 
 
 def _host_name(host: str) -> str:
-    """Of a Host header, in small letters, without the port; empty where there is none."""
+    """Return the name in a Host header, in lower case and without the port, or "" if there is none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -1,4 +1,4 @@
-"""A connection whose requests' heads must come in time, and be short; no request changes the protocol."""
+"""The uvicorn connection of the service, with limits on request heads, chunks and pipelining."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ from service.http.errors import error_body
 from service.http.json_response import JSONResponse
 
 HEAD_TIMEOUT_S = 10.0
-"""Longest that a new connection, or one that has begun a request, may take for the request's head."""
+"""Maximum time in seconds for a request's head, from the connection's start or the request's first byte."""
 MAX_HEAD_BYTES = 64 * 2**10
-"""Longest head of a request, its URL included; so too what follows a chunked body (trailers)."""
+"""Maximum size of a request's head with its URL, and of the trailers of a chunked body."""
 MAX_HEADERS = 256
-"""Most header lines of a head; so too trailers."""
+"""Maximum number of header lines in a head, and of trailers."""
 MAX_PIPELINED = 64
-"""Most requests that wait for the answer to an earlier one of their connection; further ones get none."""
+"""Maximum number of pipelined requests that wait on one connection. Further requests get no answer."""
 MAX_SMALL_CHUNKS = 4096
-"""Most chunks of a body beyond one for each SMALL_CHUNK_BYTES of it: each costs as much as some thousand bytes."""
+"""Maximum number of chunks in a body, in addition to one per SMALL_CHUNK_BYTES of it.
+
+A chunk costs as much time as about a thousand bytes.
+"""
 SMALL_CHUNK_BYTES = 16
 LINGER_S = 2.0
-"""How long a connection goes on reading behind a refusal, or the rest of a body that was answered before it came.
+"""Time for which a connection goes on reading after a refusal, or after an answer that preceded the end of the body.
 
-So the client reads the answer before a reset; and where the body ends in time, the connection can be used again.
+It lets the client read the answer before a reset. If the body ends in time, the connection can be reused.
 """
 MAX_DROPPED_BYTES = 2**26
-"""Most that it reads then: many clients read no answer before they have sent a whole request."""
+"""Maximum number of bytes to read and drop in that time. Many clients send a whole request before they read."""
 CHUNK_BYTES = 1024
-"""What each chunk counts for beside its bytes."""
+"""Number of bytes that each dropped chunk counts as, in addition to its data."""
 
 MOST_RESERVED_DESCRIPTORS = 64
 """Number of file descriptors that connections leave free for files and processes, or an eighth of all if fewer."""
@@ -50,13 +53,13 @@ _TOO_MANY_BYTES = (431, f"the request's head is longer than the limit of {MAX_HE
 
 @dataclass(slots=True)
 class _Lines:
-    """The lines of a head, or of trailers, while they come: both counts of bytes are at most their length so far."""
+    """Counts for a head, or for trailers, that is being received. Both counts of bytes are lower bounds."""
 
     num_headers: int = 0
     num_parsed_bytes: int = 0
-    """Of the URL, and of headers that are whole."""
+    """Size of the URL and of complete headers."""
     num_read_bytes: int = 0
-    """Of the reads that brought nothing else, where a header that is not whole yet is counted, too."""
+    """Size of reads that contain only parts of these lines. It includes a header that is incomplete."""
 
 
 class Connection(HttpToolsProtocol):
@@ -112,7 +115,7 @@ class Connection(HttpToolsProtocol):
             lines.num_read_bytes += len(data)
             if lines.num_read_bytes > MAX_HEAD_BYTES:
                 self._refuse(*_TOO_MANY_BYTES)
-        # Any byte ends uvicorn's pause, also the last of a body that was answered before it came: it begins anew.
+        # uvicorn cancels its keep-alive timer on any data. Restart it if these data ended an already answered body.
         answered = self.cycle is not None and self.cycle.response_complete
         if answered and self._waiting is None and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -124,7 +127,7 @@ class Connection(HttpToolsProtocol):
             raise LimitExceeded(f"more than {MAX_PIPELINED} requests wait for the answer to an earlier one")
         super().on_message_begin()
         self._lines = _Lines()
-        if self.cycle is None or self.cycle.response_complete:  # else it may be we who do not read on
+        if self.cycle is None or self.cycle.response_complete:  # otherwise uvicorn may have paused reading
             self._await_head()
 
     def on_url(self, url: bytes) -> None:
@@ -133,14 +136,14 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value), num_headers=1)
-        if not self._in_body:  # trailers are no headers of the request (RFC 9110, 6.5.1), and nobody asks for them
+        if not self._in_body:  # trailers are not headers of the request (RFC 9110, 6.5.1), and no route uses them
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise ValueError("a tunnel is for proxies")
-            return  # `_parse` has it come again, without the wish
+            return  # `_parse` parses the request again without the upgrade
         self._head_is_here()
         self._lines = None
         self._in_body = True
@@ -150,7 +153,7 @@ class Connection(HttpToolsProtocol):
             _send_no_chunks(self.cycle)
 
     def on_chunk_header(self) -> None:
-        """Before a chunk's bytes, or before the trailers, which nothing else announces."""
+        """Count a chunk. The parser also calls this before trailers, which have no callback of their own."""
         self._lines = _Lines()
         self._num_chunks += 1
         self._num_dropped_bytes += CHUNK_BYTES
@@ -170,7 +173,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         if self._in_answered_body:
-            self._head_is_here()  # the next one may be waited for, as behind any answer
+            self._head_is_here()  # stop lingering: the connection can take another request
         self._lines = None
         self._in_body = False
         super().on_message_complete()
@@ -186,7 +189,7 @@ class Connection(HttpToolsProtocol):
             self._await_head()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls where the parser fails, be it that one of the above raised."""
+        """Refuse the request. uvicorn calls this when the parser fails, or when one of the callbacks above raises."""
         if self._too_long is not None:
             self._refuse(*self._too_long)
         else:
@@ -194,13 +197,13 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_here()
-        self._unset_keepalive_if_required()  # where the client reset it, uvicorn leaves this, which holds what it has
+        self._unset_keepalive_if_required()  # after a reset, uvicorn keeps the timer, which keeps this object alive
         super().connection_lost(exc)
 
     def drain(self) -> None:
-        """Ends the connection at once where it rests between requests, else with the answer that is due.
+        """Close the connection now if it is idle between requests, else after the pending answer.
 
-        One that was just made, or has begun a request, goes on: its answer has to end it.
+        A connection that is new, or that is receiving a request's head, stays open until its answer is sent.
         """
         if self.cycle is None or (self.cycle.response_complete and self._lines is not None):
             return
@@ -208,13 +211,13 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _in_answered_body(self) -> bool:
-        """Whether the rest of a body comes that nobody reads any more."""
+        """Whether a request has been answered and the rest of its body is still arriving."""
         return self._in_body and self.cycle.response_complete
 
     def _parse(self, data: bytes) -> None:
-        """As uvicorn's, but that a request which asks for an upgrade is parsed again without it.
+        """Parse `data` as uvicorn does, but parse a request again without its upgrade if it offers one.
 
-        httptools takes the end of its head for its own, and its body for another protocol's (httptools' issue 124).
+        httptools stops at the end of such a head and treats the body as another protocol (httptools issue 124).
         """
         self._unset_keepalive_if_required()
         while True:
@@ -223,7 +226,7 @@ class Connection(HttpToolsProtocol):
                 return
             except HttpParserUpgrade as upgrade:
                 data = self._without_upgrade() + data[upgrade.args[0] :]
-                self.parser = HttpRequestParser(self)  # the old one may still count the body that it did not read
+                self.parser = HttpRequestParser(self)  # the old one may still expect the body that it has not read
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
             except HttpParserError:
                 self.logger.warning("Invalid HTTP request received.")
@@ -231,14 +234,14 @@ class Connection(HttpToolsProtocol):
                 return
 
     def _without_upgrade(self) -> bytes:
-        """The head that was just parsed, without its wish to upgrade."""
+        """Return the head that was just parsed, without its Upgrade header."""
         version = self.parser.get_http_version().encode()
         first = b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)
         headers = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
         return b"".join((first, *headers, b"\r\n"))
 
     def _count(self, num_bytes: int, num_headers: int = 0) -> None:
-        """Counts what was parsed of a head or of trailers, which may not exceed the limits."""
+        """Count parsed parts of a head or of trailers. Raise LimitExceeded above a limit."""
         lines = self._lines
         assert lines is not None, "the parser gives a line where there is none"
         lines.num_parsed_bytes += num_bytes
@@ -249,23 +252,23 @@ class Connection(HttpToolsProtocol):
             self._raise(*_TOO_MANY_BYTES)
 
     def _raise(self, status: int, message: str) -> NoReturn:
-        """LimitExceeded, which ends the parsing; `send_400_response` refuses what was parsed."""
+        """Raise LimitExceeded to end the parsing. `send_400_response` then sends the refusal."""
         self._too_long = status, message
         raise LimitExceeded(message)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Ends the connection, with the refusal where one can be sent."""
+        """End the connection. Send the refusal first if the client can recognize it as the answer."""
         self._refused = True
         self._num_dropped_bytes = 0
         self._head_is_here()
         cycle = self.cycle
         waiting = cycle is not None and not cycle.response_complete
         if waiting and not self._in_body:
-            cycle.keep_alive = False  # its answer, and those before it, come first; then the connection is closed
+            cycle.keep_alive = False  # the connection closes after the answers that are still due
             return
-        if self._in_body:  # of the request of `cycle`
+        if self._in_body:  # the body of the request of `cycle`
             if self.pipeline or cycle.response_started:
-                self.transport.close()  # what was sent now would be taken for another answer, or for part of one
+                self.transport.close()  # the client would take the refusal for another answer, or a part of one
                 return
             cycle.disconnected = True
             cycle.message_event.set()
@@ -295,7 +298,7 @@ _warned_s = -math.inf
 
 def _warn_of_descriptors(descriptor: int, limit: int) -> None:
     """Log that descriptors run out, at most once in TELL_AGAIN_S."""
-    global _warned_s  # noqa: PLW0603 - the limit is the process's, and so is its log
+    global _warned_s  # noqa: PLW0603 - the limit and the log belong to the process
     now = time.monotonic()
     if now - _warned_s < TELL_AGAIN_S:
         return
@@ -309,7 +312,7 @@ def _warn_of_descriptors(descriptor: int, limit: int) -> None:
 
 
 def _send_no_chunks(cycle: RequestResponseCycle) -> None:
-    """For a client that knows none (RFC 9112, 6.1): an answer that names no length ends with its connection."""
+    """Send a response of unknown length without chunks, and close the connection at its end (RFC 9112, 6.1)."""
     send = cycle.send
     ended_by_close = False
 
@@ -320,7 +323,7 @@ def _send_no_chunks(cycle: RequestResponseCycle) -> None:
             if ended_by_close:
                 cycle.chunked_encoding = cycle.keep_alive = False
         elif ended_by_close:
-            cycle.expected_content_length = len(message.get("body", b""))  # of this piece; uvicorn compares
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares it with this piece
         await send(message)
 
     cycle.send = sent  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""From an exception to an HTTP answer: one table, and OpenAI's error object."""
+"""HTTP responses for exceptions: the table of statuses, and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ TABLE: Mapping[type[BaseException], int] = {
     errors.ServiceStopping: 503,
     errors.QueueFull: 429,
     errors.RequestTimeout: 504,
-    errors.RequestAborted: 499,  # nginx's `client closed request`, which nobody receives
+    errors.RequestAborted: 499,  # nginx's `client closed request`, for the log: the client is gone
     Exception: 500,
 }
-"""HTTP status; the class nearest to the error's own, over its method resolution order, decides."""
+"""HTTP status by class of error. The first class in the error's method resolution order applies."""
 
 KINDS: Mapping[int, str] = {
     401: "AuthenticationError",
@@ -52,7 +52,7 @@ KINDS: Mapping[int, str] = {
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }
-"""The error object's `type` by status; any other is a BadRequestError, and from 500 on an InternalServerError."""
+"""The error object's `type` by status. Other statuses are a BadRequestError, or from 500 an InternalServerError."""
 
 
 class ErrorObject(BaseModel):
@@ -61,9 +61,9 @@ class ErrorObject(BaseModel):
     message: str
     type: str
     param: str | None
-    """The field of the request that is to blame, where one is."""
+    """Field of the request that caused the error, or None."""
     code: int | Literal["context_length_exceeded"]
-    """The HTTP status, as vLLM has it, or OpenAI's word, by which clients know to shorten what they send."""
+    """The HTTP status, as in vLLM, or OpenAI's code that tells clients to shorten the prompt."""
 
 
 class ErrorBody(BaseModel):
@@ -76,11 +76,11 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request is wrong."},
     "5XX": {"model": ErrorBody, "description": "The service failed; the same request may work later."},
 }
-"""Every route's errors, for the interface's description."""
+"""Error responses of every route, for /openapi.json."""
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status with which `error` leaves the service."""
+    """Return the HTTP status for `error`."""
     return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
 
 
@@ -101,15 +101,15 @@ def error_object(error: BaseException) -> dict[str, Any]:
 
 
 def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object; `param` is the field of the request that is to blame."""
-    if len(message) > _MAX_MESSAGE:  # it quotes what the client sent
+    """Return OpenAI's error object. `param` is the field of the request that caused the error."""
+    if len(message) > _MAX_MESSAGE:  # a message may quote the client's input
         message = f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)"
     kind = KINDS.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def install(app: FastAPI) -> None:
-    """Makes `app` answer every error with an error object."""
+    """Install exception handlers, so that `app` answers every error with an error object."""
     app.add_exception_handler(errors.MindieMMError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -140,13 +140,13 @@ async def _on_invalid_body(_: Request, error: Exception) -> Response:
 
 
 def _param(detail: Mapping[str, Any]) -> str | None:
-    """The field of the body that a mistake is in; None of a body that is wrong as a whole."""
+    """Return the body's field that is invalid, or None if the body is invalid as a whole."""
     first = next(iter(detail["loc"][1:]), detail.get("ctx", {}).get("name"))
     return first if isinstance(first, str) else None
 
 
 def _detail(detail: Mapping[str, Any]) -> str:
-    """One mistake of the body: where and what, with the value where it is short: another may be a picture."""
+    """Describe one validation error. Quote the value only if it is short, because it may be an image."""
     if detail["type"] == "json_invalid":
         return "the body is not valid JSON"
     where = ".".join(str(part) for part in detail["loc"][1:]) or "body"
@@ -158,6 +158,6 @@ def _detail(detail: Mapping[str, Any]) -> str:
 async def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = str(error.detail)
-    if error.status_code == 400 and "parsing the body" in text:  # FastAPI's words for JSON that the decoder gives up
+    if error.status_code == 400 and "parsing the body" in text:  # FastAPI's message if the JSON decoder gives up
         text = "the body is not valid JSON, or is nested too deeply"
     return JSONResponse(error_body(text, error.status_code), status_code=error.status_code, headers=error.headers)

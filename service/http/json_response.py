@@ -1,4 +1,4 @@
-"""JSON answers, encoded by msgspec."""
+"""JSON responses, encoded by msgspec."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 
 class JSONResponse(Response):
-    """A JSON body; non-finite numbers become null, as JSON has none."""
+    """A response with a JSON body. Non-finite numbers become null."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body's bytes."""
+        """Return `content` as JSON."""
         return msgspec.json.encode(content)

@@ -1,4 +1,4 @@
-"""GET /: the web page, and the files that it is made of."""
+"""GET / and /static: the web page and its files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 FOLDER = Path(__file__).parents[1] / "static"
 INDEX = "index.html"
 FILES = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _TYPES}
-"""By name, as they were when the service started: the page itself, and what it is made of."""
+"""Contents of the page's files by name, read when the service starts."""
 PATHS = frozenset({"/", *(f"/static/{name}" for name in FILES if name != INDEX)})
-"""Where they are; they hold nothing that a key guards."""
+"""URL paths of the files. They contain nothing that needs a key."""
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
@@ -36,13 +36,13 @@ _HEADERS = {
 
 @router.get("/")
 async def page() -> Response:
-    """The page."""
+    """Return the page."""
     return _file(INDEX)
 
 
 @router.get("/static/{name}")
 async def file(name: str) -> Response:
-    """One of its files; no other of the folder, and none outside."""
+    """Return one of the page's files, or 404 for any other name."""
     if f"/static/{name}" not in PATHS:
         raise HTTPException(404)
     return _file(name)

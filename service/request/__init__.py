@@ -1,1 +1,1 @@
-"""A request on its way through the service: admission, media, prompts, and the choices of its answer."""
+"""Processing of requests: admission, media, prompts, and the choices of the answer."""

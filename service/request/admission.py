@@ -1,4 +1,4 @@
-"""Which requests are being answered, and what may end one early: its client, its deadline, the service's stop."""
+"""Admission of requests, and their early end by a disconnect, a deadline or the service's shutdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindie_mm.errors import MindieMMError, QueueFull, RequestAborted, RequestTi
 
 
 class Admission:
-    """The requests being answered, at most `limit` of them, each for at most `timeout_s` seconds."""
+    """The set of requests being answered: at most `limit` at a time, each for at most `timeout_s` seconds."""
 
     def __init__(self, limit: int, timeout_s: float) -> None:
         self._limit = limit
@@ -25,13 +25,13 @@ class Admission:
         self._idle.set()
         self._grace_over = asyncio.Event()
         self.stopping = False
-        """No request is admitted any more."""
+        """Whether new requests are refused."""
 
     def __len__(self) -> int:
         return len(self._live)
 
     def require_room(self) -> None:
-        """QueueFull or ServiceStopping unless one more would be admitted now."""
+        """Raise QueueFull or ServiceStopping if no further request can be admitted."""
         if self.stopping:
             raise ServiceStopping("the service is stopping")
         if len(self._live) >= self._limit:
@@ -39,11 +39,21 @@ class Admission:
 
     @asynccontextmanager
     async def admit(self, receive: Receive, timeout_s: float | None = None) -> AsyncIterator[None]:
-        """A request's life. Its body, which `receive` must have given whole already, runs inside.
+        """Admit a request for the duration of the `with` block.
 
-        The task is cancelled when the client leaves (RequestAborted), the deadline passes (RequestTimeout) or the
-        service stops (ServiceStopping), and the cause is raised from here, once everything inside has been left.
-        Raises QueueFull and ServiceStopping at once.
+        The block is cancelled if the client disconnects, the deadline passes or the service stops. This context manager
+        then raises the cause when the block has been left.
+
+        Args:
+            receive: The request's ASGI callable. It must have returned the whole body already.
+            timeout_s: Deadline in seconds from now. The deadline of the service applies if it is shorter.
+
+        Raises:
+            QueueFull: Too many requests are being answered.
+            ServiceStopping: The service is stopping, or stopped before the block was left.
+            RequestAborted: The client disconnected.
+            RequestTimeout: The deadline passed.
+
         """
         self.require_room()
         limit_s = min(self._timeout_s, timeout_s or self._timeout_s)
@@ -66,7 +76,7 @@ class Admission:
             client.cancel()
 
     async def stop(self, grace_s: float) -> None:
-        """Admits nothing more; returns when no request is left, those that outlive `grace_s` seconds ended."""
+        """Refuse new requests and return when none is left. After `grace_s` seconds, end those that still run."""
         self.stopping = True
         ends = [asyncio.create_task(event.wait()) for event in (self._idle, self._grace_over)]
         await asyncio.wait(ends, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -77,12 +87,12 @@ class Admission:
         await self._idle.wait()
 
     def end_grace(self) -> None:
-        """Has `stop`, which is waiting or is called later, end what runs at once."""
+        """Make a current or later call of `stop` end the running requests immediately."""
         self._grace_over.set()
 
 
 class _Endable:
-    """A block of the current task that others can end with an exception; as asyncio.timeout, for any cause."""
+    """A context that other tasks can end with an exception, like `asyncio.timeout` for any cause."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[object] | None = None
@@ -91,11 +101,11 @@ class _Endable:
 
     @property
     def cause(self) -> MindieMMError | None:
-        """What it was ended with, if it was."""
+        """The exception that ended the block, or None."""
         return self._cause
 
     def end(self, cause: MindieMMError) -> None:
-        """Raises `cause` from the block; the first call counts, and none after the block has been left."""
+        """Raise `cause` from the block. Only the first call counts, and only while the block runs."""
         if self._task is not None and self._cause is None:
             self._cause = cause
             self._task.cancel()
@@ -113,7 +123,7 @@ class _Endable:
         assert task is not None
         if self._cause is None:
             return
-        # Someone else's cancellation, of the server perhaps, goes first.
+        # A cancellation from elsewhere, such as the server's, takes precedence.
         if task.uncancel() <= self._cancelling and (kind is None or issubclass(kind, asyncio.CancelledError)):
             raise self._cause from error
 
@@ -122,9 +132,9 @@ _current: ContextVar[_Endable | None] = ContextVar("request", default=None)
 
 
 def cause_of_end() -> MindieMMError | None:
-    """What ends the admitted request that the current task works for, which sees a cancellation alone.
+    """Return the reason for the cancellation of the current task's request, or None if nothing ends the request.
 
-    RequestAborted, RequestTimeout or ServiceStopping; None while nothing ends it.
+    The task itself sees only a CancelledError. The reason is RequestAborted, RequestTimeout or ServiceStopping.
     """
     request = _current.get()
     return None if request is None else request.cause

@@ -1,4 +1,4 @@
-"""Answers that count as being answered until their client has taken them."""
+"""Responses whose requests stay admitted until the client has received nearly all of the answer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from service.telemetry import tracing
 _log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
-"""How long a client whose answer broke off may take to hear of it."""
+"""Time in seconds for sending the error to a client whose answer broke off."""
 
 _PIECE_BYTES = 2**16
-"""Most of a whole answer that is sent at a time; the connection takes as much without a reader."""
+"""Maximum number of bytes of a whole answer to send at a time. A connection buffers as much without a reader."""
 
 
 class Admitted(Response):
-    """Made and sent inside `admission`; left to be sent behind it is less than a connection holds without a reader.
+    """A response that is made and sent inside `admission`. Only its last bytes, which a connection buffers, are not.
 
-    An error before the first byte is raised, so that it gets its own status. After it the answer breaks off.
+    An error before the first byte is raised, so that it gets its own status. A later error breaks off the response.
     """
 
     def __init__(self, admission: Admission, timeout_s: float | None, headers: dict[str, str] | None = None) -> None:
@@ -38,14 +38,14 @@ class Admitted(Response):
 
     @abstractmethod
     async def _answer(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
-        """Sends the answer, but for its last bytes, which are returned."""
+        """Send the answer without its last bytes, and return these."""
 
     def _last_words(self, _: Exception) -> bytes | None:
-        """What still tells the client of a started answer what ended it; None where nothing can."""
+        """Return the bytes that report an error in a started answer, or None if its format has no such report."""
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
+        """Send the response as an ASGI application."""
         started = False
 
         async def sending(data: bytes, *, more: bool = True) -> None:
@@ -63,7 +63,7 @@ class Admitted(Response):
         except Exception as error:
             if not started:
                 raise
-            scope.setdefault("state", {})["error"] = type(error).__name__  # the status said that all is well
+            scope.setdefault("state", {})["error"] = type(error).__name__  # for the log: the status was a success
             if isinstance(error, RequestAborted):
                 return
             _note(error)
@@ -71,14 +71,14 @@ class Admitted(Response):
                 try:
                     async with asyncio.timeout(_LAST_WORDS_S):
                         await sending(final, more=False)
-                except TimeoutError:  # left unfinished, the connection is closed
+                except TimeoutError:  # uvicorn closes the connection of an unfinished response
                     _log.info("the client reads nothing; its answer is dropped")
             return
         await sending(last, more=False)
 
 
 class WholeAnswer(Admitted):
-    """What `make` makes, as JSON."""
+    """A JSON response with the result of `make`."""
 
     media_type = "application/json"
 
@@ -99,7 +99,7 @@ class WholeAnswer(Admitted):
 
 
 def _note(error: Exception) -> None:
-    """Tells the operator what ended an answer that had begun."""
+    """Log the error that ended a started answer, and add it to the request's trace."""
     if isinstance(error, MindieMMError):
         _log.warning("the answer broke off: %s: %s", type(error).__name__, error)
     else:

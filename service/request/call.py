@@ -1,7 +1,4 @@
-"""What a request asks of the engine, whichever route it came by: its choices, as they grow or whole.
-
-`Meter` counts and times the choices.
-"""
+"""The call of the engine for a request of any route. It yields the request's choices, whole or as they grow."""
 
 from __future__ import annotations
 
@@ -55,7 +52,10 @@ class Call:
     async def prompts(
         self, requests: Sequence[TokenizeRequest], truncate_to: int | None = None
     ) -> AsyncIterator[list[PromptSource]]:
-        """As `line.prompts`, each within its room (`Worker.limited`); InputError also for a schema."""
+        """Tokenize `requests` as in `prompts.prompts`, each limited by `Worker.limited`.
+
+        Raise InputError also for a JSON schema that cannot be served.
+        """
         worker = self.service.worker
         with self.meter.counted(len(requests) * self.n):
             await worker.check_schema(self.params)
@@ -65,7 +65,7 @@ class Call:
 
     @asynccontextmanager
     async def prompts_of_ids(self, given: Sequence[Sequence[int]]) -> AsyncIterator[list[PromptSource]]:
-        """The prompts that clients encoded; InputError also for a schema."""
+        """Yield the prompts of token ids that a client sent. Raise InputError also as in `prompts`."""
         with self.meter.counted(len(given) * self.n):
             await self.service.worker.check_schema(self.params)
             yield [PromptSource(prompt_of_ids(self.service, ids, "prompt")) for ids in given]

@@ -1,4 +1,4 @@
-"""Media formats, told by content: what a name or a content type claims is not asked."""
+"""Detection of media formats by content. File names and content types are not trusted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from mindie_mm.errors import MediaError
 from mindie_mm.media.fetch.urls import WHITE_SPACE, decode_base64
 
 HEAD_BYTES = 48
-"""Bytes of a file by which its format is told."""
+"""Number of bytes at the start of a file that identify its format."""
 _MAX_SUFFIX = len(".jpeg2000")
-"""Characters at the end of a path that hold the dot of its extension, if it has one."""
+"""Maximum length of a file suffix with its dot."""
 
-# Each an offset, what stands there, and the extension.
+# Each entry has an offset, the bytes at this offset, and the extension.
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\xff\xd8\xff", "jpg"),
     (0, b"\x89PNG\r\n\x1a\n", "png"),
@@ -45,7 +45,7 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
 
 
 def extension(head: bytes) -> str | None:
-    """The usual file extension of what begins with `head`; None if the format is unknown."""
+    """Return the usual file extension for a file that starts with `head`, or None if its format is unknown."""
     return next((found for offset, magic, found in _MAGIC if head.startswith(magic, offset)), None)
 
 

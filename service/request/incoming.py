@@ -1,4 +1,4 @@
-"""A request that asks the model for something, from its route to its answer: the steps that no route may leave out."""
+"""Requests that call the model, with the steps from the route to the response that all routes share."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from service.schemas.choices import Clock
 
 @dataclass(frozen=True, slots=True)
 class Form(ABC):
-    """One request, answered in the form of its route."""
+    """One request and the format of its route's answers."""
 
     call: Call
 
     @abstractmethod
     async def answer(self) -> Mapping[str, object]:
-        """The whole answer."""
+        """Return the whole answer."""
 
     @abstractmethod
     def events(self) -> AsyncGenerator[Mapping[str, object], None]:
-        """The same, piece by piece."""
+        """Yield the answer's events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A request as it came in."""
+    """A request before its body has been interpreted."""
 
     service: Service
     id: str
@@ -58,7 +58,7 @@ class Incoming:
     def answered(
         self, form: Form, *, stream: bool | None = False, last: str | None = DONE, timeout_s: float | None = None
     ) -> Response:
-        """The answer of `form`, in events with `last` behind them, or whole."""
+        """Return the response for `form`: a stream of events followed by `last`, or the whole answer."""
         admission = self.service.admission
         if stream:
             return EventStream(form.events, admission, last, timeout_s)

@@ -1,6 +1,6 @@
-"""A request's media, brought into its directory as files: from data: URLs, base64, HTTP and files.
+"""Media of requests: fetch them from HTTP, data: URLs, base64 and files, and write them to the request's directory.
 
-The tokenizers read files and nothing else: what a client names is resolved, fetched and bounded here.
+Tokenizers read only these files. Sources that a client names are resolved, fetched and limited here.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from service.request.quota import NO_FILES, ItemQuota, MediaQuota
 
 _MAX_PATH = 4096
 _KERNELS = ("/proc", "/sys")
-"""Files that hold no media, have no size, and may have no end."""
+"""Kernel file systems. Their files contain no media, report no size, and may have no end."""
 _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The request whose media are brought in."""
+    """The request whose media are spooled."""
 
     name: str
-    """The name of its directory, which no other request has."""
+    """Name of its directory, which is unique."""
     spend: Callable[[int], None]
-    """Counts bytes before they are written, fetched ones as they come. LimitExceeded, SpoolFull."""
+    """Function that counts bytes before they are written, or while they are fetched. It raises LimitExceeded or
+    SpoolFull."""
     turns: asyncio.Semaphore
-    """How many files the request may have brought in at a time: one of many, or of slow servers, leaves the others
-    their turns."""
+    """Limit on the files that the request spools at a time. Other requests get their turn, even if this one has many
+    files or slow servers."""
 
 
 class _Copy:
-    """A file that a thread writes into a request's directory; once this has been left, it writes no more.
+    """A file that a thread copies into a request's directory. After the context is left, nothing more is written.
 
-    The thread may outlive the request: a file system that does not answer keeps it for as long as that lasts.
+    The thread may outlive the request, because a read from a file system that does not respond cannot be cancelled.
     """
 
     def __init__(self, stem: Path, spend: Callable[[int], None]) -> None:
@@ -59,19 +60,23 @@ class _Copy:
         self._is_over = False
         self._spent = self._written = 0
         self.path: Path | None = None
-        """The file, once there is one."""
+        """Path of the file, or None before the first write."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:  # for as long as a piece is being written, at most
+        with self._lock:  # waits for one piece at most
             self._is_over = True
 
     def write(self, piece: bytes, size: int) -> None:
-        """Appends the next bytes of a file that has `size`, or more if it grew; ValueError once this has been left.
+        """Append the next bytes of a source file of `size` bytes, which may have grown since.
 
-        What they take is spent first. Between two pieces the copy is not open: removed, it takes no room.
+        Their size is counted first. The copy is open only during a write, so that it takes no space once it is removed.
+
+        Raises:
+            ValueError: The context has been left.
+
         """
         with self._lock:
             if self._is_over:
@@ -87,7 +92,7 @@ class _Copy:
 
 
 class MediaPolicy:
-    """Where media may come from, and how much of it."""
+    """The service's rules for media: permitted sources, and limits on count and size."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
@@ -96,11 +101,18 @@ class MediaPolicy:
         self._quota = MediaQuota(config.max_media_bytes, config.max_spool_bytes)
 
     async def spool(self, items: Sequence[Media], directory: Path) -> list[Paths]:
-        """Writes `items` under `directory` as <kind>/<n>.<ext>, n from 1 in order; the files, in the same order.
+        """Write `items` to files under `directory`. They count towards the limits of the spool until `remove`.
 
-        Of a video that is given as frames, each is a file <n>-<k>.<ext>, and the limit of one item holds for them all.
-        They are there, and count for the service's spool, until `remove`. Raises InputError and below, naming the item;
-        SpoolFull.
+        An item is named <kind>/<n>.<ext>, where n counts the items of its kind from 1. If a video is given as frames,
+        each frame is a file <kind>/<n>-<k>.<ext>. The size limit of an item applies to all of its frames together.
+
+        Returns:
+            The files in the order of the items.
+
+        Raises:
+            InputError: An item cannot be read, or a limit is exceeded. The message names the item.
+            SpoolFull: The spool has no room.
+
         """
         if len(items) > self.config.max_media_items:
             raise LimitExceeded(f"{len(items)} media items, the limit is {self.config.max_media_items}")
@@ -123,13 +135,13 @@ class MediaPolicy:
         return await gather(writes)
 
     def remove(self, directory: Path) -> None:
-        """Deletes a request's media files, once none is being written; its path file stays."""
+        """Delete a request's media files but not its path file. Call it when no file is being written."""
         for kind in KINDS:
             shutil.rmtree(directory / kind, ignore_errors=True)
         self._quota.give_back(directory.name)
 
     async def _spool_item(self, what: str, source: Any, stem: Path, request: _Request) -> Paths:
-        """`what` is its name in errors."""
+        """Spool one item. `what` is its name in errors."""
         request = replace(request, spend=ItemQuota(self.config.max_item_bytes, request.spend).spend)
         if not isinstance(source, tuple):
             return await self._spool_file(what, source, stem, request)
@@ -151,7 +163,7 @@ class MediaPolicy:
             if scheme in ("http", "https"):
                 data = await self._fetch(source, request)
                 return await in_thread(lambda: _write(data, stem))
-            # Base64 of a JPEG starts with a slash, too.
+            # Base64 of a JPEG also starts with a slash.
             if scheme == "file" or (source.startswith("/") and not is_base64_media(source)):
                 path = file_url_path(source) if scheme else source
                 with _Copy(stem, request.spend) as copy:
@@ -180,7 +192,7 @@ class MediaPolicy:
             )
 
     def _read(self, path: str, copy: _Copy) -> None:
-        """Copies a file under the allowed folder; what is checked is the file that was opened."""
+        """Copy a file under the allowed folder. The opened file is checked, because a link may change before that."""
         folder = self.config.allowed_media_dir
         if folder is None:
             raise MediaError("files are not read by this service (--allowed-media-dir)")
@@ -203,7 +215,7 @@ class MediaPolicy:
             if not stat.S_ISREG(status.st_mode):
                 raise MediaError("not a regular file")
             copy.write(_piece_of(file), status.st_size)
-            while piece := _piece_of(file):  # up to its end, because it may grow meanwhile
+            while piece := _piece_of(file):  # to the end of the file, which may have grown
                 copy.write(piece, status.st_size)
 
 
@@ -219,9 +231,9 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 
 def _require_unicode(source: str) -> None:
-    """URL parsers pass over lone surrogates."""
+    """Raise MediaError for lone surrogates, which URL parsers ignore."""
     try:
-        if not source.isascii():  # base64 is, however long
+        if not source.isascii():  # avoids a copy of long base64
             source.encode()
     except UnicodeEncodeError as error:
         raise MediaError(f"the source holds a lone surrogate at character {error.start}") from None

@@ -1,4 +1,4 @@
-"""Metrics and trace of a request's choices, from the first that begins to the last that ends."""
+"""Metrics and trace of a request's choices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Meter:
     """Counts, times and traces the choices of one request."""
 
     def __init__(self, metrics: Metrics, arrived: float) -> None:
-        """`arrived` is when the request's head came, on the clock of time.perf_counter."""
+        """Create a meter. `arrived` is the time at which the request's head arrived, from `time.perf_counter`."""
         self._metrics = metrics
         self._arrived = arrived
         self._num_tokens: dict[int, int] = {}
@@ -29,7 +29,7 @@ class Meter:
 
     @contextmanager
     def counted(self, num_choices: int) -> Iterator[None]:
-        """Count those of `num_choices` that an error from inside ends before they have begun."""
+        """If the block raises, count the choices among `num_choices` that have not begun as ended by the error."""
         try:
             yield
         except BaseException as error:
@@ -38,7 +38,7 @@ class Meter:
             raise
 
     def asked(self, prompt_lengths: Sequence[int], params: SamplingParams, n: int) -> None:
-        """Count the prompts, as the engine is asked for `n` choices over each."""
+        """Count the prompts of a call of the engine for `n` choices per prompt."""
         for length in prompt_lengths:
             self._metrics.count_prompt(length, n, params.max_tokens)
         if (trace := tracing.current.get()) is not None:
@@ -47,7 +47,7 @@ class Meter:
     async def measured(self, outputs: AsyncGenerator[Delta, None], index: int) -> AsyncGenerator[Delta, None]:
         """Yield the `outputs` of choice `index`, and count, time and trace them.
 
-        A choice that is ended because another failed counts as that one. Latencies count from the arrival.
+        If a choice is ended because another one failed, it gets the same reason. Latencies count from the arrival.
         """
         metrics, trace = self._metrics, tracing.current.get()
         asked = time.perf_counter()

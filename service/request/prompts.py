@@ -1,4 +1,4 @@
-"""A request's way to its prompts: spool its media, tokenise, and free in the end."""
+"""Prompts of requests: spool the media, tokenize, and free everything at the end."""
 
 from __future__ import annotations
 
@@ -130,7 +130,12 @@ def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
 
 
 def prompt_of_ids(service: Service, ids: Sequence[int], field: str) -> Prompt:
-    """A prompt of token ids from that field of a body. TokenOutOfRange unless all are in [0, vocabulary)."""
+    """Return a prompt of the token ids in a body's `field`.
+
+    Raises:
+        TokenOutOfRange: An id is not in [0, vocabulary size).
+
+    """
     vocab_size = service.worker.engine.info.vocab_size
     if (bad := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
         raise TokenOutOfRange(f"token id {bad} is outside the vocabulary, [0, {vocab_size})", param=field)

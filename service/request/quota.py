@@ -18,14 +18,14 @@ from mindie_mm.shm import make_spool
 _log = logging.getLogger(__name__)
 
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""Errors that say that the process or the system has no free file descriptor."""
+"""Error numbers for a process or a system without a free file descriptor."""
 PROBE_S = 5.0
 """Maximum time in seconds for writing a file to the spool. A slower file system counts as out of order."""
 _PROBE_BYTES = 4096
 
 
 class MediaQuota:
-    """Bytes that requests have in the spool: each at most `request_limit`, all of them at most `limit`."""
+    """The number of bytes in the spool, at most `request_limit` per request and `limit` in total."""
 
     def __init__(self, request_limit: int, limit: int) -> None:
         self._request_limit = request_limit
@@ -34,7 +34,7 @@ class MediaQuota:
         self._lock = threading.Lock()  # files are copied on threads
 
     def spend(self, request: str, num_bytes: int) -> None:
-        """Counts further bytes; LimitExceeded or SpoolFull, and nothing is counted, above a limit."""
+        """Count `num_bytes` more for `request`. Above a limit, raise LimitExceeded or SpoolFull and count nothing."""
         with self._lock:
             own = self._requests.get(request, 0) + num_bytes
             whole = sum(self._requests.values()) + num_bytes
@@ -45,23 +45,23 @@ class MediaQuota:
             self._requests[request] = own
 
     def give_back(self, request: str) -> None:
-        """Counts the request's bytes no longer, if there are any."""
+        """Subtract all bytes of `request`, which may have none."""
         with self._lock:
             self._requests.pop(request, None)
 
 
 class ItemQuota:
-    """Bytes of one media item's files, of which a list of frames has many: at most `limit`."""
+    """The number of bytes in all files of one media item, at most `limit`. A list of frames has many files."""
 
     def __init__(self, limit: int, spend: Callable[[int], None]) -> None:
-        """`spend` counts them for the request."""
+        """Create a quota. `spend` counts the bytes for the request."""
         self._limit = limit
         self._spend = spend
         self._spent = 0
         self._lock = threading.Lock()
 
     def spend(self, num_bytes: int) -> None:
-        """Counts further bytes; LimitExceeded above the limit, and what `spend` raises."""
+        """Count `num_bytes` more. Raise LimitExceeded above the limit, or an error of the request's own `spend`."""
         with self._lock:
             self._spent += num_bytes
             if self._spent > self._limit:
@@ -103,6 +103,6 @@ class SpoolProbe:
             self._writing.result()
 
     def _write(self) -> None:
-        make_spool(self._spool)  # as each request does
+        make_spool(self._spool)  # requests do the same
         with tempfile.TemporaryFile(dir=self._spool, buffering=0) as file:
             file.write(bytes(_PROBE_BYTES))

@@ -1,4 +1,4 @@
-"""Server-sent events: a response that owns the generator of its events from first to last."""
+"""Server-sent events: a response that owns and closes the generator of its events."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from service.request.admission import Admission
 from service.request.admitted import Admitted
 
 DONE = "[DONE]"
-"""OpenAI's last event, which is no JSON."""
+"""Data of the last event in OpenAI's streams. It is not JSON."""
 
 
 class EventStream(Admitted):
-    """Streams JSON events, then `last`. Their generator is closed on every way out.
+    """A stream of JSON events followed by `last`. The generator of the events is closed in every case.
 
-    It runs as fast as its events are made, however slowly the client reads: what it holds is free once the last one is
-    made. An error after the first event is one more event.
+    The generator does not wait for the client. Its resources are free when it has made the last event, even if the
+    client reads slowly. An error after the first event is sent as another event.
     """
 
     media_type = "text/event-stream"
@@ -32,7 +32,7 @@ class EventStream(Admitted):
         last: str | None,
         timeout_s: float | None,
     ) -> None:
-        # nginx would gather events into lumps.
+        # Without X-Accel-Buffering, nginx would buffer several events and send them together.
         super().__init__(admission, timeout_s, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
         self._last = b"" if last is None else _event(last.encode())
@@ -48,7 +48,7 @@ class EventStream(Admitted):
 
     @asynccontextmanager
     async def _event_queue(self) -> AsyncIterator[asyncio.Queue[bytes | None]]:
-        """The events, encoded, as they are made; None is behind the last. What their generator raises is raised."""
+        """Yield a queue of encoded events that ends with None. Raise the generator's errors at exit."""
         waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
 
         async def make() -> None:

@@ -1,4 +1,4 @@
-"""What the routes share."""
+"""State of the running service, shared by all routes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Service:
     config: ServiceConfig
     model_name: str
     spool: Path
-    """Holds a directory per request: its path file, and its media as files."""
+    """Folder with a directory per request, which contains the request's path file and its media files."""
     media: MediaPolicy
     admission: Admission
     metrics: Metrics
     tokens: TokenTexts
     spool_probe: SpoolProbe
-    """Check of whether the spool accepts files."""
+    """Check whether files can be written to the spool."""
     created: int
-    """When it started, Unix time."""
+    """Unix time of the service's start."""
 
     async def check_healthy(self) -> None:
         """Raise ServiceStopping, ProcessDied or SpoolFull if the service cannot answer requests."""

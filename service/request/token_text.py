@@ -1,4 +1,4 @@
-"""Tokens and their log-probabilities as OpenAI's endpoints write them."""
+"""Tokens and log-probabilities in the format of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from service.schemas.openai_answers import ChatLogprobs, ChatPosition, ChatToken
 T = TypeVar("T")
 
 _ENTRIES_A_TURN = 1000
-"""Tokens that are written at a time: some milliseconds."""
+"""Number of tokens to encode before the event loop runs other tasks. They take some milliseconds."""
 
 _LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks."""
+"""Replacement for minus infinity, which JSON lacks."""
 
 _BEFORE = "a"
-"""A token that every vocabulary has: sentencepiece's take a blank off the first one of a text."""
+"""Token to decode before another one. SentencePiece drops the leading space of a text's first token.
+
+Every usual vocabulary has this token.
+"""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -35,7 +38,7 @@ _INLINE_MEDIA = re.compile(r"(data:[^,\s]{0,256};base64,)[A-Za-z0-9+/=_-]+")
 
 
 def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """A prompt for people to read: each media item's run as its kind and length, base64 that is text left out."""
+    """Return a readable form of a prompt. Media are replaced by their kind and length, inline base64 by an ellipsis."""
     parts, start = [], 0
     for span in prompt.spans:
         parts += [prompt.ids[start : span.start].tolist(), f"<{span.kind} of {span.stop - span.start} tokens>"]
@@ -48,7 +51,7 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of one token in the midst of others; U+FFFD where it is no whole character."""
+    """Return the text of a token inside a longer text. Incomplete characters become U+FFFD."""
     before = tokenizer.token_to_id(_BEFORE)
     if before is None:
         return tokenizer.decode([token_id], skip_special_tokens=False)
@@ -56,7 +59,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes of one token in the midst of others, which may be a part of a character."""
+    """Return the bytes of a token inside a longer text. They may be a part of a character."""
     text, piece = token_text(tokenizer, token_id), tokenizer.id_to_token(token_id)
     if "\ufffd" not in text or piece is None:
         return text.encode()
@@ -64,12 +67,15 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
         return bytes.fromhex(byte[1])
     try:
         return bytes(_BYTES[character] for character in piece)
-    except KeyError:  # no byte-level vocabulary: the piece has U+FFFD itself
+    except KeyError:  # the vocabulary is not byte-level: the piece itself contains U+FFFD
         return text.encode()
 
 
 def _byte_characters() -> dict[str, int]:
-    """Byte-level vocabularies' characters: Latin-1's visible ones as they are, the rest from U+0100 on (GPT-2)."""
+    """Return the byte for each character of a byte-level vocabulary (GPT-2).
+
+    Visible Latin-1 characters stand for themselves. The other bytes are numbered from U+0100.
+    """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -84,11 +90,11 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.text = cache(partial(token_text, tokenizer))
-        """`token_text`."""
+        """Function from a token id to `token_text`."""
         self.name = cache(partial(_name, tokenizer))
-        """The text, or, where it is no whole character, the bytes in OpenAI's form."""
+        """Function from a token id to its text, or to its bytes in OpenAI's notation if a character is incomplete."""
         self.entry = cache(partial(_text_and_bytes, tokenizer))
-        """JSON of the text, and that of the list of bytes."""
+        """Function from a token id to the JSON of its text and the JSON of its list of bytes."""
 
     def cut_name(self, token_id: int, num_bytes: int) -> str:
         """Return `name` of the first `num_bytes` bytes of a token."""
@@ -109,30 +115,30 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Where the tokens of one choice begin in its text, in characters.
+    """Offsets, in characters, at which the tokens of one choice begin in its text.
 
-    A token begins where the text of those before it ends: special tokens of an answer have none, a part of a character
-    none before the character's end.
+    A token begins at the end of the text of all tokens before it. Special tokens of an answer have no text. The text of
+    an incomplete character belongs to the token that completes it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._answer = TextStream(tokenizer)
-        self._length = 0  # of the text before the answer's next token
+        self._length = 0  # length of the text before the answer's next token
 
     async def echoed(self, token_ids: Sequence[int]) -> list[int]:
-        """Of the prompt in front of the answer, special tokens spelled out."""
+        """Return the offsets of the echoed prompt, which includes the text of special tokens."""
         self._length += len(self._tokenizer.decode(token_ids, skip_special_tokens=False))
         return (await _starts(TextStream(self._tokenizer, skip_special_tokens=False), token_ids, 0))[:-1]
 
     async def answered(self, token_ids: Sequence[int]) -> list[int]:
-        """Of the answer's next tokens."""
+        """Return the offsets of the answer's next tokens."""
         *starts, self._length = await _starts(self._answer, token_ids, self._length)
         return starts
 
 
 async def _starts(stream: TextStream, token_ids: Sequence[int], start: int) -> list[int]:
-    """Where each of the stream's next tokens begins, and the one behind them, if the first one does at `start`."""
+    """Return the offsets of the stream's next tokens, of which the first is `start`, and of the token after them."""
     starts = [start]
     async for part in in_turns(token_ids, 4):
         starts += [*accumulate((len(stream.push(token_id)) for token_id in part), initial=starts.pop())]
@@ -140,7 +146,10 @@ async def _starts(stream: TextStream, token_ids: Sequence[int], start: int) -> l
 
 
 async def in_turns(items: Sequence[T], weight: int) -> AsyncIterator[Sequence[T]]:
-    """Slices of `items`, each as heavy as `weight` entries; between them others have their turn on the event loop."""
+    """Yield slices of `items`, and let the event loop run other tasks in between.
+
+    An item costs as much time as `weight` tokens. A slice has about _ENTRIES_A_TURN tokens.
+    """
     step = max(1, _ENTRIES_A_TURN // weight)
     for start in range(0, len(items), step):
         if start:
@@ -149,7 +158,7 @@ async def in_turns(items: Sequence[T], weight: int) -> AsyncIterator[Sequence[T]
 
 
 async def chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob], cut: int | None = None) -> ChatLogprobs:
-    """Return the `logprobs` object of a chat choice. If `cut` is not None, keep so many bytes of the last token."""
+    """Return the `logprobs` object of a chat choice. `cut` is the number of bytes to keep of the last token."""
     last = logprobs[-1] if logprobs and cut is not None else None
 
     def entry(token_id: int, logprob: float) -> ChatToken:
@@ -185,7 +194,7 @@ async def completion_logprobs(
     weight = _weight([logprob for logprob in found[-1:] if logprob])
 
     def by_text(one: TokenLogprob | None) -> dict[str, float] | None:
-        """The likeliest tokens and the position's own, which need not be one of them."""
+        """Return the most likely tokens and the sampled token, which may not be among them."""
         found = [] if one is None else [*one.top, (one.token_id, one.logprob)]
         return {texts.name(token): _finite(logprob) for token, logprob in found} or None
 
@@ -198,18 +207,18 @@ async def completion_logprobs(
 
 
 async def _json_list(items: Sequence[T], make: Callable[[T], Any], weight: int) -> Raw:
-    """What `make` makes of the items, as JSON: as objects it would take ten times the memory."""
+    """Return a JSON list of `make(item)` for all items. A list of objects would take ten times the memory."""
     parts = [msgspec.json.encode([make(item) for item in part])[1:-1] async for part in in_turns(items, weight)]
     return Raw(b"[" + b",".join(parts) + b"]")
 
 
 def _weight(logprobs: Sequence[TokenLogprob]) -> int:
-    """Entries of a position; all have as many."""
+    """Return the number of entries per position, which is the same for all."""
     return 1 + len(logprobs[0].top) if logprobs else 1
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:
-    r"""A token's text, or, where it is no whole character, its bytes in OpenAI's form: `bytes:\xe4\xbd`."""
+    r"""Return a token's text, or its bytes in OpenAI's notation, `bytes:\xe4\xbd`, if a character is incomplete."""
     text = token_text(tokenizer, token_id)
     if "\ufffd" not in text:
         return text

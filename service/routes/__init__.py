@@ -1,1 +1,1 @@
-"""The endpoints, one module for each."""
+"""The HTTP endpoints, one module per group of paths."""

@@ -48,7 +48,7 @@ class _Chat(Form):
     created: int
 
     def request(self) -> TokenizeRequest:
-        """For the tokenizers. InputError."""
+        """Return the request for the tokenizers. Raise InputError for invalid tools or template variables."""
         return TokenizeRequest(
             messages=self.body.messages,
             add_generation_prompt=self.body.add_generation_prompt is not False,
@@ -85,7 +85,7 @@ class _Chat(Form):
                 if first:
                     so_far = self._so_far(source.prompt, choices, len(delta.token_ids))
                     yield {**self._chunk([_first(index)]), **spans, **so_far}
-                    spans = {}  # the first chunk alone has them
+                    spans = {}  # only the first chunk has them
                 chunk = await self._delta(index, delta, buffers[index])
                 if delta.text or chunk["logprobs"] or delta.finish_reason:
                     yield {**self._chunk([chunk]), **self._so_far(source.prompt, choices)}

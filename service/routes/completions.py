@@ -1,4 +1,4 @@
-"""POST /v1/completions; texts may hold pictures in text-generation-webui's form."""
+"""POST /v1/completions. Texts may contain images in the format of text-generation-webui."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class _Completion(Form):
     created: int
 
     def sources(self) -> AbstractAsyncContextManager[list[PromptSource]]:
-        """The prompts' ids; leaving frees the shared memory of pictures in texts. InputError, also for a schema."""
+        """Return a context manager that yields the prompts. Its exit frees the shared memory of images in texts.
+
+        Raise InputError for an empty prompt or an invalid JSON schema, and LimitExceeded for too many choices.
+        """
         given = self.body.prompts()
         if not given or not all(given):
             raise InputError("prompt is empty", param="prompt")
@@ -74,7 +77,7 @@ class _Completion(Form):
         }
 
     async def events(self) -> AsyncGenerator[Completion, None]:
-        """The answer's chunks, and the usage if it was asked for."""
+        """Yield the answer's chunks, then the usage if requested."""
         async with self.sources() as sources:
             prompts = [source.prompt for source in sources]
             choices = [Choice(index=index) for index in range(len(prompts) * self.call.n)]

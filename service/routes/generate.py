@@ -1,4 +1,4 @@
-"""POST /generate and /generate_stream: MindIE's form of text-generation-inference (docs/api.md)."""
+"""POST /generate and /generate_stream, MindIE's variant of text-generation-inference (docs/api.md)."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class GenerateParameters(InferParameters):
     return_full_text: bool | None = None
     """Put the text of `inputs` before the answer."""
     truncate: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """Most tokens of the prompt; the oldest text and whole media items are dropped."""
+    """Maximum number of prompt tokens. Above it, the oldest text and whole media items are dropped."""
     adapter_id: str | None = None
-    """"None", or left out: there are no adapters."""
+    """Only "None" is accepted, because no adapters are served."""
 
 
 class GenerateBody(InputsBody):
@@ -44,7 +44,7 @@ class GenerateBody(InputsBody):
     of_parameters: ClassVar[Collection[str]] = GenerateParameters.model_fields
 
     stream: bool | None = None
-    """True: for /generate_stream, which streams in any case."""
+    """/generate refuses true. /generate_stream streams in any case."""
     parameters: GenerateParameters | None = None
 
 
@@ -67,7 +67,7 @@ class WholeDetails(GenerateDetails):
     """Of a whole answer."""
 
     prefill: list[GenerateToken]
-    """The prompt's tokens, where `decoder_input_details` asks for them."""
+    """Tokens of the prompt, empty unless `decoder_input_details` is set."""
     tokens: list[GenerateToken]
 
 
@@ -92,9 +92,9 @@ class GenerateEvent(TypedDict):
 
     token: StepTokens
     generated_text: str | None
-    """All of it, in the last event."""
+    """The whole text in the last event, otherwise None."""
     details: GenerateDetails | None
-    """In the last event, where they are asked for."""
+    """Details in the last event if requested, otherwise None."""
 
 
 @router.post("/generate", responses=answered(GenerateAnswer))
@@ -130,7 +130,7 @@ def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
 
 @dataclass(frozen=True, slots=True)
 class _Generate(Form):
-    """One request."""
+    """One /generate or /generate_stream request."""
 
     body: GenerateBody
     parameters: GenerateParameters
@@ -152,7 +152,7 @@ class _Generate(Form):
         return answer
 
     async def events(self) -> AsyncGenerator[GenerateEvent, None]:
-        """One event a step, the last with the whole text."""
+        """Yield one event per step. The last event has the whole text."""
         choice = Answer()
         async with self.prompts() as (source,), aclosing(self.call.deltas([source])) as deltas:
             async for _, delta in deltas:

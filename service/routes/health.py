@@ -1,4 +1,4 @@
-"""GET /health, /health/live, /version, /metrics and /shm: how the service is."""
+"""GET /health, /health/live, /version, /metrics and /shm: health and metrics of the service."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BlockEntry(TypedDict):
     lease_s: float | None
     bytes: int
     pieces: Sequence[tuple[int, int]]
-    """Offset and length of each."""
+    """Offset and length of each piece, in bytes."""
     arrays: dict[str, ArrayEntry]
 
 
@@ -75,7 +75,7 @@ class ArenaEntry(TypedDict):
 
     name: str
     pid: int | None
-    """None if its header is damaged, and so is `peak_bytes`."""
+    """Process id of the owner. `pid` and `peak_bytes` are None if the arena's header is damaged."""
     age_s: float
     blocks: int
     bytes: int

@@ -1,4 +1,4 @@
-"""POST /infer: MindIE's own form of request and answer (docs/api.md has both, and where ours differ)."""
+"""POST /infer, MindIE's own request and answer format. docs/api.md describes it and our differences."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class InferParameters(Settings):
         **dict.fromkeys(("best_of", "n"), (None, 1)),
         "add_special_tokens": (None, True),
         **dict.fromkeys(("logprobs", "top_logprobs"), (*OFF, 0)),
-        **dict.fromkeys(("max_tokens", "max_completion_tokens"), (None,)),  # OpenAI's; max_new_tokens is meant
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), (None,)),  # OpenAI's names for max_new_tokens
     }
 
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -67,19 +67,19 @@ class InferParameters(Settings):
     top_p: TopP | None = None
     max_new_tokens: MaxTokens | None = None
     do_sample: bool | None = None
-    """None: sampled if temperature, top_k or top_p is given."""
+    """Whether to sample. None samples if temperature, top_k or top_p is given."""
     seed: Annotated[int, Field(ge=0, lt=2**63), WHOLE] | None = None
     repetition_penalty: RepetitionPenalty | None = None
     stop: Stop | None = None
     cache_salt: CacheSalt | None = None
-    """As in chat completions."""
+    """As in `GenerationBody`."""
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600), WHOLE] | None = None
-    """Seconds."""
+    """Deadline for the answer, in seconds."""
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn, not the likeliest taken."""
+        """Whether tokens are sampled. Otherwise decoding is greedy."""
         if self.do_sample is None:
             return any(value is not None for value in (self.temperature, self.top_k, self.top_p))
         return self.do_sample
@@ -89,37 +89,37 @@ class InferParameters(Settings):
             default,
             max_tokens=self.max_new_tokens or DEFAULT_NEW_TOKENS,
             temperature=self.temperature if self.draws else 0.0,
-            # the answer names the seed, whoever chose it
+            # Choose a seed here if there is none, because the answer states the seed.
             seed=randbits(_SEED_BITS) if self.seed is None and self.draws else self.seed,
         )
 
 
 class InputsBody(Body):
-    """What MindIE's forms share."""
+    """Fields that the bodies of MindIE's endpoints share."""
 
-    # Here chat_template is a switch.
+    # Here chat_template is a boolean field of its own.
     not_served: ClassVar[NotServed] = {
         name: off for name, off in InferParameters.not_served.items() if name != "chat_template"
     }
     of_parameters: ClassVar[Collection[str]] = InferParameters.model_fields
-    """Names that stand in `parameters` alone."""
+    """Names of fields that are accepted only in `parameters`."""
 
     inputs: Annotated[str | Array[AnyItem], must_be("a text, or a list of dicts, each an item")]
-    """A text, taken as it is; or a `List[Dict]`, one user turn of a chat."""
+    """A text without a template, or a `List[Dict]` that makes one user turn of a chat."""
     chat_template: Templated | None = None
-    """None: true. False: the items of a list follow one another with no template around them."""
+    """Whether a list becomes a chat turn. False joins its items without a template. Default: true."""
 
     @model_validator(mode="before")
     @classmethod
     def _require_parameters(cls, given: Any) -> Any:
-        """They would be ignored beside `parameters`, and the answer be another."""
+        """Refuse parameters at the top level, where they would be ignored without notice."""
         for name in cls.of_parameters if isinstance(given, dict) else ():
             if given.get(name) is not None:
                 raise PydanticCustomError("misplaced", "{name} must stand in parameters", {"name": name})
         return given
 
     def request(self) -> TokenizeRequest:
-        """What there is to tokenise; InputError where it is empty."""
+        """Return the request for the tokenizers. Raise InputError if `inputs` is an empty text."""
         if isinstance(self.inputs, str):
             if not self.inputs:
                 raise InputError("inputs is empty", param="inputs")
@@ -163,7 +163,7 @@ class InferToken(TypedDict):
 
     id: list[int]
     text: str | None
-    """None in the last event."""
+    """Text of the step, or None in the last event."""
 
 
 class InferEvent(TypedDict):
@@ -172,9 +172,9 @@ class InferEvent(TypedDict):
     prefill_time: float | None
     decode_time: float | None
     generated_text: NotRequired[str]
-    """All of it, in the last event."""
+    """The whole text, only in the last event."""
     details: NotRequired[Details | None]
-    """In the last event."""
+    """Details, only in the last event. None unless requested."""
     token: InferToken
 
 
@@ -188,7 +188,7 @@ async def infer(body: InferBody, incoming: IncomingDep) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Infer(Form):
-    """One request."""
+    """One /infer request."""
 
     body: InferBody
     parameters: InferParameters
@@ -202,7 +202,7 @@ class _Infer(Form):
         return answer
 
     async def events(self) -> AsyncGenerator[InferEvent, None]:
-        """One event a step, the last with the whole text; times in milliseconds."""
+        """Yield one event per step, with times in milliseconds. The last event has the whole text."""
         last = time.perf_counter()
         choice = Answer()
         async with self.call.prompts([self.body.request()]) as sources, aclosing(self.call.deltas(sources)) as deltas:
@@ -229,7 +229,7 @@ class _Infer(Form):
 
 
 def details(call: Call, choice: Answer) -> Details:
-    """What MindIE's forms of answer say about one that is finished."""
+    """Return the `details` of a finished answer for MindIE's endpoints."""
     return {
         "finish_reason": _finish_reason(choice),
         "generated_tokens": len(choice.token_ids),
@@ -239,7 +239,7 @@ def details(call: Call, choice: Answer) -> Details:
 
 
 def _finish_reason(choice: Answer) -> MindieFinishReason:
-    """Why it ended, in MindIE's words."""
+    """Return MindIE's name for the reason why `choice` ended."""
     if choice.finish_reason == "length":
         return "length"
     return "eos_token" if choice.stop_reason is None else "stop_sequence"

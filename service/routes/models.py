@@ -1,4 +1,4 @@
-"""GET /v1/models."""
+"""GET /v1/models and /v1/models/{name}."""
 
 from __future__ import annotations
 

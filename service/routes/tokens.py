@@ -28,21 +28,21 @@ router = APIRouter()
 class TokenizeBody(Body):
     """POST /tokenize: exactly one of `prompt`, `messages` and `inputs`."""
 
-    # chat_template is a switch of `inputs`, as in /infer.
+    # chat_template is a boolean field that applies to `inputs`, as in /infer.
     not_served: ClassVar[NotServed] = {name: off for name, off in NOT_SERVED.items() if name != "chat_template"}
 
     prompt: str | None = None
     messages: Array[AnyMessage] | None = None
     inputs: Array[AnyItem] | None = None
     chat_template: Templated | None = None
-    """Of `inputs` alone. None: true."""
+    """Whether `inputs` become a chat turn. Only for `inputs`. Default: true."""
     add_generation_prompt: bool | None = None
-    """None: true."""
+    """Whether the chat template ends with the start of the assistant's turn. Default: true."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS, to a prompt. Default: true. A chat accepts only false."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Array[dict[str, Any]] | None = None
-    """As in a chat completion, and so are `tool_choice` and `reasoning_effort`."""
+    """`tools`, `tool_choice` and `reasoning_effort` are as in a chat completion."""
     tool_choice: Any = None
     reasoning_effort: str | None = None
     cache_salt: CacheSalt | None = None
@@ -62,7 +62,7 @@ class TokenizeAnswer(TypedDict):
     max_model_len: int
     tokens: list[int]
     token_strs: NotRequired[list[str]]
-    """Strings of the vocabulary, such as `Ġred`."""
+    """The vocabulary's strings for the tokens, such as `Ġred`."""
 
 
 class DetokenizeAnswer(TypedDict):

@@ -1,1 +1,1 @@
-"""Bodies of requests and answers, and their description in /openapi.json."""
+"""Schemas of request bodies and answers, and their description in /openapi.json."""

@@ -1,4 +1,7 @@
-"""What all request bodies share. Numbers are strict; unknown fields are ignored, as others do, but for `not_served`."""
+"""Base classes and field types of all request bodies.
+
+Types are strict. Unknown fields are ignored, as in other servers, except those in `not_served`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ TokenIds = Array[Annotated[int, WHOLE]]
 
 
 def must_be(expected: str) -> WrapValidator:
-    """Return a validator for a union that reports one error, `said`, in place of one per member."""
+    """Return a validator for a union that reports one error, "must be" `expected`, instead of one per member."""
 
     def checked(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -85,7 +88,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, given: Any) -> Any:
-        if isinstance(given, bytes):  # FastAPI leaves a body of another type as it is
+        if isinstance(given, bytes):  # FastAPI does not parse a body of another content type
             raise PydanticCustomError("no_json", "the request needs the header Content-Type: application/json")
         for name in refused_fields(given, cls.not_served) if isinstance(given, dict) else ():
             if name in cls.model_fields:
@@ -99,12 +102,12 @@ class Fields(BaseModel):
 
 
 class Settings(Fields):
-    """Fields that say how to answer."""
+    """Fields that control how a request is answered."""
 
     field: ClassVar[str | None] = None
-    """The field of a body that they stand in; None: they are its own."""
+    """Field of the body that contains these fields, or None if they are at the top level."""
     timings: bool | None = None
-    """Ours: say where the request's time went, in the answer's `timings`, or in the `details` of MindIE's forms."""
+    """Report how the request's time was spent, in `timings` of the answer or of MindIE's `details`. An extension."""
 
     @abstractmethod
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
@@ -116,7 +119,7 @@ class Settings(Fields):
         """
 
     def params(self, default: SamplingParams, **overrides: Any) -> SamplingParams:
-        """Return `default` with the fields that have a sampler's own name, and with those in `made` in their place."""
+        """Return `default` updated with the fields that `SamplingParams` also has, and with `overrides`."""
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__} | overrides
         return default.stating(**given)
 
@@ -125,7 +128,7 @@ class Body(Fields):
     """A request body."""
 
     model: str | None = None
-    """The served model's name; may be left out, or empty."""
+    """Name of the served model, or None. An empty name counts as None."""
 
     @field_validator("model")
     @classmethod

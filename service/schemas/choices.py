@@ -1,4 +1,4 @@
-"""What a request's choices have come to, and what an answer says about them: usage and timings."""
+"""Choices of a request, and the parts of an answer about them: usage, media spans and timings."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mindie_mm.worker.worker import Answer
 
 @dataclass(slots=True)
 class Clock:
-    """Where a request's time goes before the engine has it; seconds."""
+    """Times of a request before it reaches the engine."""
 
     arrived: float
-    """When its head came, on the clock of time.perf_counter."""
+    """Time at which the request's head arrived, from `time.perf_counter`."""
     fetch_s: float = 0.0
-    """Having its media as files: fetching, copying, decoding base64."""
+    """Seconds for fetching media, copying files and decoding base64."""
     preprocess_s: float = 0.0
-    """In a tokenizer process, waiting for one included: decoding and resizing media, text to ids."""
+    """Seconds for tokenizing text, and for decoding and resizing media. Includes the wait for a tokenizer process."""
 
 
 @dataclass(slots=True)
 class Choice(Answer):
-    """One of several answers."""
+    """An answer with its index among the choices of its request."""
 
     index: int = field(kw_only=True)
 
@@ -55,7 +55,7 @@ class Usage(TypedDict):
 
 
 class Used(TypedDict):
-    """What a stream has where `stream_options` ask for it."""
+    """Part of a streamed answer whose `stream_options` request usage."""
 
     usage: NotRequired[Usage]
 
@@ -67,9 +67,9 @@ class SpanEntry(TypedDict):
     start: int
     stop: int
     features: int
-    """Those of them that take a feature."""
+    """Number of these tokens that are replaced by a feature."""
     block: str
-    """The shared memory that its words name, as `mindie-mm shm list --blocks` does."""
+    """Name of the item's shared-memory block, as in `mindie-mm shm list --blocks`."""
 
 
 class StageTimings(TypedDict):
@@ -85,7 +85,7 @@ class StageTimings(TypedDict):
 
 
 class Timed(TypedDict):
-    """What an answer has where its request sets `timings`."""
+    """Part of an answer whose request sets `timings`."""
 
     timings: NotRequired[StageTimings]
 
@@ -119,13 +119,13 @@ def usage(prompts: Sequence[Prompt], choices: Sequence[Answer], num_untold: int 
 
 
 def _features(prompt: Prompt, span: MediaSpan) -> int:
-    """Slots of an item's span that take a feature."""
+    """Return the number of tokens in an item's span that are replaced by a feature."""
     ids = prompt.ids[span.start : span.stop]
     return int(np.count_nonzero((ids < 0) | (ids == span.token)))
 
 
 def media_spans(prompt: Prompt) -> list[SpanEntry]:
-    """An entry for each media item, in order."""
+    """Return an entry for each media item of `prompt`, in order."""
     return [
         {
             "type": span.kind,
@@ -139,7 +139,7 @@ def media_spans(prompt: Prompt) -> list[SpanEntry]:
 
 
 def timings(clock: Clock, choices: Sequence[Answer]) -> StageTimings:
-    """The timings of a finished request."""
+    """Return the timings of a finished request."""
     found = [choice.timings for choice in choices if choice.timings is not None]
 
     def longest(stage: str) -> float:

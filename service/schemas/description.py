@@ -1,4 +1,4 @@
-"""The interface's description, /openapi.json: what FastAPI cannot know of answers that it does not make."""
+"""The OpenAPI description, /openapi.json. FastAPI cannot infer the answers, because routes return plain responses."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ _SCHEMA = "#/components/schemas/{model}"
 
 
 def answered(kind: type) -> dict[int | str, dict[str, Any]]:
-    """A route's `responses` whose answer is a TypedDict."""
+    """Return the `responses` of a route whose answer is the TypedDict `kind`."""
     return {200: {"model": kind}}
 
 
 def streamed(event: type, whole: type | None = None, last: str | None = None) -> dict[int | str, dict[str, Any]]:
-    """A route's `responses` whose answer comes in events: `event`s or an error, and `last` behind them.
+    """Return the `responses` of a route that streams events.
 
-    With `whole` it does so on request alone, and else comes as that.
+    Args:
+        event: TypedDict of the events. An event may also be an ErrorBody.
+        whole: TypedDict of the answer without a stream. If None, the route always streams.
+        last: Data of the last event, if it is fixed.
+
     """
     written = {
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": [{"$ref": _SCHEMA.format(model=kind.__name__)} for kind in (event, ErrorBody)]},
     }
     data = {"type": "string", **({"anyOf": [{"const": last}, written]} if last else written)}
-    # OpenAPI 3.2's form, which FastAPI writes for streams of its own, too
+    # The format of OpenAPI 3.2, which FastAPI also uses for its own streams.
     item = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     in_events = {"content": {"text/event-stream": {"itemSchema": item}}}
     if whole is None:
@@ -38,9 +42,10 @@ def streamed(event: type, whole: type | None = None, last: str | None = None) ->
 
 
 def describe(app: FastAPI, events: Sequence[type], *, keys: bool) -> None:
-    """Makes the description of `app`, which is kept: with the `events` of its streams, TypedDicts.
+    """Create the description of `app`, and correct it in place. FastAPI caches it.
 
-    And without FastAPI's 422: a body that is no good is a 400 here. With `keys` it says which operations need one.
+    It gets the schemas of `events`, which are the TypedDicts of streams. It loses FastAPI's status 422, because an
+    invalid body gets 400 here. With `keys`, it states which operations need an API key.
     """
     described = app.openapi()
     for path, operations in described["paths"].items():

@@ -1,4 +1,4 @@
-"""Messages and items of requests, as the interface's description tells them; `mindie_mm.inputs` checks them."""
+"""Types of messages and items for the OpenAPI description. `mindie_mm.inputs` validates them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class InputAudio(TypedDict, total=False):
     """A sound as OpenAI has it."""
 
     data: Required[str]
-    """Base64, or an address."""
+    """Base64 or an address."""
     format: str | None
 
 
@@ -54,7 +54,7 @@ class Item(ItemOptions, total=False):
     audio_url: str | Address | None
     input_audio: str | InputAudio | None
     url: str | list[str] | None
-    """Beside a `type` that says of what, as `path` and `base64`."""
+    """An address for an item whose `type` states the kind. `path` and `base64` need `type`, too."""
     path: str | list[str] | None
     base64: str | list[str] | None
 
@@ -67,7 +67,7 @@ class Message(TypedDict, total=False):
 
 
 class _DescribedAs:
-    """Beside a field's type, by which pydantic reads it: the one that the description shows."""
+    """An annotation with the type that the OpenAPI description shows for a field. Validation ignores it."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind

@@ -1,6 +1,6 @@
-"""Answers of the OpenAI-compatible endpoints, as the interface's description tells them and mypy holds them to be.
+"""Types of the answers of the OpenAI-compatible endpoints, for mypy and for the OpenAPI description.
 
-Plain dicts. Keys that are not required are there where the request asks for them.
+Answers are plain dicts. Keys that are not required are present if the request asks for them.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from service.schemas.choices import SpanEntry, Timed, Usage, Used
 
 
 def _json_of(kind: Any) -> GetPydanticSchema:
-    """Of JSON that is written already: what it holds."""
+    """Return an annotation for encoded JSON, which gives the type of its content."""
     return GetPydanticSchema(lambda _, handler: handler(kind))
 
 
 class Head(TypedDict):
-    """How every answer and chunk begins."""
+    """Fields at the start of every answer and chunk."""
 
     id: str
     created: int
-    """Unix time."""
+    """Unix time of the request."""
     model: str
 
 
 class Spanned(TypedDict):
-    """What a chat's answer, or its first chunk, has where `media_spans` asks for it."""
+    """Part of a chat's answer, or of its first chunk, if the request sets `media_spans`."""
 
     media_spans: NotRequired[list[SpanEntry]]
 
 
 class End(TypedDict):
-    """What ended a choice: None while it goes on."""
+    """Reasons for the end of a choice. Both are None until it ends."""
 
     finish_reason: FinishReason | None
     stop_reason: str | int | None
-    """The stop string, or the id of `stop_token_ids`."""
+    """The stop string or the token id from `stop_token_ids` that ended the choice, otherwise None."""
 
 
 class ChatToken(TypedDict):
@@ -91,7 +91,7 @@ class ChatDelta(TypedDict):
     """What a choice grew by."""
 
     role: NotRequired[Literal["assistant"]]
-    """With the first."""
+    """Present in a choice's first chunk."""
     content: str
 
 

@@ -45,9 +45,9 @@ class StreamOptions(Fields):
     """How an answer is streamed."""
 
     include_usage: bool | None = None
-    """One more chunk at the end, with the usage and no choice."""
+    """Send another chunk at the end, with the usage and without choices."""
     continuous_usage_stats: bool | None = None
-    """With `include_usage`: the usage so far in every other chunk, too."""
+    """Add the usage so far to every other chunk. Needs `include_usage`."""
 
 
 class _Closed(Fields, extra="forbid"):
@@ -73,7 +73,7 @@ class NamedSchema(_Closed):
     strict: bool | None = None
     """True allows only properties that the schema names, unless the schema states otherwise."""
     content: dict[str, Any] | None = Field(None, alias="schema")
-    """None, as OpenAI and vLLM allow: any JSON object."""
+    """The JSON schema. None accepts any JSON object, as in OpenAI and vLLM."""
 
 
 class ResponseFormat(_Closed):
@@ -83,7 +83,12 @@ class ResponseFormat(_Closed):
     json_schema: NamedSchema | None = None
 
     def schema_text(self) -> str | None:
-        """The schema as JSON, None for a text; InputError where it is missing, out of place, or nests too deeply."""
+        """Return the schema as JSON, or None for a text.
+
+        Raises:
+            InputError: The schema is missing, does not belong to the `type`, or is nested too deeply.
+
+        """
         if (self.type == "json_schema") != (self.json_schema is not None):
             has = "no" if self.json_schema is None else "a"
             raise InputError(f"response_format is {self.type!r} and has {has} json_schema", param="response_format")
@@ -100,9 +105,9 @@ class ResponseFormat(_Closed):
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with `additionalProperties` false where it names properties and leaves that open.
+    """Return a schema whose objects with `properties` have `additionalProperties` false, unless they state it.
 
-    But in the parts of an `allOf`, each of which names some of one object's properties.
+    Parts of an `allOf` are not changed, because each of them names only some properties of an object.
     """
     if isinstance(schema, list):
         return [_closed(part) for part in schema]
@@ -120,7 +125,7 @@ _HOLD_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"
 
 
 class GenerationBody(Body, Settings):
-    """What chat and text completions share."""
+    """Fields that the bodies of chat and text completions share."""
 
     instead: ClassVar[Mapping[str, str]] = INSTEAD
 
@@ -129,27 +134,27 @@ class GenerationBody(Body, Settings):
     """1 or `n`, because no more choices are drawn than are returned."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    """Only for a stream."""
+    """Allowed only with `stream`."""
     max_tokens: MaxTokens | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
-    """0 or, as in vLLM, -1: all tokens."""
+    """Number of most likely tokens to sample from. 0 and, as in vLLM, -1 stand for all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[str, float], Field(fail_fast=True)] | None = None
-    """By token id, written as a string."""
-    # FastAPI describes limits as floats, and 2**63 - 1 is none.
+    """Bias by token id. The ids are decimal strings."""
+    # The OpenAPI description writes limits as floats, and 2**63 - 1 is not exact as a float.
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[TokenIds, AfterValidator(tuple)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     cache_salt: CacheSalt | None = None
-    """Caches are shared with requests of the same one alone; None: with all that have none."""
+    """Salt of the prefix cache. Cached blocks are shared only between requests with the same salt, or with none."""
     user: str | None = None
     """Ignored."""
     metadata: dict[str, Any] | None = None
@@ -174,7 +179,7 @@ class GenerationBody(Body, Settings):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def params(self, default: SamplingParams, **overrides: Any) -> SamplingParams:
-        """As `Settings.params`; InputError for what is not served."""
+        """Return the settings as in `Settings.params`. Raise InputError for a value that is not served."""
         if self.best_of not in (None, 1, self.n):
             raise InputError(f"best_of is {self.best_of}; it is not served", param="best_of")
         own = {
@@ -192,19 +197,19 @@ class ChatBody(GenerationBody):
 
     messages: Array[AnyMessage]
     media_spans: bool | None = None
-    """Say where the tokens of each media item lie, in the answer's `media_spans`."""
+    """Report the position of each media item's tokens in the answer's `media_spans`."""
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    """With `logprobs`."""
+    """Number of most likely tokens to report per position. Needs `logprobs`."""
     add_generation_prompt: bool | None = None
-    """None: true."""
+    """Whether the chat template ends with the start of the assistant's turn. Default: true."""
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Array[dict[str, Any]] | None = None
-    """Handed to the chat template, where it has them; the answer is text as the model writes it."""
+    """Tools for a chat template that supports them. Tool calls in the answer are not parsed: they remain text."""
     tool_choice: Any = None
     reasoning_effort: str | None = None
-    """Handed to the chat template, where it has one; "none" is taken in any case."""
+    """Variable for a chat template that supports it. "none" is accepted with any template."""
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
@@ -222,7 +227,7 @@ class ChatBody(GenerationBody):
         )
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Return the variables of the chat template. Raise InputError as `offered`."""
+        """Return the variables of the chat template. Raise InputError as in `offered`."""
         offered(self.tools, self.tool_choice)
         return template_variables(self.chat_template_kwargs, self.tools, self.tool_choice, self.reasoning_effort)
 
@@ -261,7 +266,7 @@ class CompletionBody(GenerationBody):
     logprobs: Logprobs | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt."""
+        """Return the prompts, each as a text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         ids = [item for item in self.prompt if isinstance(item, int)]

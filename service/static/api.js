@@ -1,8 +1,8 @@
-// The service's public interface, relative to this page.
+// Requests to the service's public API, with paths relative to this page.
 
 import { authorization } from "./key.js";
 
-/** What went wrong, in words; `status` is 0 where no answer came. */
+/** An error with a message for the user. `status` is the HTTP status, or 0 if there was no answer. */
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);
@@ -13,7 +13,7 @@ export class ApiError extends Error {
 export const getJSON = async (path) => (await call(path)).json();
 export const getText = async (path) => (await call(path)).text();
 
-/** The chunks of a streamed chat completion. */
+/** Yield the chunks of a streamed chat completion. */
 export async function* chat(body, signal) {
   const answer = await call("v1/chat/completions", {
     method: "POST",
@@ -29,7 +29,7 @@ export async function* chat(body, signal) {
       yield chunk;
     }
   } catch (error) {
-    if (!(error instanceof TypeError)) throw error; // what a broken connection is to a browser
+    if (!(error instanceof TypeError)) throw error; // browsers report a broken connection as a TypeError
   }
   throw new ApiError("The connection to the service ended before the answer was whole.", 0);
 }
@@ -54,7 +54,7 @@ async function words(answer) {
   }
 }
 
-/** The data of server-sent events, one line each. */
+/** Yield the data of server-sent events. Each event has one data line. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";

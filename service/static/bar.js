@@ -1,11 +1,11 @@
-// A bar of parts side by side, and its legend, which says the same in words.
+// A stacked bar, and a legend that gives the same facts as text.
 
 import { element, svg } from "./dom.js";
 
 const WIDTH = 1000;
-const LEAST = 2; // so that no part is invisible
+const LEAST = 2; // minimum width, so that every part is visible
 
-/** A figure: a bar of `parts`, each {name, size, className, text}, and what each is. Parts without a name are gaps. */
+/** Return a figure with a bar of `parts`, each {name, size, className, text}. Parts without a name are gaps. */
 export function barFigure(title, parts) {
   const whole = parts.reduce((sum, part) => sum + part.size, 0) || 1;
   const bar = svg("svg", { class: "bar", viewBox: `0 0 ${WIDTH} 16`, preserveAspectRatio: "none", "aria-hidden": "true" });
@@ -22,7 +22,7 @@ export function barFigure(title, parts) {
     );
   return element(
     "figure",
-    { "aria-live": "off" }, // in the log of answers, which would have it read out after each
+    { "aria-live": "off" }, // otherwise screen readers would read the figure after each answer in the log
     element("figcaption", {}, title),
     bar,
     element("ul", { class: "legend" }, ...rows),

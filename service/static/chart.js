@@ -1,4 +1,4 @@
-// A line chart of the last two minutes, and the same as a table.
+// A line chart of the last two minutes, with a table of the same numbers.
 
 import { element, svg } from "./dom.js";
 import { short } from "./format.js";
@@ -19,7 +19,7 @@ export class Chart {
   #details;
   #rows = element("tbody");
 
-  /** Draws into `place`; `series` are {name, className}. */
+  /** Create a chart in `place`. Each of `series` is {name, className}. */
   constructor(place, series, unit = "") {
     this.#series = series;
     this.#unit = unit;
@@ -49,7 +49,7 @@ export class Chart {
     );
   }
 
-  /** One more sample: `values` of the series, at `at` seconds. */
+  /** Add a sample at `at` seconds. `values` are in the order of the series. */
   push(at, values) {
     this.#samples = [...this.#samples.filter((sample) => at - sample.at <= SPAN_S), { at, values }];
     const top = Math.max(1, ...this.#samples.flatMap((sample) => sample.values));

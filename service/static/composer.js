@@ -1,4 +1,4 @@
-// The form that asks.
+// The form for questions and their media.
 
 import { byId } from "./dom.js";
 import { Items } from "./items.js";
@@ -13,8 +13,8 @@ export class Composer {
   #busy = null;
 
   /**
-   * `ask` gets the question and its items, and a signal that ends it. The form waits for it; where it comes to false,
-   * the form takes the question back.
+   * Create the form. `ask` is an async function of a question, its items and an AbortSignal. If it returns false, the
+   * form restores the question.
    */
   constructor(ask) {
     this.#form.addEventListener("submit", (event) => {
@@ -49,12 +49,12 @@ export class Composer {
     }
   }
 
-  /** Says what happened. */
+  /** Show `text` as the status. */
   say(text) {
     this.#status.textContent = text;
   }
 
-  /** What the options ask for. */
+  /** Values of the options. */
   get options() {
     return {
       max_tokens: byId("max-tokens").valueAsNumber || undefined,
@@ -86,16 +86,16 @@ export class Composer {
     this.#showBusy(null);
   }
 
-  /** A question that was not answered, to be asked again: a recording, for one, is nowhere else. */
+  /** Restore a question that was not answered, so that nothing is lost. A recording, for example, has no other copy. */
   #putBack(question, items) {
     this.#items.putBack(items);
     const since = this.#question.value;
     if (!since) this.#question.value = question;
-    else if (question) this.#question.setRangeText(`${question}\n`, 0, 0, "preserve"); // leaves the caret in its place
+    else if (question) this.#question.setRangeText(`${question}\n`, 0, 0, "preserve"); // keep the caret in place
     this.say(`${this.#status.textContent} The question is back in the form.`.trim());
   }
 
-  /** Whether the options can be sent; the browser would say what is wrong only where they are unfolded. */
+  /** Return whether all options are valid. The browser's own messages would only appear while the options are open. */
   #check() {
     const wrong = this.#form.querySelector("input:invalid");
     if (!wrong) return true;
@@ -118,8 +118,8 @@ export class Composer {
 }
 
 /**
- * Whether what is pasted is text for a text field. With text may come a picture of it, as with a spreadsheet's cells;
- * with files may come their names, paths or URLs as text.
+ * Return whether a paste event inserts text into a text field. Pasted text may have an image of itself, for example
+ * from spreadsheet cells. Pasted files may have their names, paths or URLs as text.
  */
 function pastesText({ target, clipboardData }) {
   const text = clipboardData?.getData("text/plain").trim();

@@ -1,15 +1,16 @@
-// Questions and answers.
+// The conversation: a log of questions and answers.
 
 import { element } from "./dom.js";
 import { timingsFigure } from "./timings.js";
 import { tokensFigure } from "./tokens.js";
 
-/** A question, and its answer as it comes. */
+/** A question and its growing answer. */
 class Turn {
   #text = element("p", { class: "answer", "aria-busy": "true" });
   #article;
   answer = "";
-  /** Answered, or stopped amid the answer: a part of the conversation. Of others the question is back in the form. */
+  /** Whether the turn has an answer, which may be partial, and belongs to the conversation. Otherwise the form has the
+   * question again. */
   answered = false;
 
   constructor(number, question, items) {
@@ -28,13 +29,13 @@ class Turn {
     return this.#article;
   }
 
-  /** More of the answer. */
+  /** Append text to the answer. */
   add(text) {
     this.answer += text;
     this.#text.append(text);
   }
 
-  /** The answer is whole, or as much as there will be. */
+  /** Finish the answer, which may have been stopped. */
   end({ reason, usage, spans, timings, names }) {
     this.#text.removeAttribute("aria-busy");
     this.answered = reason !== "stopped" || this.answer !== "";
@@ -50,7 +51,7 @@ class Turn {
     this.#article.append(element("p", { class: "error", role: "alert" }, message));
   }
 
-  /** As chat messages. */
+  /** Return the turn as chat messages. */
   async messages() {
     const parts = await Promise.all(this.items.map((item) => item.part()));
     if (this.question) parts.push({ type: "text", text: this.question });
@@ -73,7 +74,7 @@ export class Conversation {
     this.#empty = log.firstElementChild;
   }
 
-  /** What the conversation is to the model: without the turns that have no answer. */
+  /** Turns with an answer. Only these are sent to the model. */
   get answered() {
     return this.turns.filter((turn) => turn.answered);
   }

@@ -1,13 +1,13 @@
-// Elements made without markup: what is text stays text.
+// Functions that create elements without parsing markup, so that text is never interpreted as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An HTML element; an attribute that is false, null or undefined is left out. */
+/** Return an HTML element. Attributes that are false, null or undefined are omitted. */
 export function element(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-/** An SVG element, likewise. */
+/** Return an SVG element, as in `element`. */
 export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }

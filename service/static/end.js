@@ -1,6 +1,6 @@
-// The end of the conversation: kept in view as an answer grows, while the reader is there.
+// Automatic scrolling: the end of the conversation stays in view while an answer grows, if the reader is there.
 
-const NEAR_PX = 100; // an answer grows while one scrolls to its end
+const NEAR_PX = 100; // tolerance, because the answer grows while the reader scrolls to its end
 const ROUNDED_PX = 1;
 
 export class End {
@@ -8,12 +8,13 @@ export class End {
   #there = false;
   #last = scrollY;
 
-  /** The end is where `mark` stands, which moves as `column` grows. */
+  /** Follow the element `mark`, which moves as `column` grows. */
   constructor(column, mark) {
     this.#mark = mark;
     document.addEventListener("scroll", () => {
-      // Nobody leaves by what grew, but by scrolling up: with the first step, before the end is out of sight, for to
-      // follow it would end a scroll under way. A page that became shorter scrolls up by itself, to its bottom.
+      // The reader leaves the end only by scrolling up, not because the answer grew. The first upward step counts, even
+      // if the end is still in view, because following the end would interrupt the scrolling. A page that becomes
+      // shorter also scrolls up, but to its bottom.
       const left = scrollY < this.#last && !isAtBottom();
       this.#there = !left && (this.#there || this.#isSeen());
       this.#last = scrollY;
@@ -21,7 +22,7 @@ export class End {
     new ResizeObserver(() => this.#there && this.go()).observe(column);
   }
 
-  /** Takes the reader there. */
+  /** Scroll to the end and stay there. */
   go() {
     this.#there = true;
     this.#mark.scrollIntoView({ block: "nearest" });

@@ -1,16 +1,16 @@
-// The conversation as a text that /v1/completions and /infer take: pictures in text-generation-webui's form.
+// The conversation as a text for /v1/completions and /infer, with images in the format of text-generation-webui.
 
 import { dataURL } from "./items.js";
 
 const QUALITY = 0.95;
 
-/** The text of turns, each {question, items, answer}; and the names of items that are but named in it. */
+/** Return the text of turns, each {question, items, answer}, and the names of the items that it only names. */
 export async function historyText(turns) {
   const named = [];
   const itemText = async (item) => {
     const url = item.kind === "image" && (await jpegURL(item.file));
     if (url) return `<img src="${url}">`;
-    named.push(item.name); // the form has no other media
+    named.push(item.name); // the format supports only images
     return `[${item.kind}: ${item.name}]`;
   };
   const texts = turns.map(async ({ question, items, answer }) => {
@@ -20,7 +20,7 @@ export async function historyText(turns) {
   return [(await Promise.all(texts)).join(""), named];
 }
 
-/** Null for what the browser does not read, a TIFF, say, and for what is larger than its canvases. */
+/** Return a data: URL of the image as JPEG, or null if the browser cannot read it or it is too large for a canvas. */
 async function jpegURL(file) {
   if (file.type === "image/jpeg") return dataURL(file);
   const picture = await createImageBitmap(file).catch(() => null);
@@ -29,7 +29,7 @@ async function jpegURL(file) {
   canvas.width = picture.width;
   canvas.height = picture.height;
   const context = canvas.getContext("2d");
-  context.fillStyle = "white"; // where the picture is transparent, which JPEG cannot be
+  context.fillStyle = "white"; // background for transparent images, because JPEG has no transparency
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.drawImage(picture, 0, 0);
   const url = canvas.toDataURL("image/jpeg", QUALITY);

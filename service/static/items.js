@@ -1,9 +1,9 @@
-// Media that wait to be asked about: chosen, dropped, pasted or recorded.
+// Media for the next question: files that were chosen, dropped, pasted or recorded.
 
 import { element } from "./dom.js";
 import { bytes } from "./format.js";
 
-// As mindie_mm/media/endings.py has them.
+// The same extensions as in mindie_mm/media/endings.py.
 const BY_ENDING = {
   image: /\.(jpg|jpeg|jpe|jfif|png|apng|webp|gif|bmp|tif|tiff|avif|avifs|jp2|j2k|jpc|jpf|jpx|j2c|ico|ppm|pgm|pbm|pnm|pfm)$/i,
   video: /\.(mp4|m4v|mov|qt|3gp|3g2|f4v|mkv|webm|avi|wmv|asf|ts|m2t|m2ts|mts|flv|mpg|mpeg|mpe|m2p|vob|dv|dif|ogv|ivf)$/i,
@@ -11,7 +11,7 @@ const BY_ENDING = {
 };
 const PART = { image: "image_url", video: "video_url", audio: "audio_url" };
 
-/** One media item. */
+/** A media item. */
 export class Item {
   constructor(file, kind) {
     this.file = file;
@@ -20,13 +20,13 @@ export class Item {
     this.url = URL.createObjectURL(file);
   }
 
-  /** As a part of a chat message. */
+  /** Return the item as a part of a chat message. */
   async part() {
     const type = PART[this.kind];
     return { type, [type]: { url: await dataURL(this.file) } };
   }
 
-  /** What shows or plays it. */
+  /** Return an element that shows or plays the item. */
   view() {
     if (this.kind === "image") return element("img", { src: this.url, alt: this.name });
     return element(this.kind, { src: this.url, controls: true, "aria-label": this.name });
@@ -39,19 +39,19 @@ export class Items {
   #found = [];
   #added = Promise.resolve();
 
-  /** Shows them in `list`; `say` takes what happened, in words. */
+  /** Create an empty collection that is shown in `list`. `say` is called with status messages. */
   constructor(list, say) {
     this.#list = list;
     this.#say = say;
   }
 
-  /** Adds files, behind those that are still being read. */
+  /** Add files, after those that are still being read. */
   add(files) {
-    const chosen = [...files]; // a list that its owner empties
+    const chosen = [...files]; // a copy, because the caller empties the list
     this.#added = this.#added.then(() => this.#add(chosen));
   }
 
-  /** All of them, which are then the caller's. */
+  /** Remove and return all items. */
   async take() {
     await this.#added;
     const taken = this.#found;
@@ -75,7 +75,7 @@ export class Items {
     this.#say(told.map(([what, names]) => `${what}: ${names.join(", ")}.`).join(" "));
   }
 
-  /** Those of a question that was not answered, before what has come since; the conversation keeps its own. */
+  /** Restore copies of an unanswered question's items, before newer items. The conversation keeps the originals. */
   putBack(items) {
     items.forEach(({ file, kind }, at) => this.#insert(new Item(file, kind), at));
   }
@@ -99,14 +99,14 @@ export class Items {
   }
 }
 
-/** Takes a video for its sound: an ending such as .mp4 or .webm, which is all that browsers go by, does not say. */
+/** Return a checkbox to send a video file as sound. Browsers go by extensions such as .mp4, which sound also has. */
 function soundAlone(item) {
   const box = element("input", { type: "checkbox" });
   box.addEventListener("change", () => (item.kind = box.checked ? "audio" : "video"));
   return element("label", {}, box, " Sound alone");
 }
 
-/** A file as a data: URL. */
+/** Return a file as a data: URL. */
 export function dataURL(file) {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
@@ -116,7 +116,7 @@ export function dataURL(file) {
   });
 }
 
-/** The file as it is now: one that is saved again, moved or removed could not be read for the next question. */
+/** Return a copy of the file. A file that is changed, moved or removed could not be read again for a later question. */
 async function copyOf(file) {
   const data = await file.arrayBuffer().catch(() => null);
   return data && new File([data], file.name, { type: file.type });

@@ -1,10 +1,10 @@
-// The API key: typed in here, kept in this tab's session storage, sent to this service alone.
+// The API key and its form. The key is kept in the tab's session storage and sent only to this service.
 
 import { byId } from "./dom.js";
 
 const NAME = "mindie_mm.key";
 
-/** What a request's headers bear. */
+/** Return the request headers with the API key, or none. */
 export function authorization() {
   const key = sessionStorage.getItem(NAME);
   return key ? { Authorization: `Bearer ${key}` } : {};
@@ -15,7 +15,7 @@ export class KeyForm {
   #field = byId("key");
   #button = byId("key-button");
 
-  /** `changed` is called with each new key. */
+  /** Create the form. `changed` is called after each change of the key. */
   constructor(changed) {
     this.#button.addEventListener("click", () => this.#show(this.#form.hidden));
     this.#form.addEventListener("submit", (event) => {
@@ -28,7 +28,7 @@ export class KeyForm {
     });
   }
 
-  /** The service has refused the key, or the lack of one. `focus`: whether that is what the reader waits for. */
+  /** Ask for a key, after the service has refused a request. `focus` states whether to focus the form. */
   ask(focus = true) {
     const known = sessionStorage.getItem(NAME) !== null;
     byId("key-why").textContent = known

@@ -1,4 +1,4 @@
-// Queue and throughput, from the service's metrics.
+// Charts of queue and throughput, from the service's metrics.
 
 import { byId } from "./dom.js";
 import { Chart } from "./chart.js";
@@ -20,14 +20,14 @@ export class Load {
   );
   #last = null;
 
-  /** Takes /metrics as it was at `at` seconds. */
+  /** Update the charts with the text of /metrics from `at` seconds. */
   update(text, at) {
     const found = sums(text);
     const value = (name) => found.get(PREFIX + name) ?? 0;
     this.#queue.push(at, [value("num_requests_running"), value("num_requests_waiting")]);
     const counts = [value("generation_tokens_total"), value("prompt_tokens_total")];
     const last = this.#last;
-    // Counts that fell are those of a service that was started again.
+    // Counters decrease only if the service has been restarted.
     if (last && at > last.at && counts.every((count, index) => count >= last.counts[index])) {
       this.#throughput.push(at, counts.map((count, index) => (count - last.counts[index]) / (at - last.at)));
     }
@@ -35,7 +35,7 @@ export class Load {
   }
 }
 
-/** Prometheus' text: each metric's name, and the sum of its series. */
+/** Parse Prometheus' text format. Return a map from each metric's name to the sum of its series. */
 function sums(text) {
   const found = new Map();
   for (const line of text.split("\n")) {

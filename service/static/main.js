@@ -1,4 +1,4 @@
-// The page: asks, shows answers, and watches the service meanwhile.
+// The page: it sends questions, shows the answers, and watches the service.
 
 import { chat, getJSON } from "./api.js";
 import { Composer } from "./composer.js";
@@ -28,7 +28,7 @@ byId("clear").addEventListener("click", () => {
   composer.say("The conversation is cleared.");
 });
 
-/** Says which model is served; asks for a key where it takes one, and `focus` says whether that may take the focus. */
+/** Show the served model, or ask for a key if the service requires one. `focus` states whether to focus that form. */
 async function introduce(focus = true) {
   try {
     const [model] = (await getJSON("v1/models")).data;
@@ -37,13 +37,13 @@ async function introduce(focus = true) {
     watch.locked = false;
     watch.now();
   } catch (error) {
-    if (error.status !== 401) return; // what is wrong is said beside the model's name
+    if (error.status !== 401) return; // `watch` shows other errors beside the model's name
     watch.locked = true;
     keyForm.ask(focus);
   }
 }
 
-/** Asks, and shows the answer as it comes; whether there is one. */
+/** Send a question and show the answer as it arrives. Return whether there is an answer. */
 async function ask(question, items, signal) {
   const { earlier, ...options } = composer.options;
   const before = earlier ? conversation.answered : [];
@@ -89,7 +89,7 @@ async function ask(question, items, signal) {
   return turn.answered;
 }
 
-/** What can be done with the conversation, as it is. */
+/** Enable the buttons that apply to the conversation in its current state. */
 function allow() {
   byId("copy").disabled = watch.asking || !conversation.answered.length;
   byId("clear").disabled = watch.asking || !conversation.turns.length;
@@ -108,7 +108,7 @@ async function copy() {
     const only = named.length ? ` Named only: ${named.join(", ")}.` : "";
     composer.say(`The history is copied: ${short(text.length)} characters.${only}`);
   } catch {
-    // Pages of other machines without TLS have no clipboard; others refuse it, Safari long after the click.
+    // Pages from other machines need TLS for the clipboard. Safari also refuses access long after the click.
     byId("copy-text").value = text;
     byId("copy-dialog").showModal();
     byId("copy-text").select();

@@ -1,16 +1,16 @@
-// The arenas of shared memory: a map of the blocks in them, and the same as a table.
+// The arenas of shared memory, as a map of their blocks and as a table.
 
 import { byId, element, svg } from "./dom.js";
 import { bytes, seconds } from "./format.js";
 
-const ROWS = 8; // an arena is drawn as a text of so many lines
+const ROWS = 8; // an arena is drawn as this number of lines, like text
 const WIDTH = 640;
 const LINE = 12;
-const LEAST = 4; // so that no block is invisible
-const FREED_MS = 2000; // how long a freed block is still drawn
+const LEAST = 4; // minimum width, so that every block is visible
+const FREED_MS = 2000; // time for which a freed block is still drawn
 const MOST_TABLED = 100;
 const MOST_NAMED = 12;
-const OWNERS = 6; // colours; requests may share one
+const OWNERS = 6; // number of colours; several requests may share one
 
 export class Memory {
   #arenas = byId("arenas");
@@ -27,12 +27,12 @@ export class Memory {
     this.#colours.addEventListener("change", () => this.#draw());
   }
 
-  /** These blocks, by name, are those of the request that this page waits for. */
+  /** Set the names of the blocks that belong to this page's own request. */
   own(names) {
     this.#mine = new Set(names);
   }
 
-  /** Takes /shm with its blocks. */
+  /** Update the map and the table with the answer of /shm?blocks=true. */
   update({ arenas }) {
     this.#notice(arenas);
     this.#last = arenas;
@@ -58,7 +58,7 @@ export class Memory {
     if (!this.#last.length) this.#arenas.append(element("p", { class: "quiet" }, "No arena."));
   }
 
-  /** What was there at the last look and is not now has been freed. */
+  /** Record blocks as freed if they were in the last update and are missing from this one. */
   #notice(arenas) {
     const now = performance.now();
     const seen = new Map();
@@ -127,7 +127,7 @@ export class Memory {
   }
 }
 
-/** Where bytes [offset, offset + size) lie in the map, a rectangle a line. */
+/** Return the rectangles of bytes [offset, offset + size) in the map, one per line. */
 function rects(offset, size, room, least = 0) {
   const found = [];
   const perLine = room / ROWS;
@@ -147,7 +147,7 @@ function ageLook({ state, age_s: age }) {
 
 const ownerLook = ({ state, request }) => `${owner(request)} ${state === "filling" ? "faint" : ""}`;
 
-/** A request's colour, the same at each look: its name is random digits. */
+/** Return the class of a request's colour. It depends only on the name, which is random hexadecimal digits. */
 const owner = (request) => `owner-${request ? parseInt(request.slice(0, 6), 16) % OWNERS || 0 : 0}`;
 
 const short = (request) => (request ?? "none").slice(0, 8);

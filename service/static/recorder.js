@@ -1,4 +1,4 @@
-// Recording sound or video with the browser's own recorder.
+// Recording of sound or video with the browser's MediaRecorder.
 
 import { seconds } from "./format.js";
 
@@ -17,7 +17,7 @@ export class Recorder {
   #starting = false;
   #number = 0;
 
-  /** `button` starts and ends a recording of `kind`; `done` gets it as a file, `say` what happens, in words. */
+  /** Create a recorder of `kind`, with a button to start and stop. `done` gets the file, `say` gets status messages. */
   constructor(kind, button, done, say) {
     this.#kind = kind;
     this.#button = button;
@@ -32,7 +32,7 @@ export class Recorder {
     button.addEventListener("click", () => (this.#recorder ? this.stop() : this.#start()));
   }
 
-  /** Ends a recording, if one runs, and waits until it is handed over. */
+  /** Stop the recording, if there is one, and wait until `done` has been called with it. */
   async stop() {
     if (!this.#recorder) return;
     const stopped = new Promise((resolve) => this.#recorder.addEventListener("stop", resolve));
@@ -43,7 +43,7 @@ export class Recorder {
   async #start() {
     const device = this.#kind === "audio" ? "microphone" : "camera";
     if (this.#starting) {
-      // A second recorder would be one that no button stops.
+      // Do not start a second recorder, because no button could stop it.
       this.#say(`The browser asks whether this page may use the ${device}.`);
       return;
     }
@@ -63,7 +63,7 @@ export class Recorder {
   }
 
   #record(stream) {
-    const mimeType = TYPES[this.#kind].find((one) => MediaRecorder.isTypeSupported(one)); // or what the browser takes
+    const mimeType = TYPES[this.#kind].find((one) => MediaRecorder.isTypeSupported(one)); // or the browser's choice
     const pieces = [];
     const started = performance.now();
     const recorder = new MediaRecorder(stream, { mimeType });
@@ -76,7 +76,7 @@ export class Recorder {
       this.#button.textContent = this.#title;
       this.#button.classList.remove("recording");
       this.#number += 1;
-      const [type] = recorder.mimeType.split(";"); // without codecs, whose comma would end a data: URL's head
+      const [type] = recorder.mimeType.split(";"); // drop the codecs, whose comma would end the header of a data: URL
       this.#done(new File(pieces, `recording ${this.#number}.${type.split("/")[1]}`, { type }));
     };
     recorder.start();

@@ -1,16 +1,16 @@
-// Where a request's time went.
+// The figure of a request's stages and their times.
 
 import { barFigure } from "./bar.js";
 import { seconds } from "./format.js";
 
-/** The figure of an answer's `timings`. */
+/** Return the figure for an answer's `timings`. */
 export function timingsFigure(timings) {
   const stages = {
     fetch: timings.fetch_s,
     preprocess: timings.preprocess_s,
     queue: timings.queue_s,
     tower: timings.tower_s,
-    prefill: Math.max(0, timings.prefill_s - timings.tower_s), // the tower's time is in it
+    prefill: Math.max(0, timings.prefill_s - timings.tower_s), // prefill_s includes the tower's time
     decode: timings.decode_s,
   };
   const known = Object.values(stages).reduce((sum, stage) => sum + stage, 0);

@@ -1,8 +1,9 @@
-// Where the tokens of an answer and of its prompt's media lie.
+// The figure of the tokens of a prompt, its media and the answer.
 
 import { barFigure } from "./bar.js";
 
-/** The figure of an answer's `usage` and `media_spans`; `names` are the items' own, in order. A service may drop the first. */
+/** Return the figure for an answer's `usage` and `media_spans`. `names` are the names of all items in order. The first
+ * ones have no span if the service dropped them. */
 export function tokensFigure(usage, spans, names) {
   const parts = [];
   const dropped = names.length - spans.length;

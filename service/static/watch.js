@@ -1,4 +1,4 @@
-// Looks at the service again and again, while the page is seen and wants to.
+// Polling of the service while the page is visible and live updates are on.
 
 import { getJSON, getText } from "./api.js";
 import { byId } from "./dom.js";
@@ -6,8 +6,8 @@ import { Load } from "./load.js";
 import { Memory } from "./memory.js";
 
 const IDLE_MS = 1000;
-const ASKING_MS = 100; // blocks live as long as requests do
-const SELDOM_MS = 900; // health, queue and throughput; and whatever could not be looked at
+const ASKING_MS = 100; // shorter during a request, because blocks live only as long as requests
+const SELDOM_MS = 900; // for health, queue and throughput, and for any part after an error
 
 export class Watch {
   #live = byId("live");
@@ -16,10 +16,10 @@ export class Watch {
   #wake = () => {};
   memory = new Memory();
   asking = false;
-  /** No key was given that the service knows. */
+  /** Whether the service requires a key and has not accepted one. */
   locked = false;
 
-  /** `refused` is called when the service wants a key, `back` when it is well again. */
+  /** Start polling. `refused` is called if the service requires a key, and `back` when it is healthy again. */
   constructor(refused, back) {
     this.#back = back;
     const load = new Load();
@@ -37,7 +37,7 @@ export class Watch {
     });
   }
 
-  /** Looks at once. */
+  /** Poll immediately. */
   now() {
     this.#wake();
   }
@@ -60,8 +60,8 @@ export class Watch {
 }
 
 /**
- * A look at one part of the service: does `look`, but not within `every` ms of the last time, and gives the error that
- * it ended with. The sections around `ids` are then marked: what they show was seen earlier.
+ * Return a function that polls one part of the service with `look`, at most once in `every` ms, and returns the error
+ * or null. After an error, the sections around `ids` are marked as stale.
  */
 function part(ids, every, look) {
   const sections = ids.map((id) => byId(id).closest("section"));

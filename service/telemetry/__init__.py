@@ -1,1 +1,1 @@
-"""Metrics, traces, and the periodic removal of what dead processes left."""
+"""Metrics and traces of the service."""

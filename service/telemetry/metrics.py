@@ -1,4 +1,4 @@
-"""Prometheus metrics, named as vLLM names its own where the meaning is the same."""
+"""Prometheus metrics. They have vLLM's names if the meaning is the same."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _BAD_REFERENCES: Mapping[type[BadReference], str] = {
 
 
 class Metrics:
-    """One service's metrics, in a registry of their own."""
+    """The metrics of one service, in their own registry."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)  # process_..., of the service process, with no prefix as everywhere
+        ProcessCollector(registry=self.registry)  # the usual process_... metrics, for the service process
         self.model_name = model_name
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -56,7 +56,7 @@ class Metrics:
             model_name
         )
         finished = counter("request_success", "Choices ended, by reason.", "finished_reason")
-        # Each series is there from the start, so that a rate sees the first event.
+        # Every series exists from the start, so that `rate` sees the first event.
         self._finished = {reason: finished.labels(model_name, reason) for reason in _REASONS}
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
         self._generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model_name)
@@ -87,13 +87,20 @@ class Metrics:
         self._params_max_tokens = histogram("request_params_max_tokens", "max_tokens, where it is given.", _TOKENS)
 
     def count_http(self, route: str, method: str, status: int) -> None:
-        """A request to `route`, a template or `none`, was answered."""
+        """Count an answered request. `route` is the path template of its route, or `none`."""
         self._http_requests.labels(route, method, status).inc()
         if status == 429:
             self._rejections.inc()
 
     def count_prompt(self, num_tokens: int, n: int, max_tokens: int | None) -> None:
-        """The engine is asked for `n` choices over a prompt of `num_tokens`, each of `max_tokens` at most."""
+        """Count a prompt of `num_tokens` tokens that is sent to the engine.
+
+        Args:
+            num_tokens: Length of the prompt.
+            n: Number of choices requested.
+            max_tokens: Maximum length of a choice, if it was given.
+
+        """
         self._prompt_tokens.inc(num_tokens)
         self._request_prompt_tokens.observe(num_tokens)
         self._params_n.observe(n)
@@ -105,10 +112,14 @@ class Metrics:
         self._generation_tokens.inc(number)
 
     def count_choice(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
-        """A choice ended with `num_tokens` tokens, which `count_tokens` has counted.
+        """Count a choice that has ended.
 
-        `reason` is `stop` or `length` for one that is finished; `abort` where its client gave it up, `refused` for what
-        cannot be answered, `error` for all else.
+        Args:
+            reason: `stop` or `length` if the choice is finished, `abort` if the client disconnected, `refused` if the
+                request cannot be answered, and `error` otherwise.
+            num_tokens: Length of the choice. `count_tokens` has counted these tokens.
+            timings: Times of the engine's stages, if the choice is finished.
+
         """
         self._finished[reason].inc()
         self._request_generation_tokens.observe(num_tokens)
@@ -122,29 +133,29 @@ class Metrics:
                 self._per_token_s.observe(timings.decode_s / (num_tokens - 1))
 
     def count_longest(self, num_tokens: int) -> None:
-        """All choices of a prompt are finished, the longest with `num_tokens` tokens."""
+        """Count a prompt whose choices are finished. `num_tokens` is the length of the longest choice."""
         self._longest_choice.observe(num_tokens)
 
     def count_error(self, error: Exception) -> None:
-        """A choice failed with `error`; counts references that no longer led to their data."""
+        """Count the `error` of a failed choice by kind, if it is a BadReference."""
         for kind, counter in self._bad_references.items():
             if isinstance(error, kind):
                 counter.inc()
 
     def watch_arenas(self, arenas: Callable[[], Sequence[ArenaInfo]]) -> None:
-        """Adds shared memory as `arenas` finds it at each scrape, and what this process has reclaimed."""
+        """Add metrics of shared memory. Each scrape calls `arenas` and reads what this process has reclaimed."""
         self.registry.register(_SharedMemory(arenas, self.model_name))
 
     def watch(self, stats: Callable[[], Stats]) -> None:
-        """Adds the engine's gauges, read by `stats` at each scrape."""
+        """Add the engine's gauges. Each scrape calls `stats`."""
         self.registry.register(_EngineGauges(stats, self.model_name))
 
     def watch_processes(self, worker: Worker) -> None:
-        """Adds what runs, how often it was started again, and what it is made of."""
+        """Add metrics of the worker's processes, their restarts, and the versions and configuration."""
         self.registry.register(_Processes(worker, self.model_name))
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format; looks at the arenas, which may take milliseconds."""
+        """Return all metrics in Prometheus' text format. Inspecting the arenas may take milliseconds."""
         return generate_latest(self.registry)
 
 
@@ -229,7 +240,7 @@ class _SharedMemory(Collector):
 
     def collect(self) -> Iterator[Metric]:
         arenas = self._arenas()
-        # A series an arena: sums of counters would fall back when a tokenizer is started again.
+        # One series per arena, because a sum of counters would decrease when a tokenizer restarts.
         for family, rows in ((GaugeMetricFamily, _ARENA_GAUGES), (CounterMetricFamily, _ARENA_COUNTERS)):
             for name, text, value in rows:
                 metric = family(f"{PREFIX}shm_{name}", text, labels=("model_name", "arena"))
@@ -277,7 +288,7 @@ def _oldest(arena: ArenaInfo) -> float:
 
 
 _ArenaValues = Sequence[tuple[str, str, Callable[[ArenaInfo, ArenaStats], float]]]
-"""Metrics that have a series for each arena: name, text, value."""
+"""Metrics with a series per arena: name, description, and function for the value."""
 
 _ARENA_GAUGES: _ArenaValues = (
     ("capacity_bytes", "Bytes for blocks.", lambda arena, _: arena.capacity_bytes),

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans: one a request, under it one for each stage that it went through.
+"""OpenTelemetry spans: one per request, with a child span for each of its stages.
 
-A request's spans are made when it has been answered, from the times that are taken anyway. They hold numbers and names;
-no text of a prompt or an answer. Names and attributes are vLLM's where the meaning is the same.
+The spans are created after the request has been answered, from times that are measured anyway. They contain numbers and
+names, but no text of prompts or answers. They have vLLM's names and attributes if the meaning is the same.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ _CLOSE_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One span of a request; times on the clock of time.perf_counter."""
+    """One span of a request. Times are from `time.perf_counter`."""
 
     name: str
     start_s: float
     stop_s: float
     within: str | None = None
-    """The stage of the same choice that it is a part of."""
+    """Name of the enclosing stage of the same choice, or None."""
     choice: int | None = None
+    """Index of the choice, or None for a stage of the whole request."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """What is known of a request; filled on its way."""
+    """Data of a request's spans, collected while the request is processed."""
 
     request_id: str
     arrived: float
-    """On the clock of time.perf_counter."""
+    """Time at which the request's head arrived, from `time.perf_counter`."""
     carrier: Mapping[str, str]
-    """The headers traceparent and tracestate, where the client sent them."""
+    """Headers traceparent and tracestate, if the client sent them."""
     stages: list[Stage] = field(default_factory=list)
     attributes: dict[str, str | int | float] = field(default_factory=dict)
     error: str | None = None
-    """Class of what it failed with."""
+    """Name of the error's class if the request failed."""
 
     def tokenized(self, started: float, fetch_s: float, preprocess_s: float) -> None:
-        """Its media were fetched and it was tokenised."""
+        """Add the stages before the engine. `started` is from `time.perf_counter`, the durations are in seconds."""
         if fetch_s:
             self.stages.append(Stage("fetch", started, started + fetch_s))
         self.stages.append(Stage("preprocess", started + fetch_s, started + fetch_s + preprocess_s))
 
     def asked(self, params: SamplingParams, n: int, num_prompt_tokens: int) -> None:
-        """The engine is asked for `n` choices."""
+        """Add the attributes of a call of the engine for `n` choices."""
         self.attributes |= {
             "gen_ai.request.n": n,
             "gen_ai.request.temperature": params.temperature,
@@ -65,7 +66,11 @@ class Trace:
             self.attributes["gen_ai.request.max_tokens"] = params.max_tokens
 
     def answered(self, choice: int, asked: float, first: float, last: float, num_tokens: int, at: Timings) -> None:
-        """A choice had its first and its last output at those times; the tower runs as the prefill begins."""
+        """Add the stages of a finished choice. The tower runs at the start of the prefill.
+
+        `asked`, `first` and `last` are the times of the call, of the first output and of the last output, from
+        `time.perf_counter`.
+        """
         begun = asked + at.queue_s
         self.stages += [
             Stage("queue", asked, begun, choice=choice),
@@ -92,15 +97,20 @@ class Trace:
 
 
 current: ContextVar[Trace | None] = ContextVar("trace", default=None)
-"""The trace of the request that the current task works for; None where tracing is off."""
+"""Trace of the current task's request, or None if tracing is off."""
 
 
 class Tracer:
-    """Sends the spans of requests to a collector, in batches, from a thread of its own."""
+    """An exporter that sends the spans of requests to a collector, in batches from its own thread."""
 
     def __init__(self, endpoint: str, version: str) -> None:
-        """InputError if the extra is not installed. OTEL_ variables of the SDK hold where no setting says otherwise."""
-        try:  # late: what is off costs nothing
+        """Create a tracer. The SDK's OTEL_ environment variables apply unless a setting overrides them.
+
+        Raises:
+            InputError: The `otel` extra is not installed.
+
+        """
+        try:  # imported here, so that a service without tracing does not pay for it
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import OTELResourceDetector, Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -113,13 +123,13 @@ class Tracer:
         self._tracer = self._provider.get_tracer("mindie_mm", version)
 
     def record(self, done: Trace, model: str, method: str, route: str, status: int) -> None:
-        """Makes the spans of a request that has been answered."""
+        """Create the spans of an answered request."""
         from opentelemetry import trace
         from opentelemetry.context import Context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         now = time.perf_counter()
-        epoch_ns = time.time_ns() - int(now * 1e9)  # of the clock of time.perf_counter
+        epoch_ns = time.time_ns() - int(now * 1e9)  # Unix time at which time.perf_counter was 0
 
         def at(seconds: float) -> int:
             return epoch_ns + int(seconds * 1e9)
@@ -153,8 +163,8 @@ class Tracer:
         root.end(at(now))
 
     def close(self) -> None:
-        """Sends what is left, for two seconds at most."""
-        # The SDK's own limit is 30 s, longer than many wait for the end of a process.
+        """Send the remaining spans, for at most _CLOSE_TIMEOUT_S seconds."""
+        # The SDK's own limit is 30 s. Many supervisors kill a process before that.
         closing = Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)

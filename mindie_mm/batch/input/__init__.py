@@ -1,1 +1,1 @@
-"""The input of a batch: finding files, reading rows from them, and the state of each file."""
+"""The input of a batch: files, the rows in them, and the state of each file."""

@@ -1,4 +1,4 @@
-"""What the file system says of an input file, by which a run notices that the file has changed."""
+"""Attributes of input files, by which a run notices that a file has changed."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class InputStates(msgspec.Struct, frozen=True, kw_only=True):
     """States of a run's input files, in the order of the inputs."""
 
     begun: list[FileState] = []
-    """In the call that began the run."""
+    """States in the call that began the run."""
     now: list[FileState] = []
-    """In the last call, whose workers read the files."""
+    """States in the last call, whose workers read the files."""
 
     def write(self, folder: Path) -> None:
         """Write the states into a run's folder. Raise StorageError if this fails."""

@@ -34,15 +34,15 @@ _WRONG_PATH = frozenset(
         errno.EROFS,
     }
 )
-"""Errors that another path or other rights mend."""
+"""Errors that another path or other permissions would resolve."""
 
 
 @contextmanager
 def creating(path: Path, advice: str) -> Iterator[None]:
-    """Turn an OSError of creating or opening an output into an error of ours.
+    """Turn an OSError of creating or opening an output into an error of this package.
 
     Raises:
-        InputError: The caller has to name another path, or needs other rights. The message ends with `advice`.
+        InputError: The caller has to name another path, or needs other permissions. The message ends with `advice`.
         StorageError: The file system fails or is full.
 
     """
@@ -60,9 +60,9 @@ def creating(path: Path, advice: str) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, writer: str = "") -> Iterator[Path]:
-    """Gives a path to write to; on leaving, that file is synced and gets the name `path`. StorageError.
+    """Yield a path to write to. On leaving, sync that file and rename it to `path`. Raise StorageError.
 
-    `writer` tells the unfinished file from those of others that write to `path` at the same time.
+    `writer` distinguishes the unfinished file from those of other writers of `path` at the same time.
     """
     unfinished = path.with_name(f"{path.name}{writer and '.' + writer}.partial")
     try:
@@ -112,7 +112,7 @@ def _sync(path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """BLAKE3 of a file, 128 bits of it."""
+    """Return the first 128 bits of a file's BLAKE3 digest, in hexadecimal."""
     digest = blake3()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):

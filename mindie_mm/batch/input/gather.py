@@ -33,7 +33,7 @@ _NAMED = re.compile(r"\.[a-z0-9]{1,8}")
 
 
 def gathered_path(folder: Path, index: int) -> Path:
-    """The file of rows, in the run's `folder`, of the input of that number."""
+    """Return the path of the converted input number `index` in the run's `folder`."""
     return folder / f"input-{index:03d}.jsonl"
 
 
@@ -111,7 +111,7 @@ def gather(
 
 
 def left_out_summary(left_out: Counter[str]) -> str:
-    """Such as "12 files (.txt 7, .dng 3, others 2)": the commonest endings by name."""
+    """Describe the skipped files, with the most common extensions, such as "12 files (.txt 7, .dng 3, others 2)"."""
     total = left_out.total()
     named = Counter({ending: count for ending, count in left_out.items() if _NAMED.fullmatch(ending)})
     parts = named.most_common(_MOST_NAMED)
@@ -122,7 +122,7 @@ def left_out_summary(left_out: Counter[str]) -> str:
 
 
 def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
-    """Removes what `gather` wrote, once the run is finished."""
+    """Remove the files that `gather` wrote. Call this when the run is finished."""
     for index, given in enumerate(inputs):
         if is_gathered(given):
             gathered_path(folder, index).unlink(missing_ok=True)
@@ -172,7 +172,7 @@ def _media_files(folder: str, left_out: Counter[str]) -> Iterator[tuple[str, Kin
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
-    """A link that leads nowhere is none, nor is one that cannot be followed, such as one to itself."""
+    """Return whether `entry` is a file. A broken link, or a link to itself, is not."""
     try:
         return entry.is_file()
     except OSError:

@@ -1,4 +1,4 @@
-"""Media of a row's own columns, in the places that its chat keeps for them, as TRL's rows have them."""
+"""Placement of media from a row's columns in the chat of the row, as in rows of TRL."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import KINDS, Kind
 
 _PLACE = frozenset({"type", "index"})
-"""Keys of a place; exports number the media in the order of the chat, so that the number says nothing more."""
+"""Keys of a place. The index is ignored, because exports number the media in the order of the chat."""
 
 
 def has_places(messages: Any) -> bool:
-    """Whether a chat has parts such as `{"type": "image"}`."""
+    """Return whether a chat has parts such as `{"type": "image"}`."""
     return isinstance(messages, list) and any(map(_kind_of_place, chain.from_iterable(map(_parts_of, messages))))
 
 
 def with_media(messages: Sequence[Any], columns: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """`messages` with `columns`, items of one key each, in their places, in order. InputError unless numbers agree."""
+    """Return `messages` with the items of `columns`, which have one key each, in their places, in order.
+
+    Raises:
+        InputError: The number of places is not the number of items.
+
+    """
     media: dict[Kind, list[Mapping[str, Any]]] = {kind: [] for kind in KINDS}
     for item in columns:
         media[next(kind for kind in KINDS if any(kind in key for key in item))].append(item)

@@ -17,7 +17,7 @@ class Files:
     files: dict[str, bytes]
     """Contents by name, in the order of the tar."""
     repeated: str | None = None
-    """A name that several files have, or None. `files` has only the last of them."""
+    """Name of several of the files, or None. `files` has only the last of them."""
 
     def own(self, suffix: str) -> bytes | None:
         """Return the file with the name of the row and `suffix`, such as `3.json` but not `3.meta.json`, or None."""
@@ -25,14 +25,14 @@ class Files:
 
 
 Record = bytes | dict[str, Any] | Files
-"""A line of JSON, a row of a table, files."""
+"""A line of JSON, a row of a table, or files of a tar."""
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=repr)
 
 
 class RecordsDigest:
-    """Digest of consecutive records, by which a later call tells whether a shard was made from them."""
+    """Digest of consecutive records. A later call uses it to tell whether a shard was made from the same records."""
 
     def __init__(self) -> None:
         self._hash = xxh3_128()

@@ -18,7 +18,7 @@ class RepeatedIds:
     num_rows: int
     """Number of rows that repeat an earlier id."""
     examples: Sequence[tuple[int, int]]
-    """First rows that repeat an id, each behind the first row of that id."""
+    """First rows that repeat an id, each with the first row of that id before it."""
 
     @classmethod
     def of(cls, ids: Iterable[Sequence[str]]) -> RepeatedIds:

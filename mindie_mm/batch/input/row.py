@@ -1,4 +1,4 @@
-"""One record of the input to one prompt, in whichever form it came."""
+"""Conversion of one record of the input, in any format, to one prompt."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ _VARIABLES = frozenset({"tools", "tool_choice", "reasoning_effort", "chat_templa
 _NOT_SERVED = {**PROMPT_FIELDS, "add_special_tokens": OFF}
 _KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
 _FILE_KEYS = frozenset({"file_name", "img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
-"""What other formats call a medium's file. A text's row may have any other key, which says something about it."""
+"""Keys for the file of a medium in other formats. A row with a text may have any other key, as additional
+information."""
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2"})
 _EXACT = 2**53
-"""Above it a float may stand for several integers."""
+"""Above this absolute value, a float may stand for several integers."""
 _KEPT = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
-"""Keys of JSON whose values go to the chat template as they are: there a null may mean something."""
+"""Keys of JSON whose values go to the chat template unchanged, because a null in them may have a meaning."""
 
 _Locate = Callable[[Media], Media]
-"""Gives a medium with its file's path, or bytes, in place of what the row calls it."""
+"""Function that returns a medium with the path or the bytes of its file, in place of the name in the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Row:
 def row_id(record: Record) -> str | None:
     """Return the name that the input gives a row, or None if it gives none.
 
-    A row that is no JSON keeps its name if the name can be read. Half of a surrogate pair in a name is escaped.
+    The name of a row that is not JSON is returned if it can be read. Half of a surrogate pair in a name is escaped.
     """
     if isinstance(record, Files):
         described = record.own(".json")
@@ -122,7 +123,7 @@ def _number(value: Decimal) -> int | float:
 
 
 def printable(text: str) -> str:
-    """`text` with whatever is not Unicode, such as a byte of a file's name, written out: a table holds nothing else."""
+    """Escape all parts of a text that are not Unicode, such as a byte of a file name. Tables hold only Unicode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -131,14 +132,25 @@ class _Named(msgspec.Struct):
 
 
 def parse(record: Record, folder: Path, template: str) -> Row:
-    """The row of a record of a file in `folder`; `template` is for records that are files. InputError and below.
+    """Return the row of a record.
 
-    A record is a `List[Dict]`, or an object with `inputs` (such a list) or `messages`, or with `text` (or `prompt`),
-    `image`, `video_url`, `audio`, `images`...: then the media come first, in the object's order; beside `messages` they
-    go where parts such as `{"type": "image"}` keep a place. Beside any of them,
-    `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt` are as in a chat's body. A null is as
-    good as no key, in whatever depth, because a table has a column for each key of any row; so is a medium of nulls.
-    Paths are those of `folder`. Other keys are passed over, unless half of the prompt seems to be among them.
+    A record is a `List[Dict]`, or an object with `inputs` (such a list), or with `messages`, or with texts and media.
+    The keys of the last kind are `text` (or `prompt`), `image`, `video_url`, `audio`, `images` and so on. Their media
+    come first, in the order of the object. Beside `messages`, such media go to the places of parts such as `{"type":
+    "image"}`.
+
+    `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt` may be added, as in the body of a chat
+    request. A null at any depth counts as a missing key, because a table has a column for each key of any row. So does
+    a medium in which all values are null. Other keys are ignored, unless half of the prompt seems to be among them.
+
+    Args:
+        record: Record to convert.
+        folder: Base folder of relative paths.
+        template: Prompt for records that are files.
+
+    Raises:
+        InputError: The record is not a valid row.
+
     """
     try:
         if isinstance(record, Files):
@@ -182,7 +194,7 @@ def _from_object(record: Any, locate: _Locate) -> Row:
 
 
 def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
-    """InputError where what is passed over may be the other half of the prompt, under a name that is not known here."""
+    """Raise InputError if an ignored key may hold the other half of the prompt, under a name that is not known here."""
     others = sorted(record.keys() - _KNOWN)
     chosen = ",".join(key for key in record if key == "id" or key in flat)
     if others and not any(key in _TEXTS for key in flat):
@@ -198,14 +210,18 @@ def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
 
 
 def _from_files(record: Files, folder: Path, template: str) -> Row:
-    """Files of one name: a .json with a prompt, whose media may be the others; else these, and a .txt or `template`."""
-    if record.repeated is not None:  # such as of rows that all have one name
+    """Return the row of files with one name.
+
+    A .json with a prompt may use the other files as media. Otherwise the other files are the media, and the text comes
+    from the .json, from `template` or from a .txt.
+    """
+    if record.repeated is not None:  # for example if all rows have the same name
         raise InputError(f"{record.key} has several files {record.repeated}, one behind another")
     media = [Media(kind, data) for name, data in record.files.items() if (kind := kind_of(name))]
     described: Any = {}
     if (own := record.own(".json")) is not None:
         described = _without_nulls(_decoded(own, f"{record.key}.json"))
-        # A text alone is the prompt round the row's media, if it has any.
+        # If the row has media, a text in its .json is the prompt for them.
         if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
             return _from_object(described, partial(_located_file, files=record.files, folder=folder))
     if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
@@ -241,7 +257,7 @@ def _own_text(record: Files, described: Mapping[str, Any]) -> str:
 
 
 def _text_file(record: Files) -> str:
-    """What the row's .txt has; InputError for several, none of which is called as the row is."""
+    """Return the text of the row's .txt. Raise InputError if there are several and none has the name of the row."""
     texts = {name: data for name, data in record.files.items() if ending_of(name) == ".txt"}
     text = record.own(".txt")
     if text is None and len(texts) > 1:
@@ -253,7 +269,7 @@ def _text_file(record: Files) -> str:
 
 
 def _located_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Media:
-    """`media` with the bytes of the file of its row that it names, with that one's folder or without it."""
+    """Return `media` with the bytes of the file that it names in its row, with or without the folder of that file."""
     for name, data in files.items():
         if media.source in (name, name.rpartition("/")[2]):
             return replace(media, source=data)
@@ -273,7 +289,7 @@ def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record's other fields of a `Row`, as the service takes them of a chat's body. InputError."""
+    """Return the other fields of a `Row`, read as in the body of a chat request. Raise InputError."""
     if refused := refused_fields(record, _NOT_SERVED):
         raise InputError(f"the row has {refused[0]}, which is not served")
     if _VARIABLES.isdisjoint(record):
@@ -286,7 +302,7 @@ def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
-    """A value of that type, or JSON text of one; None where there is none. InputError."""
+    """Return a value of type `kind`, which may be given as JSON text, or None if it is missing. Raise InputError."""
     value = record.get(key)
     if isinstance(value, str):
         value = _decoded(value, f"the row's {key}")
@@ -300,8 +316,8 @@ def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat
     """Return `value` without nulls, with decimals as numbers, and with media of `datasets` as bytes.
 
     The `datasets` library writes a medium as an object with bytes and a path. Such an object counts as null if both are
-    null. Values under the keys in `kept` are not changed. In a `flat` row, nulls are removed from lists of media. They
-    stay in a list inside an item, which is a video with a missing frame.
+    null. Values under the keys in `kept` are not changed. In a `flat` row, nulls are removed from lists of media. In a
+    list inside an item they stay, because they stand for missing frames of a video.
     """
     if isinstance(value, Mapping):
         if key in _MEDIA and value:

@@ -40,10 +40,10 @@ class Chunk(msgspec.Struct, frozen=True):
     file: int
     """Index of the source."""
     first_row: int
-    """In the whole input."""
+    """Number of its first row in the whole input."""
     num_rows: int
     start: int
-    """Where it begins in its file: a byte, or a row of a table."""
+    """Start of the chunk in its file: an offset in bytes, or a row of a table."""
     stop: int
 
     @property
@@ -87,7 +87,7 @@ class Source(ABC):
 
     @property
     def size(self) -> int:
-        """Where its last chunk stops."""
+        """Stop of its last chunk, in bytes or in rows of a table."""
         return self.state.size
 
     @property
@@ -143,18 +143,18 @@ class Source(ABC):
         self.state = now
 
     def close(self) -> None:
-        """Lets go of what was opened to read on from; the next chunk opens it again."""
+        """Discard the open state between chunks. The next chunk opens the file again."""
 
     def check(self) -> None:
         """Raise InputError for damage that would otherwise end a run halfway."""
 
     @abstractmethod
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
-        """(rows, start, stop) of chunks of `num_rows` rows, the last one of fewer."""
+        """Yield (rows, start, stop) of chunks of `num_rows` rows. The last one may have fewer."""
 
     @abstractmethod
     def records(self, start: int, stop: int) -> Iterator[Record]:
-        """The rows of a chunk as they stand in the file: nothing in one of them is looked at here."""
+        """Yield the rows of a chunk as they stand in the file, without checking their content."""
 
 
 def _reading(path: Path) -> AbstractContextManager[None]:
@@ -162,7 +162,7 @@ def _reading(path: Path) -> AbstractContextManager[None]:
 
 
 def _chosen(text: bytes, columns: Sequence[str]) -> bytes:
-    """An object, as JSON, with those keys alone; what is none is left as it is."""
+    """Return a JSON object with only the keys in `columns`. Return any other text unchanged."""
     if not columns:
         return text
     try:
@@ -222,7 +222,7 @@ class Table(Source):
         state: FileState | None = None,
         digest: str = "",
     ) -> None:
-        import pyarrow as pa  # late: the parent of the workers does with what lists its files
+        import pyarrow as pa  # imported late, because the parent of the workers may not need it
 
         super().__init__(path, columns, name, state, digest)
         try:
@@ -256,7 +256,7 @@ class Table(Source):
             yield stop - start, start, stop
 
     def records(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
-        # Within one row group a worker goes on behind its last chunk: to begin anew is to decode what lies before.
+        # Within one row group, continue after the worker's last chunk. A new start would decode all rows before it.
         first = self._group_starts[bisect_right(self._group_starts, start) - 1]
         if not first < self._at <= start:
             self._at, self._rows = first, self._read(self._group_starts.index(first))
@@ -277,7 +277,7 @@ class Table(Source):
 
     def _read(self, first_group: int) -> Iterator[dict[str, Any]]:
         groups = list(range(first_group, self._metadata.num_row_groups))
-        # In pieces: a group of rows with pictures in it may be larger than the memory.
+        # Read in pieces, because a row group with pictures may be larger than the memory.
         pieces = {"buffer_size": _PIECE_BYTES, "pre_buffer": False}
         with self._parquet(metadata=self._metadata, **pieces) as file:
             for batch in file.iter_batches(self._rows_at_once, row_groups=groups, columns=[*self.columns] or None):
@@ -335,7 +335,7 @@ class Tar(Source):
                         yield Files(key, files, repeated)
                     key, files, repeated = name, {}, None
                 file.seek(member.offset_data)
-                data = file.read(min(member.size, MAX_SOURCE_BYTES + 1))  # so that it fails for its size
+                data = file.read(min(member.size, MAX_SOURCE_BYTES + 1))  # a larger file fails because of its size
                 repeated = member.name if member.name in files else repeated
                 files[member.name] = _chosen(data, self.columns) if ending_of(member.name) == ".json" else data
         if files:
@@ -379,7 +379,7 @@ def _but(path: Path) -> str:
 
 
 def chunks(sources: Sequence[Source], num_rows: int, limit: int | None) -> Iterator[Chunk]:
-    """All rows, or the first `limit`, in chunks of `num_rows`; none reaches from one file into the next. InputError."""
+    """Yield all rows, or the first `limit`, in chunks of `num_rows`. No chunk spans two files. Raise InputError."""
     number = first_row = 0
     for index, source in enumerate(sources):
         with _reading(source.path):

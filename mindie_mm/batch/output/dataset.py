@@ -1,4 +1,4 @@
-"""A finished run as a sequence of samples, for a trainer or whoever looks."""
+"""A finished run as a sequence of samples, for training or inspection."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from mindie_mm.tokenize.prompt import MediaSpan
 
 _OPEN_ARENAS = 8
 _TABLE_BYTES = 128 << 20
-"""Bytes of tables that are kept: to read one takes far longer than to take a row out of it."""
+"""Size in bytes of tables to keep, because reading a table takes far longer than taking a row from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One row."""
+    """One row of a run."""
 
     row: int
     id: str
     ids: NDArray[np.int64] | None
-    """int64 [T], every slot that takes a feature holding its placeholder; None where there is an error."""
+    """int64 [T]. Each slot that takes a feature holds its placeholder id. None if the row has an error."""
     spans: Sequence[MediaSpan]
-    """The slots of each media item."""
+    """Slots of each media item."""
     arrays: Sequence[Mapping[str, NDArray[Any]]]
-    """Each media item's arrays, by name: read-only, over the file's own pages."""
+    """Arrays of each media item, by name. They are read-only views of the file's pages."""
     error: str | None = None
-    """Why there are no ids."""
+    """Error of the row, or None."""
 
 
 class Dataset(Sequence[Sample]):
@@ -65,9 +65,12 @@ class Dataset(Sequence[Sample]):
     def __getitem__(self, row: slice) -> list[Sample]: ...
 
     def __getitem__(self, row: SupportsIndex | slice) -> Sample | list[Sample]:
-        """The row of that number, counted from the end if negative; of a slice, a list.
+        """Return the row with this number, counted from the end if it is negative, or the rows of a slice as a list.
 
-        IndexError; where files were lost or changed since they were written, CorruptReference or SegmentMissing.
+        Raises:
+            IndexError: There is no such row.
+            CorruptReference, SegmentMissing: Files were lost, or changed after the run.
+
         """
         if isinstance(row, slice):
             return [self[one] for one in range(*row.indices(len(self)))]
@@ -82,16 +85,16 @@ class Dataset(Sequence[Sample]):
             yield self._sample(row)
 
     def record(self, number: int) -> ShardRow:
-        """The row as its table has it, words in its ids."""
+        """Return the row as its table holds it, with words in its ids."""
         info = self.shard(number).info
         return ShardRow.of(self._table(info).slice(number - info.first_row, 1).to_pylist()[0])
 
     def shard(self, number: int) -> Shard:
-        """The shard that a row is in."""
+        """Return the shard of a row."""
         return self.manifest.shards[bisect_right(self._firsts, number) - 1]
 
     def views(self, record: ShardRow) -> list[View]:
-        """The blocks of a row's media items. CorruptReference, SegmentMissing."""
+        """Return views of the blocks of a row's media items. Raise CorruptReference or SegmentMissing."""
         assert record.prompt is not None
         arena = self._arena(self.shard(record.row).info.first_row)
         return [View(arena, ref) for ref in record.prompt.refs()]

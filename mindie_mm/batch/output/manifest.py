@@ -1,4 +1,4 @@
-"""What a finished run is: counts, settings, fingerprints, digests. The same for the same input."""
+"""The manifest of a finished run: counts, settings, fingerprints and digests. It is the same for the same input."""
 
 from __future__ import annotations
 
@@ -25,15 +25,21 @@ ERRORS_FILE = "errors.jsonl"
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One shard, by its files."""
+    """A shard and its files."""
 
     table: str
     table_digest: str
-    """BLAKE3, 128 bits."""
+    """First 128 bits of the table's BLAKE3 digest, in hexadecimal."""
     info: ShardInfo
 
     def verify(self, folder: Path) -> None:
-        """CorruptReference, SegmentMissing unless both files in `folder` are, to the last bit, what the run wrote."""
+        """Check that both files in `folder` are exactly those that the run wrote.
+
+        Raises:
+            CorruptReference: A file differs or cannot be read.
+            SegmentMissing: The file of blocks is missing or truncated.
+
+        """
         table, arena = (path(folder, self.info.first_row) for path in (table_path, arena_path))
         for path, written, digest in (
             (table, self.table_digest, file_digest),
@@ -50,7 +56,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a run."""
+    """Description of a finished run."""
 
     run: Run
     num_rows: int
@@ -58,9 +64,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_items: int
     num_bytes: int
-    """Bytes of blocks."""
+    """Size of the blocks in bytes."""
     num_repeated_ids: int = 0
-    """Rows whose id an earlier row has."""
+    """Number of rows with the id of an earlier row."""
     shards: list[Shard]
 
     @classmethod
@@ -105,12 +111,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Digest of the rows. It differs once a shard was made anew with other bytes, but not after inputs moved."""
+        """Digest of the rows. It changes if a shard is written again with other bytes, but not if inputs have moved."""
         return blake3(msgspec.json.encode((self.run.digest, self.shards))).hexdigest(16)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """InputError where there is no finished run, CorruptReference where its file is damaged, StorageError."""
+        """Read the manifest in `folder`.
+
+        Raises:
+            InputError: There is no finished run, or its format is another one.
+            CorruptReference: The file is damaged.
+            StorageError: The file cannot be read.
+
+        """
         file = folder / MANIFEST_FILE
         try:
             manifest = msgspec.json.decode(file.read_bytes(), type=cls)
@@ -146,10 +159,14 @@ def _warn(repeated: RepeatedIds) -> None:
 
 
 def drop_changed(folder: Path, run: Run) -> None:
-    """Removes the tables of a finished run that are not what it wrote: their shards are then made anew.
+    """Remove tables of a finished run that differ from those that it wrote, so that their shards are written again.
 
-    Else the next manifest would vouch for them. The blocks' digests stand in the tables. CorruptReference where the
-    manifest itself is damaged, StorageError.
+    Otherwise the next manifest would record the changed tables as valid. The digests of blocks are in the tables.
+
+    Raises:
+        CorruptReference: The manifest is damaged.
+        StorageError: A file cannot be read or removed.
+
     """
     if not (folder / MANIFEST_FILE).exists():
         return
@@ -168,7 +185,7 @@ def drop_changed(folder: Path, run: Run) -> None:
 
 
 def _shards(folder: Path, run: str) -> list[Shard]:
-    """The run's shards from the first row on, each where the one before it stops; `run` is its digest."""
+    """Return the shards of the run with the digest `run`, from row 0 up to the first gap."""
     found: list[Shard] = []
     row = 0
     while (path := table_path(folder, row)).is_file():

@@ -1,4 +1,4 @@
-"""A shard: a table of rows beside a file of blocks, complete once the table has its name."""
+"""Shards: a table of rows and a file of blocks each. A shard is complete once its table has its name."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from mindie_mm.shm.format.words import MAX_ARENA
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words
 
 MAX_ROW_BYTES = 1 << 34
-"""Most bytes that the row which fills a shard may add to it."""
+"""Maximum number of bytes that the row which fills a shard may add to it."""
 MAX_BLOCKS = 2048
-"""Media items of a shard; with less than half of them left the next row begins another, so that it has room."""
+"""Maximum number of media items of a shard. If fewer than half are left, the next row begins a new shard."""
 
 _SPAN = pa.struct([("kind", pa.string()), *((name, pa.int64()) for name in ("start", "stop", "token", "lead", "tail"))])
 _ARRAY = pa.struct([("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int64()))])
@@ -45,28 +45,29 @@ SCHEMA = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
-"""A row: ids with words in place and, one a media item, its span, the digest of its content and what it holds."""
+"""Columns of a row: ids with words in place and, for each media item, its span, the digest of its content and its
+arrays."""
 
 _COLUMNS, _SPAN_NAMES = tuple(SCHEMA.names), tuple(_SPAN.names)
 _INFO = b"mindie_mm"
 
 
 class ShardInfo(msgspec.Struct, frozen=True):
-    """What a shard says of itself, in its table's metadata."""
+    """Description of a shard, in the metadata of its table."""
 
     run: str
-    """`Run.digest` of the run that it is of."""
+    """`Run.digest` of the run."""
     first_row: int
     num_rows: int
     num_errors: int
     num_tokens: int
     num_items: int
     num_bytes: int
-    """Bytes of the blocks, in whole pages."""
+    """Size of the blocks in bytes, in whole pages."""
     arena_digest: str
     """`DiskArena.digest` of the file of blocks."""
     records_digest: str = ""
-    """`RecordsDigest` of the input's rows that it was made from. Empty if an earlier release wrote it."""
+    """`RecordsDigest` of the input's rows. Empty for a shard of a release that did not record it."""
 
     @property
     def stop_row(self) -> int:
@@ -75,17 +76,17 @@ class ShardInfo(msgspec.Struct, frozen=True):
 
 
 def table_path(folder: Path, first_row: int) -> Path:
-    """The table of the shard that begins with `first_row`."""
+    """Return the path of the table of the shard that begins with `first_row`."""
     return folder / f"shard-{first_row:09d}.parquet"
 
 
 def arena_path(folder: Path, first_row: int) -> Path:
-    """Its file of blocks."""
+    """Return the path of the file of blocks of the shard that begins with `first_row`."""
     return folder / f"shard-{first_row:09d}.arena"
 
 
 def read_info(path: Path) -> ShardInfo:
-    """What a table says of its shard. CorruptReference for another file."""
+    """Return the description of a shard from its table. Raise CorruptReference if the file is not such a table."""
     try:
         metadata = pq.read_metadata(path).metadata or {}
         return msgspec.json.decode(metadata[_INFO], type=ShardInfo)
@@ -96,16 +97,16 @@ def read_info(path: Path) -> ShardInfo:
 
 
 def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | None:
-    """The shards of a chunk of the run of that digest, if all of them are there."""
+    """Return the shards of a chunk of the run with the digest `run`, or None if they are not all there."""
     found: list[ShardInfo] = []
     row = chunk.first_row
     while row < chunk.stop_row and (path := table_path(folder, row)).is_file():
         try:
             found.append(read_info(path))
         except CorruptReference:
-            return None  # made anew, as one that is missing
+            return None  # it is written again, like a missing one
         if found[-1].run != run:
-            return None  # a node's disk may still have another run's
+            return None  # a node's disk may still hold shards of another run
         if not _has_blocks(arena_path(folder, row), found[-1].num_bytes):
             return None
         row = found[-1].stop_row
@@ -113,7 +114,7 @@ def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | N
 
 
 def _has_blocks(path: Path, num_bytes: int) -> bool:
-    """Whether it is a file of so many bytes of blocks, not cut short; what is in them is not read."""
+    """Return whether `path` is a complete file with `num_bytes` of blocks. The blocks are not read."""
     try:
         with path.open("rb") as file:
             header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()), DISK_PAGE)
@@ -124,20 +125,20 @@ def _has_blocks(path: Path, num_bytes: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """A row of a table, read back."""
+    """A row that was read from a table."""
 
     row: int
-    """Its number in the whole input."""
+    """Number of the row in the whole input."""
     id: str
     prompt: Prompt | None
-    """None where there is an error."""
+    """None if the row has an error."""
     error: str | None
     digests: Sequence[bytes]
     arrays: Sequence[Sequence[Mapping[str, Any]]]
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """From a table's own. CorruptReference for a row that no run writes."""
+        """Return the row of a table's record. Raise CorruptReference for a row that no run writes."""
         error, ids, spans = record["error"], record["input_ids"], record["spans"]
         prompt = None
         if error is None:
@@ -150,12 +151,12 @@ class ShardRow:
         return cls(record["row"], record["id"], prompt, error, record["digests"] or (), record["arrays"] or ())
 
     def plain_prompt(self) -> Prompt:
-        """Its prompt without words."""
+        """Return the prompt without words."""
         assert self.prompt is not None
         return Prompt(self.prompt.plain_ids, self.prompt.spans)
 
     def mounted_prompt(self, arena: int) -> Prompt:
-        """Return its prompt with words that lead to the arena of that number. Raise CorruptReference."""
+        """Return the prompt with words that refer to the arena with the number `arena`. Raise CorruptReference."""
         assert self.prompt is not None
         refs = [replace(ref, arena=arena) for ref in self.prompt.refs()]
         words = [(ref.name_word,) if ref.shape is None else ref.to_words() for ref in refs]
@@ -165,7 +166,7 @@ class ShardRow:
 def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) -> pa.Table:
     """Return the rows of a shard, with all columns or with `columns`. Raise CorruptReference for another file."""
     try:
-        with pq.ParquetFile(path) as file:  # in half the time of `pq.read_table`
+        with pq.ParquetFile(path) as file:  # takes half the time of `pq.read_table`
             schema, table = file.schema_arrow, file.read(columns)
     except (OSError, pa.ArrowException) as error:
         raise CorruptReference(f"{path} cannot be read: {error}") from error
@@ -175,7 +176,7 @@ def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) 
 
 
 class ShardWriter:
-    """One shard being written. A context manager: left by an error, or not finished, it leaves nothing."""
+    """A shard that is being written. A context manager. After an error, or without `finish`, no files remain."""
 
     def __init__(
         self,
@@ -186,10 +187,16 @@ class ShardWriter:
         shard_bytes: int,
         memory: WriteBatchMemory | None = None,
     ) -> None:
-        """For the run of that digest.
+        """Create the files of a shard.
 
-        `number` stands in the words as the arena; the table tells which file is meant, so it may come again. `memory`
-        is shared by shards that are written one after another.
+        Args:
+            folder: Folder to write to.
+            run: Digest of the run.
+            number: Number of the arena in words. It need not be unique, because the table states which file is meant.
+            first_row: Number of the first row.
+            shard_bytes: Size of blocks in bytes at which the shard is full.
+            memory: Buffers that successive shards share.
+
         """
         self._table_path = table_path(folder, first_row)
         self._run = run
@@ -198,10 +205,10 @@ class ShardWriter:
         self._records: list[dict[str, Any]] = []
         self._num_items = 0
         self.records = RecordsDigest()
-        """Digest of the records that its rows are made from."""
+        """Digest of the records from which the rows are made."""
         path = arena_path(folder, first_row)
         self.arena = DiskArena.create(path, number % (MAX_ARENA + 1), shard_bytes + MAX_ROW_BYTES, MAX_BLOCKS, memory)
-        """Where the rows' blocks go."""
+        """Arena for the blocks of the rows."""
 
     @property
     def is_full(self) -> bool:
@@ -213,7 +220,7 @@ class ShardWriter:
         return len(self._records)
 
     def add(self, row_id: str | None, prompt: Prompt, items: Sequence[tuple[bytes, Mapping[str, ArraySpec]]]) -> None:
-        """A row whose blocks were written; `items` gives each one's digest and arrays."""
+        """Add a row whose blocks were written. `items` has the digest and the array specs of each."""
         self._num_items += len(items)
         self._append(
             row_id,
@@ -227,7 +234,7 @@ class ShardWriter:
         )
 
     def add_error(self, row_id: str | None, error: str) -> None:
-        """A row that came to nothing."""
+        """Add a row that failed."""
         self._append(row_id, error=error)
 
     def _append(self, row_id: str | None, **columns: Any) -> None:
@@ -236,10 +243,10 @@ class ShardWriter:
         self._records.append(record | columns)
 
     def finish(self) -> ShardInfo:
-        """Gives both files their names, the table last, complete and synced. StorageError."""
+        """Complete and sync both files and give them their names, the table last. Raise StorageError."""
         with replacing(self._table_path) as unfinished:
             try:
-                self.arena.flush()  # its last blocks are written while the table is made
+                self.arena.flush()  # the last blocks are written while the table is made
                 with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
                     writer.write_table(self._table())
                     self.arena.close()
@@ -278,7 +285,7 @@ class ShardWriter:
 
 
 def _lists(rows: Sequence[NDArray[np.int64] | None]) -> pa.ListArray:
-    """A column of such arrays, some of them null; from Python objects pyarrow takes twenty times as long."""
+    """Return a column of arrays and nulls. From Python objects, pyarrow takes twenty times as long."""
     starts = list(accumulate((0 if row is None else len(row) for row in rows), initial=0))
     values = np.concatenate([np.empty(0, np.int64), *(row for row in rows if row is not None)])
     return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), values, mask=pa.array([row is None for row in rows]))

@@ -1,1 +1,1 @@
-"""Caches of the engine: KV blocks, shared prefixes, and features of media."""
+"""Caches of the engine: KV blocks, shared prefixes and media features."""

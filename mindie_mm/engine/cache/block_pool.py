@@ -1,4 +1,4 @@
-"""The KV cache's blocks: who holds which, and what those hold that nobody holds any more."""
+"""The blocks of the KV cache, with their holders and keys."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mindie_mm.engine.requests.sequence import Sequence
 
 
 class BlockPool:
-    """Blocks of one size, handed to sequences as they grow.
+    """A pool of blocks of one size, which sequences hold as they grow.
 
-    A full block can have a key (`prefix.py`) under which further sequences find and hold it too. It keeps its key when
-    it is let go, until it is handed out anew; those without a key go first, then those let go longest ago.
+    A full block can have a key (`prefix.py`) that lets other sequences find and hold it as well. A free block keeps its
+    key until it is allocated again. Allocation takes blocks without a key first, and then the least recently freed.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -28,11 +28,11 @@ class BlockPool:
         return 1 - len(self._free) / self.num_blocks
 
     def num_needed(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens`."""
+        """Return the number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     def find(self, keys: abc.Iterable[bytes]) -> list[int]:
-        """The blocks of the first of `keys`, up to one that no block has."""
+        """Return the blocks of the first `keys`, up to a key that no block has."""
         found: list[int] = []
         for key in keys:
             if (block := self._blocks.get(key)) is None:
@@ -41,38 +41,38 @@ class BlockPool:
         return found
 
     def can_grow(self, sequence: Sequence, num_tokens: int, shared: abc.Sequence[int] = ()) -> bool:
-        """Whether `sequence`, given the blocks `shared` first, can hold `num_tokens` in all."""
+        """Return whether `sequence` can hold `num_tokens` in total if it first shares the blocks `shared`."""
         free = len(self._free) - sum(not self._holders[block] for block in shared)
         return self.num_needed(num_tokens) - len(sequence.blocks) - len(shared) <= free
 
     def share(self, sequence: Sequence, blocks: abc.Sequence[int]) -> None:
-        """Gives `sequence`, which has none yet, blocks that `find` found."""
+        """Add blocks from `find` to `sequence`, which must not have any blocks yet."""
         assert not sequence.blocks, sequence.blocks
         for block in blocks:
             self._hold(sequence, block)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Gives `sequence` the blocks that `num_tokens` in all take; ask `can_grow` first."""
+        """Allocate the missing blocks of `sequence` for `num_tokens` in total. Call `can_grow` first."""
         for _ in range(self.num_needed(num_tokens) - len(sequence.blocks)):
             block = next(iter(self._free))
             self.forget([block])
             self._hold(sequence, block)
 
     def keep(self, block: int, key: bytes) -> None:
-        """Gives a full block its key; where another has it already, that one stays the one to be found."""
+        """Assign a key to a full block, unless another block has this key already."""
         if key not in self._blocks:
             self._blocks[key] = block
             self._keys[block] = key
 
     def forget(self, blocks: abc.Iterable[int]) -> None:
-        """Takes the keys of `blocks`: who holds them keeps them, nobody else finds them."""
+        """Remove the keys of `blocks`. Their holders keep them, and `find` does not return them."""
         for block in blocks:
             if (key := self._keys.pop(block, None)) is not None:
                 del self._blocks[key]
 
     def free(self, sequence: Sequence) -> None:
-        """Takes every block back."""
-        # The last ones first: a prefix is of use without what follows it, and not the other way round.
+        """Release all blocks of `sequence`."""
+        # In reverse order, so that later blocks are reused first. They are useless without the prefix before them.
         for block in reversed(sequence.blocks):
             self._holders[block] -= 1
             if not self._holders[block]:

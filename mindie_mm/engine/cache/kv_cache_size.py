@@ -1,4 +1,4 @@
-"""How large a KV cache is of use, and what context one holds."""
+"""The useful size of a KV cache, and the context length that fits in it."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ MORE_ROOM = (
     "Raise memory_share, lower max_num_batched_tokens, max_tower_tokens, max_tower_bytes, encoder_cache_bytes or "
     "max_model_len, or set kv_cache_bytes"
 )
-"""Advice for an operator if memory does not suffice."""
+"""Advice for an operator if memory is too small."""
 
 
 def context_length(spec: ModelSpec, config: EngineConfig) -> int:
-    """Most tokens of one sequence."""
+    """Return the maximum number of tokens of one sequence."""
     return min(config.max_model_len or spec.max_model_len, spec.max_model_len)
 
 
 def block_size(spec: ModelSpec, config: EngineConfig) -> int:
-    """Tokens in one block of the KV cache."""
+    """Return the number of tokens in one block of the KV cache."""
     return config.kv_block_size or kind_of(spec.device).kv_block_size
 
 
 def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
-    """Blocks of the KV cache that all sequences at full length hold: more are never used."""
+    """Return the number of blocks that all sequences at full length hold. More blocks are never used."""
     return config.max_num_seqs * -(-context_length(spec, config) // block_size(spec, config))
 
 
 def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
-    """Bytes that all sequences at full length hold."""
+    """Return the size in bytes of the KV cache of all sequences at full length."""
     spec = model.spec
     if isinstance(model, Seq2SeqModel):
-        token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # as long a prompt as an answer
+        token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # assumes that prompt and answer are equally long
         return config.max_num_seqs * context_length(spec, config) * token_bytes
     return useful_blocks(spec, config) * block_size(spec, config) * spec.kv_token_bytes
 
@@ -47,9 +47,20 @@ def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
 def fitting_context(
     model: Model | Seq2SeqModel, config: EngineConfig, num_bytes: int, num_tokens: int, ranks: Ranks = ALONE
 ) -> int:
-    """Most tokens of one sequence beside a KV cache of `num_bytes` for `num_tokens`, of each rank; the log says both.
+    """Return the maximum number of tokens of one sequence that fit in the KV cache, and log the result.
 
-    A context that does not fit is cut, with a warning; DeviceError where max_model_len asks for it, or nothing fits.
+    A context length of the checkpoint that does not fit is reduced, with a warning.
+
+    Args:
+        model: Loaded model.
+        config: Settings of the engine.
+        num_bytes: Size of each rank's KV cache in bytes.
+        num_tokens: Capacity of the KV cache in tokens.
+        ranks: Ranks of the engine. Only rank 0 logs.
+
+    Raises:
+        DeviceError: `config.max_model_len` does not fit, or no token fits.
+
     """
     wanted = context_length(model.spec, config)
     fitting = min(wanted, num_tokens)
@@ -60,7 +71,7 @@ def fitting_context(
     advice = MORE_ROOM if config.kv_cache_bytes is None else "Raise kv_cache_bytes, or lower max_model_len"
     if fitting < wanted and (config.max_model_len is not None or not fitting):
         raise DeviceError(f"{says}. {advice}")
-    if ranks.number == 0:  # the others come to the same
+    if ranks.number == 0:  # the other ranks get the same result
         if fitting < wanted:
             _log.warning("%s. Longer requests are refused. %s", says, advice)
         _log.info("the KV cache holds %d tokens in %d bytes; the context length is %d", num_tokens, num_bytes, fitting)

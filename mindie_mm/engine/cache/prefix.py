@@ -1,7 +1,7 @@
-"""Keys of a sequence's blocks in the KV cache: blocks of one key hold the same keys and values.
+"""Keys of blocks in the KV cache. Blocks with the same key contain the same keys and values.
 
-A block's key is a hash over all that its keys and values depend on, with the key of the block before it: the ids,
-which item's features stand on which slots, positions, and bidirectional spans with whatever lies in them.
+The key of a block is a hash of the previous block's key and of everything that determines its keys and values: ids,
+positions, media features with their slots, and the whole content of bidirectional spans.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEY_BYTES = 32
 
 
 def share(sequence: Sequence, model: Model) -> None:
-    """Lets other sequences share the blocks of `sequence`, a new one, as far as the model's tokens can be named."""
+    """Let other sequences share the leading blocks of a new `sequence`, as far as digests identify their content."""
     sequence.num_shareable = _num_shareable(model, sequence)
     if not sequence.num_shareable:
         return
@@ -35,7 +35,7 @@ def share(sequence: Sequence, model: Model) -> None:
 
 
 def _num_shareable(model: Model, sequence: Sequence) -> int:
-    """How many of its tokens, from the first, depend on no item without a digest."""
+    """Return the number of leading tokens that depend on no item without a digest."""
     for item in sequence.items:
         if item.digest is None:
             first = next((start for start, stop in sequence.spans if start <= item.start < stop), item.start)
@@ -44,7 +44,7 @@ def _num_shareable(model: Model, sequence: Sequence) -> int:
 
 
 def extend_keys(sequence: Sequence, block_size: int, stop: int) -> None:
-    """Adds to `sequence.keys` those of the full blocks among its first `stop` tokens, as far as they can have one."""
+    """Extend `sequence.keys` to all full, shareable blocks of its first `stop` tokens."""
     known = len(sequence.keys)
     count = min(stop, sequence.num_shareable) // block_size
     if count <= known:
@@ -57,13 +57,13 @@ def extend_keys(sequence: Sequence, block_size: int, stop: int) -> None:
         block.update(rows[start - known * block_size : end - known * block_size].tobytes())
         block.update(_media(sequence, start, end))
         for span in sequence.spans_in(start, end):
-            block.update(_span_key(sequence, span))  # its tokens see those of the span behind the block, too
+            block.update(_span_key(sequence, span))  # tokens also attend to the part of the span after the block
         key = block.digest(KEY_BYTES)
         sequence.keys.append(key)
 
 
 def _rows(sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
-    """What each of tokens [start, stop) is by itself: its id, its positions, its span; int64 [tokens, columns]."""
+    """Return the id, positions and span of each token in [start, stop), int64 [tokens, columns]."""
     columns = [sequence.ids(start, stop), *sequence.positions(start, stop)]
     if sequence.span_ids is not None:
         known = sequence.span_ids[start:stop].numpy()
@@ -72,7 +72,7 @@ def _rows(sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
 
 
 def _media(sequence: Sequence, start: int, stop: int) -> bytes:
-    """Which features stand on which of tokens [start, stop); each part tells the length of the one behind it."""
+    """Serialize the features and slots in tokens [start, stop). Every part has a fixed size or follows its length."""
     parts: list[bytes] = []
     for item in sequence.items_in(start, stop):
         first, last = item.features_in(start, stop)
@@ -89,7 +89,7 @@ def _span_key(sequence: Sequence, span: tuple[int, int]) -> bytes:
 
 
 def _identity(item: MediaItem) -> bytes:
-    """Names an item's features, in KEY_BYTES."""
+    """Return a hash of KEY_BYTES bytes that identifies an item's features."""
     assert item.digest is not None
-    shape = item.shape.to_array().tobytes()  # the digest should tell it; one wrong picture costs more than to say it
+    shape = item.shape.to_array().tobytes()  # redundant if the digest covers the shape, but a wrong hit is worse
     return blake3(len(shape).to_bytes(8) + shape + item.digest).digest(KEY_BYTES)

@@ -1,1 +1,1 @@
-"""The engine process and its start: ranks of tensor parallelism, memory profile, trials of kernels."""
+"""The engine process, its tensor-parallel ranks, and the measurement of memory at its start."""

@@ -1,4 +1,4 @@
-"""The engine process; the first message on its channel says what to serve."""
+"""The engine process. The first message on its channel names the checkpoint to serve."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 _log = logging.getLogger(__name__)
 
 REST_S = 0.5
-"""How long an engine at rest waits for a message before it looks for arenas that were removed. While it maps one, its
-pages are not free, and a tokenizer in place of a dead one may find no room for its own."""
+"""Time in seconds that an idle engine waits for a message before it unmaps removed arenas. The pages of a mapped arena
+are not free, so the successor of a dead tokenizer may lack room for its own arena."""
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> None:
-    """Serves until the parent closes the channel, or dies. The first of several `ranks` alone receives and sends."""
+    """Serve until the parent closes the channel or dies. Only rank 0 receives and sends messages."""
     faults.arm("engine", fault_folder())
     faults.point("starting")
-    lifeline.before_end(collect)  # of a tokenizer that died before its parent, too, which nobody else would remove
+    lifeline.before_end(collect)  # removes segments of a tokenizer that died before its parent, as no one else would
     disable_progress_bar()
     try:
         serve(channel, ranks)
@@ -63,7 +63,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> Non
 
 
 def serve(channel: ChildChannel, ranks: Ranks) -> None:
-    """Loads what the first message names, then steps as long as there is work, and waits when there is none."""
+    """Load the checkpoint named by the first message. Then run steps, and wait for messages while there is no work."""
     start = msgspec.msgpack.decode(ranks.broadcast(bytes, channel.recv), type=Start)
 
     def send(message: Ready | Failure | Stepped) -> None:
@@ -92,11 +92,14 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
             send(stepped)
             faults.point("after-reply")
         if drop_removed(cleanups=True):
-            gc.collect()  # a request that failed may still hold its media, in a cycle of the error and its frames
+            gc.collect()  # a reference cycle of an error and its frames may keep a failed request's media mapped
 
 
 def received(channel: ChildChannel, engine: BaseEngine, decoder: msgspec.msgpack.Decoder[ToEngine]) -> list[bytes]:
-    """The messages that are there, or up to the first that delays the next step; at rest it waits REST_S for one."""
+    """Return the messages that have arrived, up to the first one that delays the next step.
+
+    An idle engine waits `REST_S` seconds for a message.
+    """
     messages: list[bytes] = []
     while channel.poll(0 if messages or engine.has_work() else REST_S):
         messages.append(channel.recv())
@@ -107,7 +110,7 @@ def received(channel: ChildChannel, engine: BaseEngine, decoder: msgspec.msgpack
 
 
 def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -> list[Progress]:
-    """Does what a message asks for; what is to be told of it at once."""
+    """Handle a message. Return the progress to send at once."""
     match message:
         case Add():
             faults.point("received")
@@ -128,7 +131,7 @@ def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -
 
 
 def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
-    """What cannot be mounted fails the requests whose words lead there, each with an error of its own."""
+    """Mount a file of blocks. If this fails, each request that refers to the file fails with its own error."""
     mounts[message.number] = stack = ExitStack()
     try:
         stack.enter_context(mount(Path(message.path), message.number))
@@ -138,7 +141,7 @@ def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
 
 def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
     config = start.config
-    # If one rank fails, the others must learn it before they wait for that rank in a collective operation.
+    # If one rank fails, the others must receive its error before they wait for it in a collective operation.
     device = ranks.run_on_all(lambda: ranks.open_device(config.device))
     torch.set_num_threads(config.num_threads or ranks.num_threads())
     model = ranks.run_on_all(

@@ -1,7 +1,7 @@
-"""The engine process of several ranks: starts a process for each, and ends with them.
+"""The launcher of an engine with several ranks. It starts a process for each rank, and ends with them.
 
-All ranks inherit the channel to the parent, so the parent hears of their end when the last one is gone. Each rank has a
-channel of its own to this process, which is its lifeline should this process be killed.
+All ranks inherit the channel to the parent, so the parent sees it close when the last rank has ended. Each rank also
+has its own channel to the launcher. This channel is the rank's lifeline if the launcher is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mindie_mm.processes.ipc import ChildChannel, Lifeline, spawn
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.5
-"""How long the ranks may take to end by themselves; less than the parent's patience with this process."""
+"""Time in seconds for the ranks to end by themselves. The parent waits longer than this for the launcher."""
 
 _Rank = tuple[subprocess.Popen[bytes], socket.socket]
 
@@ -40,7 +40,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, num_ranks: str, device: str)
 
 
 def _start(channel: ChildChannel, num_ranks: int, device: str) -> list[_Rank]:
-    store = os.memfd_create("mindie_mm.ranks")  # has no name, so nothing of it can be left
+    store = os.memfd_create("mindie_mm.ranks")  # has no path, so no file can be left over
     descriptors = channel.fileno(), store
     return [
         spawn(
@@ -53,7 +53,7 @@ def _start(channel: ChildChannel, num_ranks: int, device: str) -> list[_Rank]:
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """End the ranks, by their lifelines or by force, so that none outlives this process."""
+    """End the ranks through their lifelines, or kill them, so that none outlives this process."""
     for _, connection in ranks:
         connection.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + PATIENCE_S

@@ -1,4 +1,4 @@
-"""How much of a device's memory is left for the KV cache: the model runs its worst case before that is allocated."""
+"""The size of the KV cache, found by running the worst case of the model before the cache is allocated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mindie_mm.settings.config import EngineConfig
 _log = logging.getLogger(__name__)
 
 _PARTS = (1024, 256, 64, 16, 4, 1)
-"""One part in so many of the worst case is tried, one after another."""
+"""Divisors of the worst case, in the order in which the trials use them."""
 
 
 def kv_cache_bytes(
@@ -42,11 +42,23 @@ def kv_cache_bytes(
     config: EngineConfig,
     ranks: Ranks = ALONE,
 ) -> int:
-    """Bytes for the KV cache of the loaded `model`: the configured ones, else what is left of the share of memory.
+    """Return the size in bytes of this rank's KV cache.
 
-    Of each rank by itself; those that run on the host share its memory.
+    The size is `config.kv_cache_bytes` if that is set. Otherwise it is the part of `memory_share` that the largest step
+    and the encoder cache leave. It never exceeds the size that all sequences at full length use. Ranks on the host
+    divide the host's memory equally.
 
-    DeviceError where nothing is left, the configured ones do not fit, or the worst case does not run.
+    Args:
+        model: Loaded model.
+        processor: Processor of the model's family, which supplies the largest media.
+        kinds: Media kinds that the model accepts.
+        device: Device of the model.
+        config: Settings of the engine.
+        ranks: All ranks of the engine. Each of them must call this function.
+
+    Raises:
+        DeviceError: No memory is left, `config.kv_cache_bytes` does not fit, or the worst case fails.
+
     """
     spec = model.spec
     block_bytes = block_size(spec, config) * spec.kv_token_bytes
@@ -66,7 +78,7 @@ def kv_cache_bytes(
         _log.info("%s, the KV cache %s (kv_cache_bytes)", says, mib(asked))
         return asked
     left = int(free * share) - taken - config.encoder_cache_bytes
-    # A decode step gathers one layer of the sequences' cache, padded to at most twice its size.
+    # A decode step gathers one layer of the sequences' KV cache. Padding at most doubles its size.
     left -= 2 * left // (spec.num_layers + 2)
     if left < block_bytes:
         raise DeviceError(f"no memory is left for the KV cache: {says}; memory_share is {share:g}. {MORE_ROOM}")
@@ -77,7 +89,7 @@ def kv_cache_bytes(
 
 
 class WorstCase:
-    """The largest step that requests can ask for."""
+    """The largest step that requests can cause."""
 
     def __init__(
         self,
@@ -96,7 +108,7 @@ class WorstCase:
         self._max_model_len = context_length(model.spec, config)
 
     def num_bytes(self, kinds: tuple[Kind, ...]) -> int:
-        """Bytes that it takes beside the weights and the caches; 0 where nothing may be tried."""
+        """Return the memory in bytes of the step, without weights and caches. 0 if `measure_s` is 0."""
         seconds = self._device.measure_s if self._config.measure_s is None else self._config.measure_s
         if not seconds:
             return 0
@@ -104,7 +116,7 @@ class WorstCase:
         captured = not isinstance(model, Seq2SeqModel) and captures_graphs(device, self._config, self._ranks)
         seconds /= 1 + len(kinds) + captured
         decoder = self._decoder_bytes(kinds, seconds)
-        # All together: a step's features are there while the decoder runs, and recordings keep their memory.
+        # The sum, because the features of a step exist while the decoder runs, and captured graphs keep their memory.
         towers = max((self._tower_bytes(kind, seconds) for kind in kinds), default=0)
         fetched = 0 if model.spec.device.type == "cpu" else fetched_bytes(self._config.max_tower_bytes)
         return decoder + towers + fetched + (self._graph_bytes(cast("Model", model), seconds) if captured else 0)
@@ -113,9 +125,9 @@ class WorstCase:
         most = self._max_model_len
         if (
             not isinstance(self._model, Seq2SeqModel) and not self._model.traits.joins_items
-        ):  # which take a prompt whole
+        ):  # the other models take a prompt whole
             most = min(self._config.max_num_batched_tokens, most)
-            if _has_bidirectional_spans(self._model):  # the last of them may go beyond what the step may have
+            if _has_bidirectional_spans(self._model):  # the last span of a step may exceed the budget
                 most = min(most + max(map(self._processor.max_tokens, kinds), default=0), self._max_model_len)
         sizes = [-(-most // part) for part in _PARTS]
         return self._trials.measure(
@@ -123,14 +135,14 @@ class WorstCase:
         )
 
     def _prefill(self, num_tokens: int) -> Callable[[], object]:
-        """The last tokens of the longest sequence, all of them media."""
+        """Return the prefill of the last `num_tokens` tokens of the longest sequence, all of them media."""
         model, spec = self._model, self._model.spec
         if isinstance(model, Seq2SeqModel):
             return partial(self._encode_prompt, model, num_tokens)
         start, stop = self._max_model_len - num_tokens, self._max_model_len
         size = block_size(spec, self._config)
         num_blocks = -(-stop // size)
-        # All layers have one layer's pages: what they hold does not matter, and more may not be there.
+        # All layers share the pages of one layer. Their content does not matter, and memory for more may be missing.
         layer = spec.allocate_cache(num_blocks, size, num_layers=1)
         cache = PagedCache(layer.keys * spec.num_layers, layer.values * spec.num_layers, layer.block_size)
         features = torch.zeros(num_tokens, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
@@ -145,7 +157,7 @@ class WorstCase:
         )
 
     def _graph_bytes(self, model: Model, seconds: float) -> int:
-        """Bytes that the recordings of decode steps keep: all work in one memory, of which nothing else is taken."""
+        """Return the memory in bytes that the captured decode steps keep in their common pool."""
         spec, size = model.spec, block_size(model.spec, self._config)
         most = most_rows(self._config.max_num_seqs, size)
         blocks = most_blocks(most, self._max_model_len, size)
@@ -154,12 +166,13 @@ class WorstCase:
         sizes = [-(-most // part) for part in _PARTS]
         trials = (Trial(n, partial(self._decode, model, cache, n, blocks)) for n in sizes)
         step = self._trials.measure("a decode step", "rows", trials, most, seconds)
-        # Twice: of sizes that double, all smaller ones together took no more than the largest, and may have come first.
+        # Twice, because sizes double. All smaller graphs together need at most the memory of the largest one, and may
+        # have been captured before it.
         return 2 * step + most * spec.vocab_size * torch.float32.itemsize
 
     @staticmethod
     def _decode(model: Model, cache: PagedCache, num_rows: int, num_blocks: int) -> Callable[[], object]:
-        """A step of one token each, as it is captured, of sequences with so many blocks."""
+        """Return a decode step as it is captured: `num_rows` sequences of `num_blocks` blocks, one token each."""
         device = model.spec.device
         position = upload(model.positions(1, ()).of(0, 1), device)
         ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -170,7 +183,7 @@ class WorstCase:
 
     @staticmethod
     def _encode_prompt(model: Seq2SeqModel, num_tokens: int) -> None:
-        """A prompt of that many tokens, all of them media, and the first of an answer's."""
+        """Encode a prompt of `num_tokens` tokens, all of them media, and decode the first token of the answer."""
         spec = model.spec
         features = torch.zeros(num_tokens, spec.hidden_size, dtype=spec.dtype, device=spec.device)
         ids = torch.zeros(num_tokens, dtype=torch.int64)
@@ -190,7 +203,7 @@ class WorstCase:
         return self._trials.measure(f"the tower on {kind}s", "features", trials, copies * features, seconds)
 
     def _tower_trials(self, kind: Kind, worst: Data, most: int) -> Iterator[Trial]:
-        """Fewer of the worst item, and below one of it, shorter ones, of the lengths that the family takes."""
+        """Yield trials with several worst-case items, or with one shorter item if the family accepts its length."""
         whole = self._plan(kind, worst)
         for part in _PARTS:
             number = most // part // whole.num_features
@@ -202,13 +215,13 @@ class WorstCase:
         arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
         plan.write(arrays)
         shape = MediaShape(kind, self._processor.placeholders[kind].token, plan.num_features, plan.grid)
-        # A tower looks arrays up by name and asks nothing else of a view.
+        # A tower only looks up arrays by name, so a dict can replace the view.
         slots, view = np.arange(plan.num_features), cast("ItemView", arrays)
         items = [MediaItem(slots, view, shape) for _ in range(number)]
         return torch.inference_mode()(lambda: self._model.tower(items))
 
     def _largest(self, kind: Kind) -> Data | None:
-        """The family's worst case, cut to what the longest prompt holds; None where that holds no item."""
+        """Return the worst case of the family, cut to the longest prompt. None if no item fits in that prompt."""
         worst = self._processor.worst_case(kind)
         plan = self._plan(kind, worst)
         while plan.num_features > self._max_model_len:
@@ -225,12 +238,12 @@ class WorstCase:
     def _try_plan(self, kind: Kind, data: Data) -> Plan | None:
         try:
             return self._plan(kind, data)
-        except MindieMMError:  # the family takes none that short
+        except MindieMMError:  # the family does not accept an item this short
             return None
 
 
 def _has_bidirectional_spans(model: MediaModel) -> bool:
-    """Return whether the family says which tokens attend to each other both ways."""
+    """Return whether the family has spans of tokens with bidirectional attention."""
     return isinstance(model, Model) and type(model).bidirectional_spans is not Model.bidirectional_spans
 
 
@@ -240,9 +253,9 @@ def _logits(model: Model, *batch: Any) -> Tensor:
 
 
 def _cut(data: Data, wanted: int, num_features: int) -> Data:
-    """The first frames, rows or samples of an item, in proportion to the features that are wanted."""
+    """Return the first frames, rows or samples of an item. The returned share is `wanted` / `num_features`."""
     if not isinstance(data, np.ndarray):
         return data
-    if data.ndim > 3 and len(data) == 1:  # of a single frame, the first rows
+    if data.ndim > 3 and len(data) == 1:  # cut the rows of a single frame
         return data[:, : max(1, data.shape[1] * wanted // num_features)]
     return data[: max(1, len(data) * wanted // num_features)]

@@ -1,4 +1,4 @@
-"""One rank of an engine, started by `launcher.py`. Its own channel leads to the launcher, and carries no messages."""
+"""One rank of an engine, started by `launcher.py`. Its own channel to the launcher carries no messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(
         num_ranks: Number of ranks.
         device: Device that the engine runs on.
         parent: Inherited descriptor of the channel to the launcher's parent.
-        store: Inherited descriptor of the file through which the ranks find each other.
+        store: Inherited descriptor of the file for the rendezvous.
 
     """
     logs.configure(logs.current(), f"engine.{number}")

@@ -1,7 +1,7 @@
-"""What work takes of a device's memory, tried at growing sizes and extrapolated to larger ones.
+"""Measurement of the memory that work takes on a device, by trials of increasing size.
 
-Trials grow until all are done or the next one would take too long. What a larger size would take is extrapolated from
-the line through the first trial and the last.
+Trials grow until all are done or the next one would take too long. The memory for a larger size is extrapolated
+linearly from the first and the last trial.
 """
 
 from __future__ import annotations
@@ -21,37 +21,49 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Work of one size."""
+    """A trial of work of one size."""
 
     size: int
-    """Tokens or features."""
+    """Number of tokens, features or rows."""
     prepare: Callable[[], Callable[[], object]]
-    """Returns the work; what it allocates itself is not measured."""
+    """Function that returns the work. Its own allocations are not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Trials on one device, of all ranks together."""
+    """Trials that all ranks run together, each on its device."""
 
     device: Device
     ranks: Ranks
 
     def measure(self, what: str, unit: str, trials: Iterator[Trial], most: int, seconds: float) -> int:
-        """Bytes that work of size `most` takes, by trials in ascending order and in about so many seconds."""
+        """Return the memory in bytes that work of size `most` takes.
+
+        Args:
+            what: Name of the work, for messages.
+            unit: Unit of sizes, for messages.
+            trials: Trials in ascending order of size.
+            most: Size to extrapolate to.
+            seconds: Approximate time limit of all trials.
+
+        Raises:
+            DeviceError: A trial fails on one of the ranks.
+
+        """
         deadline = time.monotonic() + seconds
         tried: list[tuple[int, int]] = []
         took = 0.0
         for trial in trials:
             if not tried:
-                self._tried(trial, what, unit)  # what only the first run takes stays taken, and is no peak
+                self._tried(trial, what, unit)  # warm-up: memory that the first run allocates for good is no peak
             elif trial.size <= tried[-1][0]:
                 continue
             else:
                 enough = _extrapolate(tried, trial.size) > self.device.free_bytes() or (
-                    # Two are tried in any case: one alone would not tell what grows from what does not.
+                    # At least two trials, because one does not separate constant from growing memory.
                     len(tried) > 1 and took * trial.size / tried[-1][0] > deadline - time.monotonic()
                 )
-                if not self.ranks.all_reduce_min(int(not enough)):  # all do the next one, or none
+                if not self.ranks.all_reduce_min(int(not enough)):  # all ranks run the next trial, or none
                     break
             start = time.monotonic()
             tried.append((trial.size, self._tried(trial, what, unit)))
@@ -62,7 +74,7 @@ class Trials:
         return extrapolated
 
     def _tried(self, trial: Trial, what: str, unit: str) -> int:
-        """What fails on one rank alone is heard by all, before any of them waits for the others' next step."""
+        """Run a trial on all ranks. All of them get the error of a rank, before any waits for another in a step."""
         return self.ranks.run_on_all(lambda: self._peak_bytes(trial, what, unit))
 
     def _peak_bytes(self, trial: Trial, what: str, unit: str) -> int:
@@ -79,7 +91,10 @@ class Trials:
 
 
 def _extrapolate(tried: list[tuple[int, int]], size: int) -> int:
-    """Bytes of work of `size` on the line through the first and the last (size, bytes), or in proportion to the one."""
+    """Return the memory in bytes for `size`, by the line through the first and the last (size, bytes) pair.
+
+    With a single pair, memory is proportional to size.
+    """
     (first, low), (last, high) = (0, 0) if len(tried) == 1 else tried[0], tried[-1]
     return high + max(0, (high - low) * (size - last) // (last - first))
 

@@ -1,1 +1,1 @@
-"""What is asked of the engine: messages, sampling parameters, and the sequences that they become."""
+"""Requests to the engine: messages, sampling parameters and sequences."""

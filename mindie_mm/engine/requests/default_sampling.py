@@ -24,17 +24,17 @@ _FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Keys of generation_config.json, and the fields of `SamplingParams` that they set."""
+"""Keys of generation_config.json and the fields of `SamplingParams` that they set."""
 _NEUTRAL = {name: getattr(SamplingParams(), name) for name in _FIELDS.values()}
 
 
 def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingParams:
-    """Return the settings of requests that state none.
+    """Return the default sampling settings of requests.
 
-    The keys are those of vLLM's `ModelConfig.get_diff_sampling_param`. `do_sample` is none of them.
+    The keys are the same as in vLLM's `ModelConfig.get_diff_sampling_param`, which ignores `do_sample`.
 
     Args:
-        checkpoint: Checkpoint that answers.
+        checkpoint: Checkpoint to serve.
         source: "auto" for the checkpoint's generation_config.json, "vllm" for neutral settings, or the path of a folder
             with a generation_config.json.
 
@@ -57,8 +57,11 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
 
 
 def defaults_of(model: str | Path | None, family_name: str | None, source: str) -> SamplingParams:
-    """Return the settings of requests that state none. Errors are those of `default_sampling` and `family_of`."""
-    from mindie_mm.models import family_of, reading  # late: the service's own process never needs torch
+    """Return the default sampling settings for a checkpoint directory.
+
+    Raises the errors of `default_sampling` and `family_of`.
+    """
+    from mindie_mm.models import family_of, reading  # imports torch, which the service's own process never needs
 
     checkpoint = Checkpoint.open(model)
     if source == "auto":
@@ -69,9 +72,9 @@ def defaults_of(model: str | Path | None, family_name: str | None, source: str) 
 
 
 def stated_end_tokens(source: str) -> tuple[int, ...] | None:
-    """Return the end-of-sequence ids in a folder's generation_config.json, as vLLM takes them from there.
+    """Return the end-of-sequence ids in a folder's generation_config.json, as vLLM does.
 
-    None if the checkpoint's own files count: `source` is "auto" or "vllm", or the folder's file states none.
+    Return None if `source` is "auto" or "vllm", or if the file has no such ids. Then the checkpoint's own ids apply.
 
     Raises:
         InputError: The folder has no generation_config.json, or an id is not an integer.
@@ -93,12 +96,12 @@ def _file_in(source: str) -> dict[str, Any]:
 
 
 def effective(params: SamplingParams) -> dict[str, float]:
-    """Return those of the settings that a generation_config.json may set which are not neutral."""
+    """Return the settings that a generation_config.json may set and that differ from the neutral values."""
     return {name: value for name in _FIELDS.values() if (value := getattr(params, name)) != _NEUTRAL[name]}
 
 
 def log_default_sampling(params: SamplingParams, source: str) -> None:
-    """Log the settings of requests that state none, in one line."""
+    """Log the default sampling settings in one line."""
     stated = [f"{name} {value}" for name, value in effective(params).items()]
     _log.info("default sampling parameters: %s (--generation-config %s)", ", ".join(stated) or "neutral", source)
 
@@ -106,7 +109,7 @@ def log_default_sampling(params: SamplingParams, source: str) -> None:
 def _params(config: Mapping[str, Any], folder: Path) -> SamplingParams:
     """Return the settings in a folder's file. Raise InputError for a wrong value."""
     given = {name: config[key] for key, name in _FIELDS.items() if config.get(key) is not None}
-    if given.get("top_k") == -1:  # vLLM's name for all tokens
+    if given.get("top_k") == -1:  # vLLM's value for all tokens
         given["top_k"] = 0
     try:
         return SamplingParams(**given, cut_max_tokens="max_tokens" in given).check(math.inf)

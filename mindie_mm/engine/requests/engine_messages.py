@@ -1,4 +1,4 @@
-"""What crosses between the engine's client and the engine process: msgpack, one union a direction."""
+"""Messages between the engine's client and the engine process, encoded as msgpack with one union per direction."""
 
 from __future__ import annotations
 
@@ -12,83 +12,83 @@ from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import EngineConfig
 
 FinishReason = Literal["stop", "length"]
-"""Why a finished request has no more tokens: it ended itself, or may have no more."""
+"""Reason why a request has finished: a stop condition, or the maximum number of tokens."""
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The first message: what to serve."""
+    """The first message, which names the checkpoint to serve."""
 
     model: str | None
-    """Checkpoint directory; None is the embedded one."""
+    """Checkpoint directory. None: the embedded checkpoint."""
     config: EngineConfig
     family: str | None = None
     """As `WorkerConfig.family`."""
     end_token_ids: tuple[int, ...] | None = None
-    """As `load_model` takes them."""
+    """As the argument of `load_model`."""
     generation_config: str = "vllm"
     """As `WorkerConfig.generation_config`."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Start a request."""
+    """A request to start."""
 
     request_id: str
     input_ids: bytes
-    """int64 [T], native byte order, with words in their slots: all that the engine learns of the request's media."""
+    """Prompt ids, int64 [T], native byte order. Handle words in the slots are all that the engine learns of media."""
     params: SamplingParams
     asked_s: float = msgspec.field(default_factory=time.monotonic)
-    """When the engine was asked for it, on the clock of time.monotonic, which is one for all processes of a machine."""
+    """Time at which the client asked for the request, by time.monotonic. All processes of a machine share its clock."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Stop a request; unknown and finished ones are ignored."""
+    """A request to stop. An unknown or finished request is ignored."""
 
     request_id: str
 
 
 class Refill(msgspec.Struct, frozen=True, tag="refill"):
-    """Media of a request that asked for them (`Progress.needs_media`); ignored if the request has ended."""
+    """New media for a request that needs them (`Progress.needs_media`). Ignored if the request has ended."""
 
     request_id: str
     input_ids: bytes
-    """As `Add.input_ids`: the same prompt, with words of new blocks."""
+    """The same prompt as `Add.input_ids`, with the handle words of new blocks."""
 
 
 class Mount(msgspec.Struct, frozen=True, tag="mount"):
-    """Read the blocks of a file on disk where words name arena `number`; requests behind it may have such words."""
+    """A file on disk to mount as arena `number`. Handle words in later requests may refer to its blocks."""
 
     path: str
     number: int
 
 
 class Unmount(msgspec.Struct, frozen=True, tag="unmount"):
-    """No request has words of arena `number` any more."""
+    """The arena `number` to unmount. No request has handle words of this arena."""
 
     number: int
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One position's log-probabilities."""
+    """Log-probabilities at one position."""
 
     token_id: int
-    """The token at this position."""
+    """Token at this position."""
     logprob: float
-    """Its natural log-probability."""
+    """Natural log-probability of the token."""
     top: list[tuple[int, float]]
-    """The likeliest tokens with theirs, likeliest first."""
+    """Most likely tokens and their log-probabilities, in descending order."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Time that a request spent in each stage, in seconds."""
 
     queue_s: float
-    """Waiting to be scheduled; where the engine is just started again, for that, too."""
+    """Time until the request is scheduled. This includes the wait for an engine that is being restarted."""
     prefill_s: float
-    """From the first scheduled chunk to the first token; the tower's time is in it."""
+    """Time from the first scheduled chunk to the first token. This includes `tower_s`."""
     tower_s: float
-    """In the vision tower."""
+    """Time in the towers."""
     decode_s: float
-    """From the first token to the last."""
+    """Time from the first token to the last."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,64 +96,64 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     token_ids: list[int] = []
-    """Output tokens of this step. Empty if the request only scores its prompt, and where only its media are told of."""
+    """Output tokens of this step. Empty if the request only scores its prompt, or if only media are reported."""
     logprobs: list[TokenLogprob] | None = None
-    """One per token, where asked for."""
+    """One per token, if the request asked for them."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """Positions 1.. of the prompt, with the first token, where asked for."""
+    """One per prompt token except the first, if the request asked for them. Sent with the first output token."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that were in the prefix cache, with the first token."""
+    """Number of prompt tokens that were in the prefix cache. Sent with the first output token."""
     finish_reason: FinishReason | None = None
-    """None while it runs."""
+    """None while the request runs."""
     stop_token_id: int | None = None
-    """The id of `stop_token_ids` that ended it."""
+    """Member of `stop_token_ids` that ended the request, if any."""
     media_consumed: bool = False
-    """Whether the engine needs the blocks of the request's media no longer. It is told once for each Add and Refill."""
+    """Whether the blocks of the request's media may be freed. Sent once for each Add and Refill."""
     needs_media: bool = False
-    """Whether the request was preempted and needs its media again: it waits for a Refill, and nothing waits for it."""
+    """Whether the request was preempted and waits for a Refill with its media. It does not delay other requests."""
     error: Failure | None = None
-    """Error that ended the request. No progress follows."""
+    """Error that ended the request. No more progress follows."""
     timings: Timings | None = None
-    """Times up to this step's token, told with each."""
+    """Times up to the token of this step. Sent with each token."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The engine takes requests; a Failure in its place says why it does not."""
+    """The message that the engine accepts requests. An engine that cannot start sends a Failure instead."""
 
     vocab_size: int
     max_model_len: int
-    """Most tokens of prompt and output together, or of the prompt alone where `max_output_len` is given."""
+    """Maximum number of tokens of prompt and output together, or of the prompt alone if `max_output_len` is set."""
     device: str
     kv_cache_tokens: int
-    """Tokens that the KV cache holds."""
+    """Capacity of the KV cache in tokens."""
     kv_cache_bytes: int
-    """Bytes that the KV cache takes, of each rank."""
+    """Size of each rank's KV cache in bytes."""
     kv_block_size: int
-    """Tokens in one of its blocks."""
+    """Number of tokens in one block of the KV cache."""
     max_output_len: int | None = None
-    """Most tokens of output, where they take none of the prompt's room."""
+    """Maximum number of output tokens, if they do not count towards `max_model_len`."""
     default_sampling: SamplingParams = SamplingParams()
-    """Sampling settings of requests that state none."""
+    """Default sampling settings of requests."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's gauges after a step."""
+    """Gauges of the engine after a step."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
-    """Used share of the KV cache's blocks, in [0, 1]."""
+    """Share of the KV cache that is in use, in [0, 1]."""
     encoder_cache_queries: int = 0
     encoder_cache_hits: int = 0
     prefix_cache_queries: int = 0
-    """Tokens of prompts looked for in the prefix cache."""
+    """Number of prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
-    """Tokens of those that were there."""
+    """Number of looked-up tokens that were in the prefix cache."""
     preemptions: int = 0
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """One step's news, once the engine is ready."""
+    """The results of one step, sent after Ready."""
 
     progress: list[Progress]
     stats: Stats

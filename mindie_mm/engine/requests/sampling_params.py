@@ -21,67 +21,69 @@ _MAX_SHOWN = 40
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling settings of one request; checked by `check`, which every way into the engine calls."""
+    """Sampling settings of one request. Every entry point of the engine calls `check`."""
 
     max_tokens: int | None = None
-    """Maximum number of tokens to generate. None: as many as the context holds. 0: only score the prompt, which may
+    """Maximum number of tokens to generate. None: as many as fit in the context. 0: only score the prompt, which may
     fill the context."""
     cut_max_tokens: bool = False
-    """Generate fewer than `max_tokens` if the context has no room for them. Otherwise the request is refused. Set where
-    `max_tokens` is a default of the checkpoint."""
+    """Whether to generate fewer than `max_tokens` if the context is too short for them. If False, such a request is
+    refused. This is True if `max_tokens` is a default of the checkpoint."""
     min_tokens: int = 0
-    """No end-of-sequence and no stop before this many tokens."""
+    """Minimum number of tokens before an end-of-sequence token, a stop token or a stop string can end the output."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Divisor of the logits, in [0, 100]. 0: greedy sampling."""
     top_p: float = 1.0
-    """Smallest set of tokens whose probability reaches this, in (0, 1]."""
+    """Probability, in (0, 1], that the smallest set of most likely tokens must reach. Only these tokens are drawn."""
     top_k: int = 0
-    """Most likely tokens kept; 0 keeps all."""
+    """Number of most likely tokens to keep. 0: keep all tokens."""
     min_p: float = 0.0
-    """Tokens less likely than this share of the likeliest are dropped, in [0, 1]."""
+    """Minimum probability of a token, as a share of the highest probability, in [0, 1]."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logits of tokens generated so far, in [-2, 2]."""
+    """Penalty, in [-2, 2], subtracted once from the logit of each token that was generated before."""
     frequency_penalty: float = 0.0
-    """Subtracted per occurrence from the logits of tokens generated so far, in [-2, 2]."""
+    """Penalty, in [-2, 2], subtracted from the logit of a token once per earlier occurrence in the output."""
     repetition_penalty: float = 1.0
-    """Divides positive (multiplies negative) logits of tokens in prompt and output (Keskar et al., 2019).
+    """Factor that divides positive and multiplies negative logits of tokens in prompt and output (Keskar et al., 2019).
 
-    In [0.01, 100]: what is much less makes infinities of them.
+    In [0.01, 100]. A much smaller factor would overflow the logits to infinity.
     """
     logit_bias: dict[int, float] = {}
-    """Added to the logits of these token ids, in [-100, 100]."""
+    """Bias, in [-100, 100], added to the logit of each token id."""
     seed: int | None = None
-    """The same seed, prompt and settings draw the same tokens, independent of other requests in the batch."""
+    """Seed of the random generator. The same seed, prompt and settings draw the same tokens in any batch. None: a
+    random seed."""
     stop: tuple[str, ...] = ()
-    """Generation ends before the first of these strings. `check` also accepts a list, or one string."""
+    """Stop strings. The output ends before the first of them. `check` also accepts a list, or one string."""
     stop_token_ids: tuple[int, ...] = ()
-    """Generation ends with the first of these ids."""
+    """Stop token ids. The output ends with the first of them."""
     ignore_eos: bool = False
-    """Generate past the end-of-sequence token."""
+    """Whether to generate past the end-of-sequence token."""
     logprobs: int | None = None
-    """Log-probabilities of the drawn token and of this many of the likeliest, per position, before any penalty."""
+    """Number of most likely tokens whose log-probabilities are returned at each position, in addition to the drawn
+    token's. Log-probabilities are computed before any penalty. None: none are returned."""
     prompt_logprobs: int | None = None
-    """The same for each position of the prompt but the first."""
+    """As `logprobs`, for each position of the prompt except the first."""
     cache_salt: str = ""
-    """Only requests with the same one share what is kept: preprocessed media, a tower's features, the KV cache."""
+    """Salt of cache keys. Only requests with the same salt share preprocessed media, features and KV blocks."""
     json_schema: str | None = None
-    """A JSON schema, as JSON. The output conforms to it, unless `max_tokens` ends it first (grammar.py)."""
+    """JSON schema, as JSON text. The output conforms to it unless `max_tokens` ends the output first (grammar.py)."""
 
     @property
     def least_room(self) -> int:
-        """Number of tokens that must fit the context after the prompt."""
+        """Number of tokens that must fit in the context after the prompt."""
         if self.max_tokens is None:
             return 1
         return min(self.max_tokens, 1) if self.cut_max_tokens else self.max_tokens
 
     def most_tokens(self, room: int) -> int:
-        """Return the maximum number of tokens to generate in a context that has `room` for so many."""
+        """Return the maximum number of tokens to generate if `room` tokens fit in the context after the prompt."""
         return room if self.max_tokens is None else min(room, self.max_tokens)
 
     def stating(self, **stated: Any) -> SamplingParams:
-        """Return these settings with those of a request in their place. None is no setting.
+        """Return a copy with the settings of a request. A value of None changes nothing.
 
-        A `max_tokens` that a request states is not cut.
+        An explicit `max_tokens` sets `cut_max_tokens` to False.
         """
         given = {name: value for name, value in stated.items() if value is not None}
         if "max_tokens" in given:
@@ -90,14 +92,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether to take the most likely token. A float32 cannot be divided by a temperature below 1e-5."""
+        """Whether to take the most likely token. A temperature below 1e-5 is too small to divide float32 logits by."""
         return self.temperature < 1e-5
 
     def check(self, vocab_size: float) -> SamplingParams:
-        """Return the same settings, each converted to its type.
+        """Return a copy with each setting converted to its type.
 
         Args:
-            vocab_size: Upper limit of token ids. math.inf skips this check before the model is loaded.
+            vocab_size: Upper limit of token ids, exclusive. math.inf skips the check of ids before the model is loaded.
 
         Raises:
             InputError: A setting is wrong. The message names the setting, its value and its limits.
@@ -120,7 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _require_stop(typed.stop)
         _require_ids(typed, vocab_size)
         try:
-            msgspec.msgpack.encode(typed)  # as it goes to the engine
+            msgspec.msgpack.encode(typed)  # fails here rather than on the way to the engine
         except UnicodeEncodeError as error:
             raise InputError("a stop string, the salt or the JSON schema holds a lone surrogate") from error
         if typed.json_schema is not None and (typed.ignore_eos or typed.min_tokens):
@@ -128,7 +130,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return typed
 
     def _typed(self) -> SamplingParams:
-        """Convert each setting to its type: 16.0 to 16, and one stop string to a tuple. Raise InputError."""
+        """Convert each setting to its type, such as 16.0 to 16. Raise InputError if a setting has a wrong type."""
         given = {
             name: whole(value) if name in _INTEGERS else value for name, value in msgspec.structs.asdict(self).items()
         }
@@ -163,7 +165,7 @@ _INTEGERS = frozenset({"max_tokens", "min_tokens", "top_k", "seed", "logprobs", 
 
 
 def _require_ranges(params: SamplingParams) -> None:
-    """Raise InputError if a number is outside its range. Do so before the conversion to 64 bits."""
+    """Raise InputError if a number is outside its range. Call this before the conversion to 64 bits."""
     for name, low, high in _RANGES:
         value = getattr(params, name)
         if isinstance(value, int | float) and not low <= value <= high:
@@ -196,7 +198,7 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
 
 
 def _mistyped(given: Mapping[str, Any], message: str) -> InputError:
-    """Return the error for `said`, which gets the setting's value if that is short."""
+    """Return the error for msgspec's `message`. If the setting's value is short, the error shows it."""
     name = message.removeprefix("a key of ").partition(" ")[0].partition("[")[0]
     value = given.get(name)
     if message.startswith(f"{name} ") and isinstance(value, str | int | float) and len(repr(value)) <= _MAX_SHOWN:

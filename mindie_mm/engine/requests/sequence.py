@@ -1,4 +1,4 @@
-"""One request inside the engine."""
+"""The state of one request inside the engine."""
 
 from __future__ import annotations
 
@@ -22,58 +22,59 @@ from mindie_mm.structured.grammar import Constraint
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's tokens, media and pages; the scheduler alone moves `num_computed` and `blocks`."""
+    """Tokens, media and KV blocks of a request. Only the scheduler changes `num_computed` and `blocks`."""
 
     request_id: str
     params: SamplingParams
     token_ids: list[int]
-    """Plain ids of the prompt, then of the output."""
+    """Plain ids of the prompt, followed by the output."""
     num_prompt: int
     items: abc.Sequence[MediaItem]
     """Media of the prompt, in order."""
     prompt_positions: Positions
-    """Where its tokens stand, those of the output too."""
+    """Positions of the prompt's tokens, which also determine the positions of the output."""
     span_ids: Tensor | None
-    """int64 [num_prompt]: numbers of the tokens that attend to each other both ways; None where all are causal."""
+    """Span of each prompt token, int64 [num_prompt]. Tokens of one span attend to each other in both directions. A
+    negative id is no span. None: attention is causal everywhere."""
     max_tokens: int
-    """Most tokens of output, from the request or from what the context holds."""
+    """Maximum number of output tokens, from the request or from the context length."""
     generator: torch.Generator | None
-    """Draws this sequence's tokens; None for a greedy one."""
+    """Random generator of this sequence. None: sampling is greedy."""
     constraint: Constraint | None = None
-    """The grammar that its tokens must fit, if any."""
+    """Constraint on the output, if the request has a JSON schema."""
     blocks: list[int] = field(default_factory=list)
     """Blocks of the KV cache, in order."""
     media_consumed: bool = False
-    """Whether the blocks of `items` may be freed, because the KV cache has taken in the features of all of them."""
+    """Whether the blocks of `items` may be freed, because the KV cache contains the effect of all features."""
     num_computed: int = 0
-    """Tokens whose keys and values are in the cache."""
+    """Number of tokens whose keys and values are in the KV cache."""
     num_cached: int | None = None
-    """Tokens of those that were there when it was first scheduled; None before."""
+    """Number of tokens found in the prefix cache when the sequence was first scheduled. None before that."""
     num_shareable: int = 0
-    """Leading tokens whose blocks other sequences may share."""
+    """Number of leading tokens whose blocks other sequences may share."""
     root_key: bytes = b""
-    """The key before the first block's (`prefix.py`)."""
+    """Key that precedes the key of the first block (`prefix.py`)."""
     keys: list[bytes] = field(default_factory=list)
-    """Keys of its first full blocks, as far as they were asked for."""
+    """Keys of the first full blocks, as far as they have been computed."""
     span_keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """Keys of what lies in each of `spans`, as far as they were asked for."""
+    """Hashes of the content of `spans`, as far as they have been computed."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Log-probabilities at positions 1.. of the prompt, as far as they are computed."""
+    """Log-probabilities at positions 1.. of the prompt, as far as they have been computed."""
     asked_s: float = field(default_factory=time.monotonic)
     """As `Add.asked_s`."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     tower_s: float = 0.0
     spans: list[tuple[int, int]] = field(init=False)
-    """Spans [start, stop) of the prompt that no chunk may end within, ascending: the bidirectional ones."""
+    """Bidirectional spans [start, stop) of the prompt, ascending. No chunk may end within a span."""
     unique_prompt_ids: NDArray[np.int64] = field(init=False)
-    """The different ids of the prompt, int64, ascending; none where no penalty asks for them."""
+    """Distinct ids of the prompt, int64, ascending. Empty without a repetition penalty."""
     output_counts: Counter[int] = field(init=False)
-    """How often each id is in the output."""
+    """Number of occurrences of each id in the output."""
     _item_starts: list[int] = field(init=False)
-    """First slots of `items`, ascending."""
+    """First slot of each item, ascending."""
     _item_stops: list[int] = field(init=False)
-    """The slots behind the last ones of each item and of those before it, ascending."""
+    """Index after the last slot of each item and of all items before it, ascending."""
 
     def __post_init__(self) -> None:
         self.spans = _spans(self.span_ids)
@@ -84,60 +85,60 @@ class Sequence:
         self._item_stops = [*accumulate((item.stop for item in self.items), max)]
 
     def append(self, token: int) -> None:
-        """Takes a token of the output."""
+        """Append an output token."""
         self.token_ids.append(token)
         self.output_counts[token] += 1
 
     @property
     def media_stop(self) -> int:
-        """The slot behind the last one of any item; 0 without media."""
+        """Index after the last slot of all items. 0 without media."""
         return self._item_stops[-1] if self._item_stops else 0
 
     def consume_media(self) -> None:
-        """Let go of the mappings of the media's blocks, which may be freed from then on."""
+        """Release the mappings of the media's blocks. The blocks may be freed afterwards."""
         self.media_consumed = True
         self.items = [item.loose() for item in self.items]
 
     def refill(self, items: abc.Sequence[MediaItem]) -> None:
-        """Take the same media from other blocks."""
+        """Replace the items by the same media in other blocks."""
         self.media_consumed = False
         self.items = items
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output."""
+        """Number of tokens of prompt and output."""
         return len(self.token_ids)
 
     @property
     def num_output(self) -> int:
-        """Tokens of output."""
+        """Number of output tokens."""
         return len(self.token_ids) - self.num_prompt
 
     @property
     def output_ids(self) -> list[int]:
-        """The tokens drawn so far."""
+        """Output tokens so far."""
         return self.token_ids[self.num_prompt :]
 
     def ids(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Plain ids of tokens [start, stop), int64."""
+        """Return the plain ids of tokens [start, stop), int64."""
         return np.array(self.token_ids[start:stop], dtype=np.int64)
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Positions of tokens [start, stop): int64 [axes, stop - start]."""
+        """Return the positions of tokens [start, stop), int64 [axes, stop - start]."""
         return self.prompt_positions.of(start, stop)
 
     def items_in(self, start: int, stop: int) -> list[MediaItem]:
-        """The media items with slots in [start, stop)."""
+        """Return the media items with slots in [start, stop)."""
         first, last = bisect_right(self._item_stops, start), bisect_left(self._item_starts, stop)
         return [item for item in self.items[first:last] if item.stop > start]
 
     def spans_in(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The `spans` that have tokens in [start, stop)."""
+        """Return the `spans` that have tokens in [start, stop)."""
         first = bisect_right(self.spans, start, key=lambda span: span[1])
         return self.spans[first : bisect_left(self.spans, stop, key=lambda span: span[0])]
 
     def timings(self) -> Timings:
-        """Where the time went, up to now."""
+        """Return the time spent in each stage up to the present."""
         now = time.monotonic()
         scheduled = self.scheduled_s or now
         first = self.first_token_s or now
@@ -150,7 +151,7 @@ class Sequence:
 
 
 def _spans(span_ids: Tensor | None) -> list[tuple[int, int]]:
-    """From the first to the last token of each bidirectional span; those that overlap are joined."""
+    """Return each bidirectional span as [start, stop), with overlapping spans merged."""
     if span_ids is None:
         return []
     numbers, first = np.unique(span_ids.numpy(), return_index=True)

@@ -1,1 +1,1 @@
-"""The tokenizer stage: the tokenizer process with its client, and the same in the caller's process."""
+"""The tokenizer stage: its interface, and the tokenizer process with its client."""

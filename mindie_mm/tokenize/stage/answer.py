@@ -14,7 +14,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 
 async def answer(prompts: Prompts, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
-    """Return the prompt of each of `requests`, whose media get room together. Errors are those of Prompts."""
+    """Return the prompts of `requests`. Their media get room together. Errors are those of `Prompts.make`."""
     path_files = {request.path_file for request in requests}
     if len(path_files) != 1:
         raise InputError(f"prompts that are tokenized together share one path file; found {sorted(path_files)}")

@@ -40,7 +40,7 @@ _MODULE = "mindie_mm.tokenize.stage.tokenizer_process"
 _CLOSED = "the tokenizer is closed"
 
 HANG_S = 60.0
-"""Time in seconds after which a process that says nothing while it has requests is killed. Its event loop hangs."""
+"""Time in seconds after which a process with requests is killed if it sends nothing, because its event loop hangs."""
 
 _PING_S = 5.0
 
@@ -55,7 +55,7 @@ class AsyncTokenizer(TokenizerStage):
         self._up = False
         """Whether the process accepts requests."""
         self._settled = asyncio.Event()
-        """Set if waiting is pointless, because the process accepts requests or cannot accept any."""
+        """Set if waiting is pointless: the process accepts requests, or no process ever will."""
         self._replies: dict[int, asyncio.Future[list[Prompt]]] = {}
         """Prompts of the requests in progress, by the numbers of the requests."""
         self._numbers = count()
@@ -85,7 +85,7 @@ class AsyncTokenizer(TokenizerStage):
 
     @property
     def pids(self) -> list[int]:
-        """The process, if it accepts requests."""
+        """Id of the process, if it accepts requests."""
         return [self._child.pid] if self._up and self._child is not None else []
 
     @property

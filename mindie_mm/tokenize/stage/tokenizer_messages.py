@@ -23,9 +23,9 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     """Chat messages."""
     items: list[dict[str, Any]] | None = None
-    """A `List[Dict]`."""
+    """Items in order, each a mapping such as {"text": ...} or {"image": ...}."""
     text: str | None = None
-    """Plain text, no template."""
+    """Plain text, used without a template."""
     chat: bool = True
     """Format `items` as one user turn of the checkpoint's chat template, if it has one. False: join them."""
     path_file: str = ""
@@ -55,12 +55,12 @@ class Setup(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, model: Path, config: WorkerConfig) -> Setup:
-        """Return the settings for the checkpoint directory `model`, which the configuration may leave open."""
+        """Return the settings for the checkpoint directory `model`. The model named in `config` is not used."""
         return cls(str(model), **{name: getattr(config, name) for name in cls.__struct_fields__[1:]})
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Process to client, once: the checkpoint is read. A Failure in its place says what kept it from starting."""
+    """Process to client, once: the checkpoint has been read. A process that cannot start sends a Failure instead."""
 
     shown_tokens: list[str] = []
     """As `Prompts.shown_tokens`."""
@@ -82,14 +82,14 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """Client to process: say that you are alive."""
+    """Client to process: a request for a sign of life."""
 
 
 class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
     """A prompt in a message."""
 
     ids: bytes
-    """int64, native byte order."""
+    """Token ids as int64 in native byte order."""
     spans: tuple[MediaSpan, ...]
 
 

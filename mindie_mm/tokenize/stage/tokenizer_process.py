@@ -1,6 +1,6 @@
-"""The tokenizer process: it owns the arena, and works on many requests at once.
+"""The tokenizer process. It owns the arena, and works on many requests at once.
 
-It exits when its channel closes: the client closed it, or died.
+It exits when its channel closes, because the client closed it or died.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """Answers the requests of one channel."""
+    """The server of one channel."""
 
     def __init__(self, channel: Channel, prompts: Prompts, arena: Arena) -> None:
         self._channel = channel
@@ -58,7 +58,7 @@ class Server:
         self._encoder = msgspec.msgpack.Encoder()
 
     async def serve(self) -> None:
-        """Answer requests until the channel closes, or the arena is lost: the next process makes another."""
+        """Answer requests until the channel closes or the arena is lost. The next process creates a new arena."""
         try:
             await self._receive()
         finally:
@@ -113,7 +113,7 @@ class Server:
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
-    """Make the arena, start the decoders, read the checkpoint, say so, and serve."""
+    """Create the arena, start the decoders, read the checkpoint, report that the process is ready, and serve."""
     faults.arm("tokenizer", fault_folder())
     faults.point("starting")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that the arena is removed
@@ -125,7 +125,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     except MindieMMError as error:
         channel.send(msgspec.msgpack.encode(Failure.of(error)))
         return
-    lifeline.before_end(collect)  # of another tokenizer that died before the parent, which nobody else would remove
+    lifeline.before_end(collect)  # nobody else collects the arena of a tokenizer that died before the parent
     with arena:
         faults.point("arena-made")
         with suppress(asyncio.CancelledError):  # SIGTERM
@@ -139,7 +139,7 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
     decoders = Decoders(DecoderSetup(setup.model, setup.family, setup.media), setup.arena_bytes)
     room = Room(arena, setup.arena_wait_s)
     try:
-        async with task_group() as group:  # both import for seconds
+        async with task_group() as group:  # both spend seconds on imports
             group.create_task(decoders.open(setup.num_decoders))
             reading = group.create_task(asyncio.to_thread(_read_checkpoint, setup, decoders, room))
         prompts = reading.result()

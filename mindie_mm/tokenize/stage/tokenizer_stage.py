@@ -1,4 +1,4 @@
-"""The interface of whatever makes the prompts of an engine."""
+"""The interface of the tokenizers that make the prompts of an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 
 class TokenizerStage(ABC):
-    """Where prompts are made: a tokenizer process, or the caller's own."""
+    """A tokenizer for prompts of many requests, in a process of its own or in the caller's."""
 
     shown_tokens: list[str]
     """As `Prompts.shown_tokens`."""
@@ -19,7 +19,7 @@ class TokenizerStage(ABC):
     @property
     @abstractmethod
     def pids(self) -> list[int]:
-        """Processes that tokenize at this moment."""
+        """Ids of the processes that accept requests."""
 
     @property
     @abstractmethod

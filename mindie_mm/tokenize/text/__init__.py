@@ -1,1 +1,1 @@
-"""Text to ids and back: chat templates, control tokens, detokenisation."""
+"""Conversion of text to ids and back: chat templates, control tokens, detokenisation."""

@@ -22,15 +22,15 @@ _REMEMBERED = 256
 """Number of conversations whose prompt is kept, because many requests or rows repeat them."""
 _REMEMBERED_BYTES = 4096
 _VOLATILE = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
-"""Names of the time and of chance: prompts of a template that has one are not kept. One put together at run time, such
-as `map('ran' ~ 'dom')`, is not found."""
+"""Names that stand for the time or for a random value. Prompts of a template that has one are not cached. A name that
+is put together at run time, such as `map('ran' ~ 'dom')`, is not found."""
 _RESERVED_KWARGS = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"sanitize_control_tokens", "conversations", "self", "continue_final_message", "documents"}
 )
 _LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - cuts sources; nothing is rendered
-"""Settings of blanks are those of transformers."""
+"""Lexer with the whitespace settings of transformers."""
 _PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
 """Variables, and keys of messages, that are refused unless the template names them."""
 _PROBE = "a text"
@@ -43,7 +43,7 @@ _TRIED: Mapping[str, Sequence[Message]] = {
     "tool": (*_ASKED, Message("tool", _PROBE, _NAMED)),
     "function": (*_ASKED, Message("function", _PROBE, _NAMED)),
 }
-"""Roles that some templates skip, each with a conversation that shows it."""
+"""Roles that some templates skip, each with a conversation that shows whether this one does."""
 
 
 class ChatTemplate:
@@ -58,7 +58,7 @@ class ChatTemplate:
         *,
         for_tools: bool = False,
     ) -> None:
-        """Try what the template reads.
+        """Find out which content format and which roles the template reads.
 
         Args:
             source: Jinja source.
@@ -73,8 +73,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._spelling = ControlSpelling(control, {*control, *ROLES, *KINDS, *_words(source)})
         self._content_format: ContentFormat = "auto"
-        # Some templates skip a content that is a string. Others read nothing else: they fail for parts, skip them, or
-        # write them as Python does.
+        # Some templates skip content that is a string. Others read only strings: they fail for parts, skip them, or
+        # write them in Python's notation.
         as_text, as_parts = (self._reads(wraps) for wraps in (False, True))
         if content_format != "auto":
             self._content_format = content_format
@@ -137,7 +137,7 @@ class ChatTemplate:
             )
         except RecursionError as error:
             raise InputError("the chat template refuses these messages: they nest too deeply") from error
-        except Exception as error:  # a template is a program: it raises what it likes
+        except Exception as error:  # a template is a program and can raise anything
             raise InputError(f"the chat template refuses these messages: {error}") from error
         return escapes.rendered(_with_items(text, mark, items) if mark else text)
 
@@ -160,7 +160,7 @@ class ChatTemplate:
     def _reads(self, wraps_strings: bool) -> bool | None:
         """Return whether the template shows a user's text, after a system message if it requires one.
 
-        None if it refuses both conversations.
+        Return None if it refuses both conversations.
         """
         user = as_dict(Message("user", _PROBE), wraps_strings)
         system = as_dict(Message("system", "another"), wraps_strings)
@@ -205,8 +205,8 @@ class TemplateSources:
     """Jinja sources of a checkpoint's chat templates."""
 
     processor: str | None
-    """Template of the processor: that of processor_config.json, chat_template.json or chat_template.jinja, the first
-    one first, as in transformers."""
+    """Template of the processor, from the first of processor_config.json, chat_template.json and chat_template.jinja
+    that has one, as in transformers."""
     tokenizer: str | None
     """Template of the tokenizer: chat_template.jinja or tokenizer_config.json."""
     tool_use: str | None
@@ -217,8 +217,8 @@ class TemplateSources:
         """Find the templates. A processor or a tokenizer may have several, by name.
 
         Raises:
-            UnsupportedCheckpoint: There are several templates and none of them is the default, so that transformers
-                refuses all conversations.
+            UnsupportedCheckpoint: There are several templates, but none has the name default. Transformers then refuses
+                all conversations.
 
         """
         named = _named(tokenizer.chat_template)
@@ -267,7 +267,10 @@ def _with_items(text: str, mark: str, items: Sequence[str]) -> str:
 
 
 def as_dict(message: Message, wraps_strings: bool = False) -> dict[str, Any]:
-    """A message as templates read it, media as {"type": kind}; with `wraps_strings` no content is a string."""
+    """Return a message as templates read it, with media as {"type": kind}.
+
+    If `wraps_strings`, content that is a string becomes a list of one text part.
+    """
     content: Any = message.content
     if isinstance(content, tuple):
         content = [
@@ -275,6 +278,6 @@ def as_dict(message: Message, wraps_strings: bool = False) -> dict[str, Any]:
             for item in content
         ]
     elif content is not None:
-        content = str(content)  # of what is more than a str, such as numpy's
+        content = str(content)  # converts subclasses of str, such as numpy's
         content = [{"type": "text", "text": content}] if wraps_strings else content
     return {"role": str(message.role), "content": content, **message.extra}

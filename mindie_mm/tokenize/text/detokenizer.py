@@ -1,4 +1,4 @@
-"""From token ids to text, as they come, up to a stop string."""
+"""Incremental decoding of token ids to text, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tokenizers import Tokenizer
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 _UNFINISHED = 64
-"""Tokens without text of their own after which none is waited for any longer; a character has 4 bytes."""
+"""Maximum number of pending tokens that wait for text. A character has at most 4 bytes."""
 
 
 class TextStream:
-    """Token ids as text, as they come; what is told is never taken back.
+    """An incremental decoder. Text that was returned is never taken back.
 
-    A token is decoded behind those of the piece before it, for its text may hang on them: a blank at a text's beginning
-    is left out, several bytes are one character.
+    A token is decoded together with the ids of the piece before it, because its text may depend on them. A blank at the
+    beginning of a text is left out, and several bytes may form one character.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -24,24 +24,29 @@ class TextStream:
         self._skip = skip_special_tokens
         self._last: list[int] = []  # the ids of the last piece
         self._last_text = ""  # their text
-        self._behind: list[int] = []  # those that have given no text yet
+        self._behind: list[int] = []  # ids that have produced no text yet
 
     def push(self, token_id: int) -> str:
-        """What is certain with this further token: nothing with a special one, or before a character's end."""
+        """Decode one more token and return the text that is certain.
+
+        The text is empty for a special token and for an incomplete character.
+        """
         self._behind.append(token_id)
         text = self._decoded([*self._last, *self._behind])
-        # More would be decoded anew with each that follows.
+        # A longer list would be decoded again with each further token.
         if len(self._behind) <= _UNFINISHED and (len(text) <= len(self._last_text) or text.endswith("\ufffd")):
             return ""
         return self._tell(text)
 
     def flush(self) -> str:
-        """The rest, once no token follows: bytes that form no whole character become U+FFFD, as in one decode."""
+        """Return the remaining text. Bytes that form no whole character become U+FFFD, as when all ids are decoded at
+        once.
+        """
         return self._tell(self._decoded([*self._last, *self._behind]))
 
     def _tell(self, text: str) -> str:
-        """The new piece of `text`, which that of the last piece begins."""
-        # Where it does not, a byte has spoilt a character that was told.
+        """Return the new piece of `text`, which normally begins with the text of the last piece."""
+        # If it does not, a new byte has changed a character that was already returned.
         piece = text[len(self._last_text) :] if text.startswith(self._last_text) else self._decoded(self._behind)
         if piece:
             self._last = self._behind
@@ -55,7 +60,7 @@ class TextStream:
 
 
 class Detokenizer:
-    """One request's output as text. Text that may yet begin a stop string is held back."""
+    """The output of one request as text. Text that may turn out to begin a stop string is held back."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
         self._stream = TextStream(tokenizer)
@@ -68,7 +73,7 @@ class Detokenizer:
         """The stop string that ended the text."""
 
     def push(self, token_ids: list[int]) -> str:
-        """Text that is certain with these further tokens; nothing after a stop string."""
+        """Decode more tokens and return the text that is certain, or nothing after a stop string."""
         for token_id in token_ids:
             self._num_tokens += 1
             if piece := self._stream.push(token_id):
@@ -76,7 +81,7 @@ class Detokenizer:
         return self._emit(self._certain())
 
     def flush(self) -> str:
-        """The rest, once no token follows."""
+        """Return the remaining text."""
         self._append(self._stream.flush())
         return self._emit(len(self._text))
 
@@ -85,7 +90,7 @@ class Detokenizer:
             return
         before = len(self._text)
         self._text += piece
-        # Those that end in the piece: one that came before `min_tokens` ends nothing later.
+        # Only stop strings that end in this piece count. One that came before `min_tokens` has no effect later.
         places = ((self._text.find(text, max(0, before - len(text) + 1)), text) for text in self._stop)
         hits = [(at, text) for at, text in places if at >= 0]
         if hits and self._num_tokens >= self._min_tokens:
@@ -93,10 +98,10 @@ class Detokenizer:
             self._text = self._text[:at]
 
     def _certain(self) -> int:
-        """Where the longest tail of the text begins that begins a stop string, too; the text's end if none does."""
+        """Return the start of the longest tail of the text that may begin a stop string, or else the text's end."""
         text = self._text
         if self.stopped_by is None:
-            # A place that is none stays none, so each is tried until it is passed, and the first one again.
+            # A start that was ruled out stays ruled out, so the search begins where the returned text ends.
             for start in range(self._emitted, len(text)):
                 tail = text[start:]
                 if any(stop.startswith(tail) for stop in self._stop):
@@ -110,9 +115,16 @@ class Detokenizer:
 
 
 def load_tokenizer(checkpoint: Checkpoint, family: str | None = None, shown_tokens: Collection[str] = ()) -> Tokenizer:
-    """The checkpoint's tokenizer, for decoding; `family` as in `family_of`. UnsupportedCheckpoint.
+    """Return the checkpoint's tokenizer, for decoding.
 
-    `shown_tokens` are those of its special tokens that answers show.
+    Args:
+        checkpoint: Checkpoint of the tokenizer.
+        family: As in `family_of`.
+        shown_tokens: Special tokens that are shown in answers.
+
+    Raises:
+        UnsupportedCheckpoint: The checkpoint cannot be served.
+
     """
     file = checkpoint.path / "tokenizer.json"
     if file.is_file():
@@ -121,7 +133,7 @@ def load_tokenizer(checkpoint: Checkpoint, family: str | None = None, shown_toke
         stated = {token["content"] for token in checkpoint.json("tokenizer.json").get("added_tokens", ())}
         if stated.issuperset(shown_tokens):
             return checkpoint.tokenizer(lambda token: token["special"] and token["content"] not in shown_tokens)
-    # Late: only checkpoints whose tokenizer.json does not have all tokens pay for torch, and for the conversion.
+    # Imported late, because only checkpoints whose tokenizer.json lacks tokens need torch and a conversion.
     from mindie_mm.models import family_of
 
     converted: Tokenizer = family_of(checkpoint, family).tokenizer(checkpoint).backend_tokenizer

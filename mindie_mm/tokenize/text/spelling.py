@@ -1,11 +1,12 @@
-"""What a caller's texts spell like control tokens: told apart from what is meant, while both are one string.
+"""Escaping of control tokens that a caller's text spells, to keep them apart from the intended ones.
 
 Before a prompt is put together, the first character of any such spelling is replaced by a private-use character that
-occurs nowhere else. What spells a control token afterwards is meant; the rest is put back by `Rendered.restore`.
+occurs nowhere else. Every control token that the prompt still spells is intended. `Rendered.restore` puts the replaced
+characters back.
 
-That is so of a template that writes each of the caller's strings whole, or without the blanks around it. One that takes
-a string apart and joins the pieces, or changes its letters, can make a token of it; so can one of a caller's number, or
-of a name that it looks for itself, such as "object", and writes within a token that it began.
+This holds for a template that writes each of the caller's strings whole, or without surrounding blanks. A template that
+splits a string and joins the pieces, or changes its letters, can still produce a control token. So can a template that
+begins a token and completes it with a caller's number, or with a name that it looks for, such as "object".
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 from mindie_mm.errors import InputError
 
 _FREE = range(0xE000, 0x110000)
-"""Characters that may stand for others, private use first."""
+"""Characters that may replace others, private use first."""
 _FIELDS = re.compile("[%{]")
-"""Where a template's string may be the format of others."""
+"""Characters that may begin a field in a format string of a template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +31,21 @@ class Rendered:
 
     text: str
     restore: Mapping[int, str]
-    """From private-use characters to those that they stand for, for str.translate; empty where nothing was replaced."""
+    """Map from private-use characters to the characters that they replaced, for str.translate. Most prompts need
+    none."""
     items: Sequence[tuple[int, int]] = ()
-    """Where in `text` each media item is spelled, [start, stop)."""
+    """Range [start, stop) of each media item in `text`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Escapes:
-    """The characters that are replaced in one prompt's texts, mostly none."""
+    """The replacements of characters in the texts of one prompt. Most prompts have none."""
 
     _spelling: ControlSpelling
     _replacements: Mapping[str, str]
 
     def apply(self, value: Any) -> Any:
-        """`value`, which JSON could hold, with all of its strings escaped."""
+        """Return `value`, which must be valid as JSON, with all of its strings escaped."""
         if not self._replacements:
             return value
         if isinstance(value, str):
@@ -58,7 +60,7 @@ class Escapes:
         return value
 
     def rendered(self, text: str) -> Rendered:
-        """A prompt of what `apply` gave."""
+        """Return the prompt with this text, which was rendered from escaped values."""
         return Rendered(text, {ord(replacement): original for original, replacement in self._replacements.items()})
 
 
@@ -72,14 +74,19 @@ def unused_character(texts: Sequence[str]) -> str:
 
 
 class ControlSpelling:
-    """How a tokenizer's control tokens are spelled."""
+    """The spellings of a tokenizer's control tokens."""
 
     def __init__(self, control: Sequence[str], words: Collection[str] = ()) -> None:
-        """`control` are the tokens' texts, the longest first; `words` what a template writes itself, or names.
+        """Prepare the search for spellings.
 
-        Where one of the words ends with the beginning of a token, as nearly no template's do, a caller's text that
-        would go on with any token is replaced, too. One that is a word, and a name, is not: the template may look for
-        it.
+        If one of `words` ends with the beginning of a token, a caller's text that could complete a token is escaped,
+        too. This is true for hardly any template. Such a text is not escaped if it is a name among `words`, because the
+        template may look for it.
+
+        Args:
+            control: Texts of the control tokens, the longest first.
+            words: Texts that the template writes or looks for.
+
         """
         beginnings = {token[:size] for token in control for size in range(1, len(token))}
         self._pattern = _pattern(control, beginnings)
@@ -91,9 +98,9 @@ class ControlSpelling:
         self._control = "\n".join(control)
 
     def escapes(self, texts: Iterable[str], template: str = "") -> Escapes:
-        """Replaces each character that begins a spelling in `texts` by one that neither they nor `template` have.
+        """Return a replacement for each character that begins a spelling in `texts`.
 
-        InputError if these have every character that there is.
+        The replacements occur neither in `texts` nor in `template`. Raise InputError if no unused characters are left.
         """
         texts = list(texts)
         spelled = sorted({text[at] for text in texts for at in self.places(text)})
@@ -105,19 +112,19 @@ class ControlSpelling:
         return Escapes(self, replacements)
 
     def places(self, text: str) -> Iterator[int]:
-        """Where in a caller's `text` a character is to be replaced; one place may come twice."""
+        """Yield the offsets of the characters to replace in a caller's `text`. An offset may occur twice."""
         yield from (match.start() for match in self._pattern.finditer(text))
         if self._rests and text not in self._names and self._goes_on(text.strip()):
             yield len(text) - len(text.lstrip())
 
     def _goes_on(self, text: str) -> bool:
-        """Whether `text` begins with the rest of a token, or is a part of one, behind which something else goes on."""
+        """Return whether `text` may complete a token: it begins with the rest of one, or is a part inside one."""
         return text != "" and (text.startswith(self._rests) or text in self._control)
 
 
 def strings(value: Any) -> Iterator[str]:
-    """All strings in a value that JSON could hold, keys too, in any order. InputError if it could not."""
-    waiting = [value]  # one generator in another would take each string through all of them
+    """Yield all strings in a JSON value, including keys, in any order. Raise InputError if it is not a JSON value."""
+    waiting = [value]  # nested generators would pass each string through every level
     while waiting:
         value = waiting.pop()
         if isinstance(value, str):
@@ -126,7 +133,7 @@ def strings(value: Any) -> Iterator[str]:
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple)):
             waiting += value
-        elif not isinstance(value, (int, float, NoneType)):  # a template could write any other as a text, unescaped
+        elif not isinstance(value, (int, float, NoneType)):  # a template could write any other value as text, unescaped
             raise InputError(f"a chat template is given what JSON can hold, not {type(value).__name__}")
 
 

@@ -1,10 +1,12 @@
-"""Text to ids, such that text can never make a control token.
+"""Encoding of prompts such that a caller's text can never produce a control token.
 
-A prompt is rendered to one string: by the checkpoint's chat template, or item after item. Control tokens that the
-template, or a media item, puts there are meant. One that a caller's text spells out, or would complete, or that the
-pieces of several texts would join to, is text, and is escaped before (`spelling.py`). The string is cut at its control
-tokens, which now are the meant ones, and what lies between is restored and encoded with their recognition off. A prompt
-that spells out none, which is nearly every one, is encoded whole, exactly as transformers does it.
+A prompt is rendered to one string, by the checkpoint's chat template or item by item. Control tokens that the template
+or a media item writes are intended. A caller's text may spell or complete a control token, and several texts may form
+one where they join. Such spellings are plain text. They are escaped before rendering (`spelling.py`), so that every
+control token left in the string is intended.
+
+The string is then split at its control tokens. The text between them is restored, and encoded with the recognition of
+control tokens off. Nearly all prompts have no escapes. They are encoded whole, exactly as in transformers.
 """
 
 from __future__ import annotations
@@ -27,35 +29,35 @@ from mindie_mm.tokenize.text.chat_template import ChatTemplate, TemplateSources,
 from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings
 
 _ALWAYS_ENCODED = 2**18
-"""Characters of a prompt that are encoded whatever its limit is: a prompt may be cut to a few tokens."""
+"""Number of characters of a prompt that are encoded at any token limit. The prompt may be truncated to a few tokens."""
 _REMEMBERED = 256
-"""Prompts whose ids are kept, for those that many requests or rows have; longer ones are seldom the same."""
+"""Number of prompts whose ids are cached, because many requests or rows repeat them. Long prompts seldom repeat."""
 _REMEMBERED_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt as ids, media items not expanded."""
+    """A prompt as ids, before its media items are expanded."""
 
     ids: Sequence[int]
     items: Sequence[tuple[int, int]] = ()
-    """The ids, [start, stop), that the spelling of each media item has a part in: two items may share one."""
+    """Range [start, stop) of the ids that each media item's spelling contributed to. Two items may share an id."""
 
 
 class _Encoding(Protocol):
-    """What the tokenizers library makes of a text."""
+    """An encoded text, as the tokenizers library returns it."""
 
     @property
     def ids(self) -> Sequence[int]: ...
 
     @property
     def offsets(self) -> Sequence[tuple[int, int]]:
-        """The characters, [start, stop), that each id stands for."""
+        """Range [start, stop) of the characters of each id."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Control:
-    """A control token's."""
+    """The encoding of one control token."""
 
     ids: Sequence[int]
     offsets: Sequence[tuple[int, int]]
@@ -72,10 +74,19 @@ class TextEncoder:
         processor: Processor,
         content_format: ContentFormat,
     ) -> None:
-        """`tokenizer` is transformers' fast one.
+        """Create an encoder.
 
-        `placeholder_ids` are control tokens, whatever the file says, and so are the `control_ids` of placeholders.
-        `content_format` is as `ChatTemplate` takes it.
+        Args:
+            checkpoint: Checkpoint of the tokenizer.
+            tokenizer: Fast tokenizer of transformers.
+            placeholder_ids: Ids to treat as control tokens even if the tokenizer's file does not. The `control_ids` of
+                the processor's placeholders are treated alike.
+            processor: Processor of the checkpoint.
+            content_format: As in `ChatTemplate`.
+
+        Raises:
+            UnsupportedCheckpoint: A placeholder id is not an added token.
+
         """
         self._tokenizer = tokenizer
         self._processor = processor
@@ -85,7 +96,7 @@ class TextEncoder:
         self._backend.no_padding()
         pieces = {index for placeholder in processor.placeholders.values() for index in placeholder.control_ids}
         self._control_ids = _control_ids(checkpoint, tokenizer, placeholder_ids, pieces)
-        # What no piece of the vocabulary spells is the unknown token, which is text.
+        # Text outside the vocabulary is encoded as the unknown token, so text may produce that token.
         self._never_text = {*self._control_ids.values()} - {tokenizer.unk_token_id}
         self._control = _one_of(frozenset(self._control_ids))
         # A marker stands for an item even if it is no token, so a caller's text must not contain one.
@@ -101,22 +112,26 @@ class TextEncoder:
         self._bos: str | None = tokenizer.bos_token
         bos = [] if self._bos is None else [tokenizer.bos_token_id]
         self.opening: Sequence[int] = self._prefix or bos
-        """What a prompt begins with by the tokenizer's own doing, or a template's."""
+        """Ids that the tokenizer or a chat template puts at the beginning of a prompt, such as BOS."""
         self._remembered = lru_cache(_REMEMBERED)(lambda text, items: self._encoded(Rendered(text, {}, items)))
 
     def check_items(self, items: Sequence[Item], max_tokens: int) -> None:
-        """ContextLengthExceeded for texts that are longer than `max_tokens` of the longest tokens.
+        """Raise ContextLengthExceeded if the texts have more characters than `max_tokens` of the longest tokens.
 
-        Encoding takes time and memory by the character, so this comes before it, and also where a prompt is cut.
+        Encoding takes time and memory for every character, so this check comes first. It also applies to prompts that
+        are truncated.
         """
         self._check_size((item.text for item in items if isinstance(item, Text)), max_tokens)
 
     def check_messages(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], max_tokens: int) -> None:
-        """The same of messages, and of what else their template puts into the prompt."""
+        """Raise ContextLengthExceeded as `check_items` does, for messages and the other variables of their template."""
         self._check_size(strings([*map(as_dict, messages), template_kwargs]), max_tokens)
 
     def check_rendered(self, rendered: Rendered, max_tokens: int) -> None:
-        """The same of what a template made of all that: of numbers, too, and of what it writes several times."""
+        """Raise ContextLengthExceeded as `check_items` does, for a rendered prompt.
+
+        A template may also write numbers, and may write a text several times.
+        """
         self._check_size([rendered.text], max_tokens)
 
     def _check_size(self, texts: Iterable[str], max_tokens: int) -> None:
@@ -126,11 +141,11 @@ class TextEncoder:
             )
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Control tokens as they stand in a rendered prompt."""
+        """Return control tokens as a rendered prompt spells them."""
         return "".join(self._tokenizer.convert_ids_to_tokens(list(ids)))
 
     def render_items(self, items: Sequence[Item | str]) -> Rendered:
-        """`items` one after another, through no template; a str is taken as it is, control tokens and all."""
+        """Join `items` without a template. A `str` is inserted unchanged, with its control tokens."""
         escapes = self._spelling.escapes(item.text for item in items if isinstance(item, Text))
         pieces = [escapes.apply(item.text) if isinstance(item, Text) else item for item in items]
         return escapes.rendered("".join(str(piece) for piece in pieces))
@@ -156,9 +171,17 @@ class TextEncoder:
     def replace_markers(
         self, rendered: Rendered, names: frozenset[str], markers: Sequence[str], texts: Sequence[str]
     ) -> Rendered:
-        """`rendered` with the k-th of all markers in it, the k-th of `markers`, replaced by the k-th of `texts`.
+        """Replace the media markers in a rendered prompt.
 
-        `names` are the markers that the model has. InputError where the prompt has others, or another number.
+        Args:
+            rendered: Prompt with markers.
+            names: All markers that the model has.
+            markers: Expected markers, in order.
+            texts: Replacement of each of `markers`.
+
+        Raises:
+            InputError: The prompt has other markers, or another number of them.
+
         """
         pieces = _one_of(names).split(rendered.text)
         check_order(pieces[1::2], markers, len(markers))
@@ -168,9 +191,10 @@ class TextEncoder:
     def replace_marker_ids(
         self, ids: Sequence[int], names: Collection[str], markers: Sequence[str], texts: Sequence[str]
     ) -> Encoded:
-        """The same of a prompt that is encoded already. A text is encoded apart from its neighbours.
+        """Replace the media markers in an encoded prompt, as `replace_markers` does. Each text is encoded on its own.
 
-        A marker that stays is found by its control tokens: the ids of text round them depend on what it stands beside.
+        A marker that stays is recognised by its control tokens, because the ids of the text around them depend on its
+        neighbours.
         """
         replaced = {marker for marker, text in zip(markers, texts, strict=True) if marker != text}
         spelled = {
@@ -195,17 +219,19 @@ class TextEncoder:
         return Encoded([index for piece in pieces for index in piece], _odd_ones(pieces))
 
     def _marker_ids(self, marker: str, whole: bool) -> list[int]:
-        """Its ids; unless `whole`, those from its first control token to its last, where it has any."""
+        """Return the ids of a marker. Unless `whole`, return only those from its first to its last control token, if it
+        has any.
+        """
         ids = self._encode(marker, plain=False)
         control = {*self._control_ids.values()}
         places = [at for at, index in enumerate(ids) if index in control]
         return ids if whole or not places else ids[places[0] : places[-1] + 1]
 
     def encode(self, rendered: Rendered) -> Encoded:
-        """Return the ids, with the tokenizer's special tokens, such as BOS, unless the text begins with them."""
+        """Return the ids. Add the tokenizer's special tokens, such as BOS, unless the text begins with BOS."""
         if rendered.restore:
             plain = Rendered(rendered.text.translate(rendered.restore), {}, rendered.items)
-            if self._spelled_in(plain.text) == self._spelled_in(rendered.text):  # what was escaped spells nothing
+            if self._spelled_in(plain.text) == self._spelled_in(rendered.text):  # restoring adds no spelling
                 rendered = plain
         if rendered.restore or len(rendered.text) > _REMEMBERED_CHARS:
             return self._encoded(rendered)
@@ -217,7 +243,7 @@ class TextEncoder:
         return ids[ahead : len(ids) - len(self._suffix)] if [*ids[:ahead]] == self._prefix else ids
 
     def _spelled_in(self, text: str) -> list[tuple[int, int]]:
-        """Where control tokens are spelled, [start, stop) each."""
+        """Return the ranges [start, stop) of the control tokens in `text`."""
         return [match.span() for match in self._control.finditer(text)]
 
     def _encoded(self, rendered: Rendered) -> Encoded:
@@ -235,7 +261,7 @@ class TextEncoder:
         return Encoded([*self._prefix, *ids, *self._suffix], [(start + ahead, stop + ahead) for start, stop in items])
 
     def _pieces(self, rendered: Rendered) -> Iterator[tuple[int, _Encoding]]:
-        """The first character of each piece of a text that spells control tokens, and its encoding."""
+        """Split a prompt at its control tokens. Yield the offset of each piece in characters, and its encoding."""
         at = 0
         for index, piece in enumerate(self._control.split(rendered.text)):
             if index % 2:
@@ -245,11 +271,15 @@ class TextEncoder:
             at += len(piece)
 
     def _encode_plain(self, text: str) -> list[tuple[int, _Encoding]]:
-        """The same of a text that may spell control tokens, without one.
+        """Encode `text` without control tokens. Return its pieces as `_pieces` does.
 
-        A Unigram model has them among its pieces, and finds them although they are not to be recognised, and also
-        where its normaliser makes one of other characters: there the text is cut behind the first of them.
-        InputError where a character alone makes one.
+        The vocabulary of a Unigram model includes its control tokens, and the model finds them although their
+        recognition is off. Its normaliser may also turn other characters into one. The text is split after the first
+        character of each such token.
+
+        Raises:
+            InputError: A single character produces a control token.
+
         """
         whole = self._encoding(text, plain=True)
         if self._never_text.isdisjoint(whole.ids):
@@ -263,7 +293,7 @@ class TextEncoder:
         return pieces
 
     def _as_meant(self, text: str, ids: Sequence[int]) -> bool:
-        """Whether the control tokens among `ids` are those that `text` spells: a normaliser may make others."""
+        """Return whether `ids` have exactly the control tokens that `text` spells. A normaliser may produce others."""
         if self._backend.normalizer is None:
             return True
         spelled = [self._control_ids[match[0]] for match in self._control.finditer(text)]
@@ -290,13 +320,13 @@ class TextEncoder:
         return list(self._encoding(text, plain).ids)
 
     def _encoding(self, text: str, plain: bool) -> _Encoding:
-        """`text` encoded; if `plain`, none of its special tokens is recognised."""
+        """Encode `text`. If `plain`, recognise no special token in it."""
         self._backend.encode_special_tokens = plain
         encoding: _Encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding
 
     def _frame(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer puts before and after a text."""
+        """Return the ids that the tokenizer puts before and after a text."""
         bare = self._tokenizer.encode("a", add_special_tokens=False)
         framed = self._tokenizer.encode("a")
         start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
@@ -312,7 +342,7 @@ def _one_of(names: frozenset[str]) -> re.Pattern[str]:
 def _control_ids(
     checkpoint: Checkpoint, tokenizer: Any, placeholder_ids: Collection[int], pieces: Collection[int]
 ) -> dict[str, int]:
-    """Control tokens by their texts. UnsupportedCheckpoint if one of `placeholder_ids` is no added token."""
+    """Map texts of control tokens to ids. Raise UnsupportedCheckpoint if a placeholder id is not an added token."""
     added = tokenizer.added_tokens_decoder
     if missing := sorted(set(placeholder_ids) - added.keys()):
         raise UnsupportedCheckpoint(f"{checkpoint.path}: the tokenizer has no added tokens of the media ids {missing}")
@@ -321,12 +351,12 @@ def _control_ids(
 
 
 def _odd_ones(pieces: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
-    """Where in the pieces, put one behind another, every second one of them is, [start, stop)."""
+    """Return the ranges [start, stop) of every second piece in the concatenation of all pieces."""
     ends = [*accumulate(map(len, pieces))]
     return [*zip(ends[:-1:2], ends[1::2], strict=True)]
 
 
 def _touched(places: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
-    """Which of `places`, [start, stop) each and ascending, have a part in [start, stop)."""
+    """Return the index range of the `places` that overlap [start, stop). Places are ranges too, in ascending order."""
     first = bisect_right(places, start, key=lambda place: place[1])
     return first, max(first, bisect_left(places, stop, key=lambda place: place[0]))
