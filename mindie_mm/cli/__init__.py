@@ -1,7 +1,7 @@
 """The command mindie-mm: one module per command, imported when that command is called.
 
 A command's module imports slow libraries (torch, a web framework, rich) inside its function, so that `--help` and the
-tools for shared memory start at once.
+tools for shared memory start at once. The flags of `serve` are the fields of `mindie_mm/settings/config.py`.
 """
 
 from __future__ import annotations

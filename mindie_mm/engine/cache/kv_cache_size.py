@@ -1,4 +1,8 @@
-"""The useful size of a KV cache, and the context length that fits in it."""
+"""The useful size of a KV cache, and the context length that fits in it.
+
+`process/memory_profile.py` measures the bytes that are left for the cache, and `Engine` in `core.py` makes KV blocks of
+them.
+"""
 
 from __future__ import annotations
 
