@@ -40,7 +40,7 @@ class Item(msgspec.Struct, frozen=True):
     """Contents of the file, as in `Parcel`."""
     is_list: bool
     decodes_to_count: bool
-    """Whether to count the frames of a video by decoding them. If False, packets are counted."""
+    """True to count the frames of a video by decoding them, False to count packets."""
 
     @property
     def media(self) -> Media:

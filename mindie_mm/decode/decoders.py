@@ -231,7 +231,7 @@ class Decoders:
             process = await starter.again(self._fork)
 
     async def _end_hanging(self) -> None:
-        """Kill decoders that hang until cancelled. Their items are tried again."""
+        """Kill decoders that hang, and have their items tried again. Run until cancelled."""
         before: dict[DecoderProcess, tuple[Job | None, int]] = {}
         while True:
             await asyncio.sleep(_HANG_S)

@@ -29,7 +29,7 @@ class Group:
     """Items of one request. Groups take turns, so that a request with many items does not delay other requests."""
 
     keeps_decoder: bool = False
-    """Whether a decoder that has planned an item is reserved for this group, until `Decoders.let_go`."""
+    """True if a decoder that has planned an item is reserved for this group until `Decoders.let_go`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class DecoderProcess:
     kept_for: Group | None = None
     """Group for whose next job the decoder is reserved."""
     killed: bool = False
-    """Whether the decoder was killed because its job was cancelled."""
+    """True if the decoder was killed because its job was cancelled."""
 
 
 class JobQueue:

@@ -54,7 +54,7 @@ class NurseryClient:
         self._scratch_bytes = scratch_bytes
         self._on_down = on_down
         self.why_down = ""
-        """Reason why no decoder can be forked. Empty while the nursery runs or is restarting."""
+        """Reason why no decoder can be forked. Empty while the nursery runs or is expected to run again soon."""
         self._child: Child | None = None
         self._up = asyncio.Event()
         """Set while the nursery can fork decoders."""

@@ -39,7 +39,7 @@ class Parcel(msgspec.Struct, frozen=True):
     parts: tuple[Part, ...]
     """Contiguous ranges of the file, from its start."""
     is_list: bool
-    """Whether the parts are the frames of a video. If False, there is one part."""
+    """True if the parts are the frames of a video. If False, the parcel has a single part."""
 
 
 def pack_file(media: Media) -> Parcel | None:

@@ -125,7 +125,7 @@ class ArenaFile:
     def close(self) -> None:
         """Remove the file. Idempotent. Readers that have mapped it keep their pages. In a forked child, it stays."""
         self._populator.stop()
-        # The populator keeps the mapping alive. Wait for it, so that the space of the file is free on return.
+        # The populator keeps the mapping, and thus the pages, alive. A new arena might otherwise find no room.
         self._populator.join()
         _remove(self.path, self._lock, self._populator)
         self._finalizer.cancel()
