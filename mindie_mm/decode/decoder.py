@@ -1,4 +1,4 @@
-"""A decoder process: one media item at a time, from an open file into its scratch memory."""
+"""Decoder process. It decodes one media item at a time from an open file to its scratch memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mindie_mm.settings.config import MediaCaps
 
 
 class Decoder:
-    """Plans and writes items. It keeps nothing but the plan of the last item."""
+    """Planner and writer of media items. Its only state is the plan of the last item."""
 
     def __init__(self, processor: Processor, caps: MediaCaps, scratch: Scratch) -> None:
         self._processor = processor
@@ -31,7 +31,7 @@ class Decoder:
         self._plan: Plan | None = None
 
     def answer(self, message: ToDecoder, descriptors: list[int]) -> FromDecoder:
-        """Do what `message` asks for. `descriptors` are closed before any byte of the media file is parsed."""
+        """Handle `message` and return the reply. Close `descriptors` before any byte of the media file is parsed."""
         with ExitStack() as stack:
             for descriptor in descriptors:
                 stack.callback(os.close, descriptor)
@@ -46,7 +46,7 @@ class Decoder:
                 return Written()
             except MindieMMError as error:
                 return Refused(Failure.of(error))
-            except Exception as error:  # noqa: BLE001 - one item fails, not the process
+            except Exception as error:  # noqa: BLE001 - an error fails the item, not the process
                 return _refused(error)
 
     def _planned(self, item: Item, descriptor: int, stack: ExitStack) -> Facts:
@@ -65,7 +65,7 @@ class Decoder:
 
 
 def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
-    """Answer messages until the tokenizer closes the channel, or dies."""
+    """Answer messages until the tokenizer closes the channel or dies."""
     requests, replies = msgspec.msgpack.Decoder[ToDecoder](ToDecoder), msgspec.msgpack.Encoder()
     while True:
         try:
@@ -77,7 +77,7 @@ def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
 
 
 def _refused(error: Exception) -> Refused:
-    """Return what the caller is told of an exception that nobody foresaw, and where it was raised, for the log."""
+    """Return the reply for an unexpected exception, with its traceback for the tokenizer's log."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
         limit = "decoding the request's media takes more memory than the limit (--max-decode-bytes)"
         return Refused(Failure.of(LimitExceeded(limit)))

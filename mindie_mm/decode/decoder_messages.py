@@ -1,4 +1,4 @@
-"""Messages between the tokenizer, its decoders and the process that forks them, as msgpack."""
+"""Messages between the tokenizer, its decoders and the nursery, encoded as msgpack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindie_mm.shm import ArraySpec
 
 
 class DecoderSetup(msgspec.Struct, frozen=True):
-    """Settings of the decoders, passed to the process that forks them as JSON."""
+    """Settings of the decoders. The nursery receives them as JSON."""
 
     model: str
     """Directory of the checkpoint."""
@@ -26,11 +26,11 @@ class DecoderSetup(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Nursery to tokenizer, once: decoders can be forked. A Failure in its place says what is wrong."""
+    """Nursery to tokenizer, first message: decoders can be forked. If loading fails, a Failure is sent instead."""
 
 
 class Item(msgspec.Struct, frozen=True):
-    """A media item. The first descriptor beside the message is its open file."""
+    """Media item. The first descriptor that is sent with the message is the item's open file."""
 
     kind: Kind
     options: MediaOptions
@@ -40,11 +40,11 @@ class Item(msgspec.Struct, frozen=True):
     """Contents of the file, as in `Parcel`."""
     is_list: bool
     decodes_to_count: bool
-    """Whether the frames of a video are counted by decoding them, and not by their packets."""
+    """True to count the frames of a video by decoding them, False to count packets."""
 
     @property
     def media(self) -> Media:
-        """The item without its source."""
+        """Media item without its source."""
         return Media(self.kind, None, self.options)
 
 
@@ -55,16 +55,16 @@ class PlanItem(msgspec.Struct, frozen=True, tag="plan"):
 
 
 class WriteItem(msgspec.Struct, frozen=True, tag="write"):
-    """Tokenizer to decoder: decode an item into the scratch memory."""
+    """Tokenizer to decoder: decode an item to the scratch memory."""
 
     layout: Layout
-    """Where its arrays lie."""
+    """Layout of the item's arrays in the scratch memory."""
     item: Item | None
-    """None: the item that this decoder planned last."""
+    """Item to decode. None means the item that this decoder planned last."""
 
 
 class Facts(msgspec.Struct, frozen=True, tag="facts"):
-    """Decoder to tokenizer: the plan of an item, without the function that carries it out."""
+    """Decoder to tokenizer: the plan of an item, without its `write` function."""
 
     num_features: int
     specs: dict[str, tuple[str, tuple[int, ...]]]
@@ -72,9 +72,9 @@ class Facts(msgspec.Struct, frozen=True, tag="facts"):
     settings: str
     grid: tuple[int, ...]
     picture_pixels: int
-    """As `Work.picture_pixels`, of this item alone."""
+    """`Work.picture_pixels` of this item alone."""
     video_pixels: int
-    """As `Work.video_pixels`, of this item alone."""
+    """`Work.video_pixels` of this item alone."""
 
     @classmethod
     def of(cls, plan: Plan, picture_pixels: int, video_pixels: int) -> Self:
@@ -83,7 +83,7 @@ class Facts(msgspec.Struct, frozen=True, tag="facts"):
         return cls(plan.num_features, specs, plan.settings, plan.grid, picture_pixels, video_pixels)
 
     def plan(self) -> Plan:
-        """Return the plan, which a decoder carries out in place of its `write`."""
+        """Return the plan. Its `write` must not be called, because a decoder writes the arrays."""
         specs = {name: ArraySpec(shape, dtype) for name, (dtype, shape) in self.specs.items()}
         return Plan(self.num_features, specs, self.settings, _write_elsewhere, self.grid)
 
@@ -93,35 +93,38 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Decoder to tokenizer: the item has failed."""
+    """Decoder to tokenizer: planning or decoding the item has failed."""
 
     error: Failure
     frames: str = ""
-    """Where an exception that nobody foresaw was raised, for the log."""
+    """Traceback of an unexpected exception, for the log. Empty for other errors."""
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
-    """Tokenizer to nursery: fork a decoder. Beside the message are its socket and the file of its scratch memory."""
+    """Tokenizer to nursery: fork a decoder.
+
+    The message carries two descriptors: the decoder's socket and the file of its scratch memory.
+    """
 
 
 class Kill(msgspec.Struct, frozen=True, tag="kill"):
-    """Tokenizer to nursery: kill a decoder, if it still runs."""
+    """Tokenizer to nursery: kill a decoder if it is running."""
 
     pid: int
 
 
 class Forked(msgspec.Struct, frozen=True, tag="forked"):
-    """Nursery to tokenizer: the decoder runs. Answers come in the order of the `Fork` messages."""
+    """Nursery to tokenizer: the decoder is running. These answers have the order of the `Fork` messages."""
 
     pid: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """Nursery to tokenizer: a decoder has ended."""
+    """Nursery to tokenizer: a decoder has exited."""
 
     pid: int
     status: int
-    """Exit status, or the negative number of the signal."""
+    """Exit status, or the negated signal number."""
 
 
 ToDecoder = PlanItem | WriteItem

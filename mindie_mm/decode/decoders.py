@@ -1,4 +1,4 @@
-"""The tokenizer's side of the decoders: processes that are started again when they die, and get the next item."""
+"""Tokenizer's side of the decoders: a pool of processes that are restarted when they die."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ _log = logging.getLogger(__name__)
 _CLOSED = "the decoders are closed"
 
 _MAX_REPLY_BYTES = 2**20
-"""Maximum size of a reply in bytes. A decoder that was taken over must not fill the tokenizer's memory."""
+"""Maximum size of a reply in bytes. It stops a compromised decoder from filling the tokenizer's memory."""
 
 _HANG_S = 60.0
-"""Time in seconds without any processor time after which a decoder that has an item hangs.
+"""Time in seconds after which a decoder that has a job but uses no CPU time counts as hanging.
 
-The decoder is killed within twice this time. `limit_processor_time` ends a decoder that spins.
+Such a decoder is killed within twice this time. `limit_processor_time` kills a decoder that uses CPU time forever.
 """
 
 
 class Decoders:
-    """A number of decoder processes, each started again when it dies.
+    """Pool of decoder processes. Each process is restarted when it dies.
 
-    A dying decoder costs one item, which is tried once more. Cancelling `plan` or `write` kills the decoder at once.
+    If a decoder dies, its item is tried once more. Cancelling `plan` or `write` kills the item's decoder at once.
     """
 
     def __init__(self, setup: DecoderSetup, max_item_bytes: int) -> None:
-        """Prepare the decoders. Use `start` or `open` before their first item.
+        """Prepare the pool. Call `open` to start the processes.
 
         Args:
             setup: Settings of the decoders.
-            max_item_bytes: Maximum number of bytes that the arrays of an item take.
+            max_item_bytes: Maximum total size of the arrays of one item in bytes.
 
         """
         self._queue = JobQueue()
@@ -68,13 +68,13 @@ class Decoders:
 
     @classmethod
     async def start(cls, setup: DecoderSetup, max_item_bytes: int, number: int) -> Self:
-        """Return `number` open decoders. Errors are those of `open`."""
+        """Create a pool and start `number` decoders. Raise the errors of `open`."""
         decoders = cls(setup, max_item_bytes)
         await decoders.open(number)
         return decoders
 
     async def open(self, number: int) -> None:
-        """Start `number` decoders. If one fails, end all of them.
+        """Start `number` decoders. If one of them cannot be started, end all of them.
 
         Raises:
             UnsupportedCheckpoint: No family serves the checkpoint.
@@ -96,18 +96,32 @@ class Decoders:
         return [process.pid for process in self._processes]
 
     async def plan(self, group: Group, item: Item, descriptor: int) -> Facts:
-        """Return the plan of an item whose file is open as `descriptor`.
+        """Plan an item.
+
+        Args:
+            group: Group of the item's request.
+            item: The item.
+            descriptor: Descriptor of the item's open file.
 
         Raises:
-            InputError: The item is wrong. MediaError also if it has ended two decoders.
-            OperationalError: The decoder has failed. ProcessDied if two were killed.
+            InputError: The item is invalid. The error is MediaError if the item has crashed two decoders.
+            OperationalError: The decoder has failed. The error is ProcessDied if two decoders were killed, and
+                NoProcess if no decoder can be started or the pool is closed.
 
         """
         reply, _ = await self._do(Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
         return cast("Facts", reply)
 
     async def write(self, group: Group, item: Item, descriptor: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Decode an item into `arrays`. Raises as `plan`."""
+        """Decode an item to `arrays`, which have the dtypes and shapes of the item's plan. Raise the errors of `plan`.
+
+        Args:
+            group: Group of the item's request.
+            item: The item.
+            descriptor: Descriptor of the item's open file.
+            arrays: Writable arrays by name.
+
+        """
         reply = asyncio.get_running_loop().create_future()
         _, process = await self._do(Job(group, item, descriptor, reply, layout_of(arrays)))
         try:
@@ -118,14 +132,14 @@ class Decoders:
             self._hand_out()
 
     def let_go(self, group: Group) -> None:
-        """Let other requests have the decoder that was kept for `group`, if there is one."""
+        """Release the decoders that are reserved for `group`, so that other requests can use them."""
         for process in self._processes:
             if process.kept_for is group:
                 process.kept_for = None
                 self._hand_out()
 
     async def close(self) -> None:
-        """End all processes. Items in progress fail with NoProcess."""
+        """End all processes. Jobs that wait or are in progress fail with NoProcess."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -156,7 +170,7 @@ class Decoders:
         return reply, process
 
     def _give_up(self, job: Job) -> None:
-        """Drop a job, or kill the decoder that does it."""
+        """Remove a job from the queue, or kill the decoder that works on it."""
         self._queue.drop(job)
         for process in self._processes:
             if process.job is job:
@@ -164,7 +178,7 @@ class Decoders:
                 self._nursery.kill(process.pid)
 
     def _hand_out(self) -> None:
-        for process in sorted(self._processes, key=lambda process: process.kept_for is None):  # the kept ones first
+        for process in sorted(self._processes, key=lambda process: process.kept_for is None):  # reserved ones first
             if process.job is None and not process.killed and (job := self._queue.next(process.kept_for)) is not None:
                 self._send(process, job)
 
@@ -184,7 +198,7 @@ class Decoders:
         """Pass replies to their callers until the process dies.
 
         Raises:
-            ValueError: The process sends what no decoder sends. It may have been taken over by an item.
+            ValueError: The process has sent an invalid message. An item may have compromised it.
 
         """
         while True:
@@ -196,7 +210,7 @@ class Decoders:
             if job is None or isinstance(reply, Written if job.layout is None else Facts):
                 raise ValueError(f"a {type(reply).__name__} answers nothing that the decoder was asked")
             starter.proved()
-            if not isinstance(reply, Written) or job.reply.done():  # else `write` copies the arrays first
+            if not isinstance(reply, Written) or job.reply.done():  # otherwise, `write` first copies the arrays
                 process.job = None
             if isinstance(reply, Facts):
                 process.planned = job.item
@@ -213,11 +227,11 @@ class Decoders:
                 await self._receive(process, starter)
             await self._reap(process)
             if process.killed or process.job is not None:
-                starter.proved()  # the item was the cause, so the next decoder starts without a pause
+                starter.proved()  # the item caused the exit, so the next decoder starts without a pause
             process = await starter.again(self._fork)
 
     async def _end_hanging(self) -> None:
-        """Kill decoders that hang, until cancelled. Their items are tried again."""
+        """Kill decoders that hang, and have their items tried again. Run until cancelled."""
         before: dict[DecoderProcess, tuple[Job | None, int]] = {}
         while True:
             await asyncio.sleep(_HANG_S)
@@ -230,9 +244,10 @@ class Decoders:
             before = after
 
     async def _reap(self, process: DecoderProcess) -> None:
-        """End a process that is not served any more, learn how it ended, and try its item again or fail it."""
+        """Kill a process that is no longer served, wait for its exit status, and retry or fail its job."""
         self._processes.remove(process)
-        self._nursery.kill(process.pid)  # it lives on if it has closed the channel itself, or has sent a wrong message
+        # The process may still run, if it has closed the channel itself or has sent an invalid message.
+        self._nursery.kill(process.pid)
         status = await process.status
         await process.channel.close()
         process.scratch.close()
@@ -250,7 +265,7 @@ class Decoders:
         self._hand_out()
 
     async def _fork(self) -> DecoderProcess:
-        """Have a decoder forked, and give it work. Raise ProcessDied if that fails."""
+        """Fork a decoder and give it a job. Raise ProcessDied if the nursery dies."""
         born = await self._nursery.fork()
         process = DecoderProcess(born.pid, born.channel, born.status, born.scratch)
         self._processes.append(process)
@@ -259,7 +274,7 @@ class Decoders:
 
 
 def _processor_ticks(pid: int) -> int:
-    """Return the processor time of a process in clock ticks, or -1 if the process has ended."""
+    """Return the CPU time of a process in clock ticks, or -1 if the process has exited."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Digests that name the content of an item's block: equal sources under equal settings make equal arrays."""
+"""Digests of media items. Items with equal sources and equal settings have equal digests, and equal arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def content_digest(settings: str, data: Data, salt: str = "") -> bytes:
     Args:
         settings: `Plan.settings`.
         data: The source.
-        salt: Salt of the digest. Equal contents have other digests under another salt.
+        salt: Salt of the digest. Different salts give different digests for equal contents.
+
+    Returns:
+        A digest of 32 bytes.
 
     """
     digest = salted(salt)
@@ -40,7 +43,7 @@ def content_digest(settings: str, data: Data, salt: str = "") -> bytes:
 
 
 def parcel_digest(settings: str, parcel: Parcel, salt: str = "") -> bytes:
-    """Return the digest of a source that is an open file, as `content_digest` would after reading it.
+    """Return the digest of a source in an open file. It equals the `content_digest` of the same source.
 
     Raises:
         MediaError: The file was truncated after it was packed.

@@ -1,4 +1,4 @@
-"""Items to plan or to write, the decoder processes that do so, and the queue between them."""
+"""Jobs of decoder processes, and the queue of jobs."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ _FAULTS_OF_THE_ITEM = {
     signal.SIGSYS,
     signal.SIGTRAP,
 }
-"""Signals that a decoder brings on itself. Anything else comes from outside, such as the kernel out of memory."""
+"""Signals that a fault in the decoder causes. Other signals come from outside, such as from the OOM killer."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The items of one request. Groups take turns, so that a request of many items delays no other."""
+    """Items of one request. Groups take turns, so that a request with many items does not delay other requests."""
 
     keeps_decoder: bool = False
-    """Whether the decoder that has planned an item waits for the same item's block, until `Decoders.let_go`."""
+    """True if a decoder that has planned an item is reserved for this group until `Decoders.let_go`."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An item to plan or to write."""
+    """Item to plan or to write."""
 
     group: Group
     item: Item
     descriptor: int
     reply: asyncio.Future[tuple[FromDecoder, DecoderProcess]]
     layout: Layout | None = None
-    """Where its arrays are to lie. None: plan the item."""
+    """Layout of the item's arrays in the scratch memory. None means that the item is to be planned."""
     is_second_try: bool = False
 
     def fail(self, error: MindieMMError) -> None:
-        """Raise `error` where the reply is awaited, unless there is one."""
+        """Set `error` as the result of `reply`, unless there is a reply already."""
         if not self.reply.done():
             self.reply.set_exception(error)
 
     def final_error(self, status: int | None, max_decode_s: float) -> MindieMMError | None:
-        """Return the error of an item whose decoder died with `status`, or None if the item is tried again."""
+        """Return the error for an item whose decoder died with `status`, or None to try the item again."""
         if status == -signal.SIGXCPU:
             return LimitExceeded(
                 f"decoding takes more than {max_decode_s:g} s of processor time, the limit (--max-decode-s)"
@@ -64,51 +64,51 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class DecoderProcess:
-    """A decoder process."""
+    """Decoder process and its state."""
 
     pid: int
     channel: Channel
     status: asyncio.Future[int | None]
-    """Exit status, once the nursery has told it. None if it is unknown."""
+    """Future exit status, as the nursery reports it. Its result is None if the status is unknown."""
     scratch: Scratch
     job: Job | None = None
     """Job in progress."""
     planned: Item | None = None
-    """The item whose plan it holds."""
+    """Item whose plan the decoder holds."""
     kept_for: Group | None = None
-    """The group whose next item it gets."""
+    """Group for whose next job the decoder is reserved."""
     killed: bool = False
-    """Whether it was killed because nobody waits for its item any more."""
+    """True if the decoder was killed because its job was cancelled."""
 
 
 class JobQueue:
-    """Items that no decoder has, by their groups, which take turns."""
+    """Queue of waiting jobs. Their groups take turns."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[Group, deque[Job]] = OrderedDict()
 
     def add(self, job: Job) -> None:
-        """Append a job to those of its group."""
+        """Append a job to the jobs of its group."""
         self._jobs.setdefault(job.group, deque()).append(job)
 
     def put_back(self, job: Job) -> None:
-        """Make a job the next one of all."""
+        """Put a job at the front of the queue."""
         self._jobs.setdefault(job.group, deque()).appendleft(job)
         self._jobs.move_to_end(job.group, last=False)
 
     def next(self, kept_for: Group | None) -> Job | None:
-        """Take the next job out of the queue: of `kept_for` alone, if that is a group."""
+        """Remove and return the next job. If `kept_for` is a group, consider only the jobs of that group."""
         for group in self._jobs:
             if kept_for in (None, group):
                 jobs = self._jobs.pop(group)
                 job = jobs.popleft()
                 if jobs:
-                    self._jobs[group] = jobs  # at the end
+                    self._jobs[group] = jobs  # behind the other groups
                 return job
         return None
 
     def drop(self, job: Job) -> None:
-        """Remove a job, if it waits."""
+        """Remove a job if it is in the queue."""
         jobs = self._jobs.get(job.group, deque())
         if job in jobs:
             jobs.remove(job)

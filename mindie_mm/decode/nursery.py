@@ -1,7 +1,8 @@
-"""The process that forks decoders: it has loaded the libraries and the checkpoint's processor, and has one thread.
+"""Nursery: the process that forks decoders.
 
-A fork of it is ready within milliseconds, where an import of the libraries takes a second. It ends with its tokenizer,
-and its decoders end with it.
+The nursery has a single thread, and has loaded the libraries and the checkpoint's processor. A fork is therefore ready
+within milliseconds, whereas an import of the libraries takes a second. The nursery exits with its tokenizer, and its
+decoders exit with the nursery.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from mindie_mm.settings.environment import fault_folder
 _log = logging.getLogger(__name__)
 
 _KEPT_BYTES = 64 * MiB
-"""Freed memory that a decoder keeps for its next item, so that it does not fault in the same pages again."""
+"""Freed memory that a decoder keeps for its next item in bytes, so that it need not fault in the pages again."""
 _FIRST_DESCRIPTOR = 3
-"""Descriptor of a decoder's socket, behind the three standard streams."""
+"""Descriptor of a decoder's socket, after the three standard streams."""
 
 
 class Nursery:
-    """Forks and kills decoders as the tokenizer asks, and tells it which have ended."""
+    """Server that forks and kills decoders for the tokenizer, and reports their exits."""
 
     def __init__(self, channel: ReceivingChannel, processor: Processor, setup: DecoderSetup) -> None:
         self._channel = channel
@@ -53,7 +54,13 @@ class Nursery:
         self._pids: set[int] = set()
 
     def serve(self) -> None:
-        """Answer messages until the tokenizer closes the channel, or dies."""
+        """Answer messages until the tokenizer closes the channel.
+
+        Raises:
+            EOFError: The tokenizer has closed the channel or has died.
+            ConnectionError: The tokenizer has closed the channel or has died.
+
+        """
         requests = msgspec.msgpack.Decoder[ToNursery](ToNursery)
         wake_up, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -89,20 +96,23 @@ class Nursery:
         self._send(Forked(pid))
 
     def _become_decoder(self, descriptor: int, scratch: int, parent: int) -> NoReturn:
-        """Serve `descriptor` in the forked process until its tokenizer is gone. `scratch` is the file of its memory."""
+        """Serve the socket `descriptor` in the forked process until the tokenizer closes it.
+
+        `scratch` is the descriptor of the file for scratch memory.
+        """
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it ended before the kernel was asked
+            if os.getppid() != parent:  # the nursery died before PR_SET_PDEATHSIG took effect
                 os._exit(1)
             memory = Scratch(scratch)
             os.dup2(descriptor, _FIRST_DESCRIPTOR)
-            gc.freeze()  # objects of the nursery own descriptors that are closed here
+            gc.freeze()  # objects inherited from the nursery own descriptors, which `lock_in` closes
             with socket.socket(fileno=_FIRST_DESCRIPTOR) as sock:
                 lock_in([_FIRST_DESCRIPTOR], self._setup.media.max_decode_bytes)
                 serve(ReceivingChannel(sock), Decoder(self._processor, self._setup.media, memory))
-        except BaseException:  # noqa: BLE001 - it ends in any case
+        except BaseException:  # noqa: BLE001 - the process exits in any case
             _log.exception("a decoder cannot start")
             os._exit(1)
         os._exit(0)
@@ -119,8 +129,8 @@ class Nursery:
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
-    """Load the libraries and the checkpoint's processor, say so, and fork decoders."""
-    lifeline.leave()  # its thread must not exist in a process that forks
+    """Load the libraries and the checkpoint's processor, report readiness to the tokenizer, and fork decoders."""
+    lifeline.leave()  # a process that forks must not have the lifeline's thread
     faults.arm("nursery", fault_folder())
     faults.point("starting")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -135,7 +145,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
         ready = Failure.of(error)
     locks = support()
     _log.log(logging.WARNING if locks.missing else logging.INFO, "%s", locks)
-    with suppress(ConnectionError):  # the tokenizer is gone, which the nursery will see at once
+    with suppress(ConnectionError):  # if the tokenizer has died, `serve` finds the channel closed
         channel.send(msgspec.msgpack.encode(ready))
     if isinstance(ready, Failure):
         return
@@ -145,11 +155,11 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
             nursery.serve()
         except (EOFError, ConnectionError):
             nursery.end()
-            os._exit(0)  # the libraries' own end takes a second, for which the tokenizer would wait
+            os._exit(0)  # skip the exit handlers of the libraries, which would delay the tokenizer by a second
 
 
 def load_processor(setup: DecoderSetup) -> Processor:
-    """Return the processor of the checkpoint. Raise UnsupportedCheckpoint."""
+    """Return the processor of the checkpoint. Raise UnsupportedCheckpoint if no family serves the checkpoint."""
     checkpoint = Checkpoint.open(setup.model)
     family = family_of(checkpoint, setup.family)
     with reading(checkpoint, family):

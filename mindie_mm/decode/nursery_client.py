@@ -1,4 +1,4 @@
-"""The tokenizer's side of the nursery: decoder processes are forked, killed, and their ends learnt of."""
+"""Tokenizer's side of the nursery, which forks and kills decoders and reports their exits."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from mindie_mm.settings.environment import single_threaded
 _log = logging.getLogger(__name__)
 
 ANSWER_LIMIT_S = 30.0
-"""Time in seconds that a nursery has for what takes milliseconds. One that takes longer hangs, and is killed."""
+"""Time in seconds after which a nursery that does not answer is killed. Answers normally take milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewDecoder:
-    """A decoder process that runs."""
+    """Decoder process that the nursery has forked."""
 
     pid: int
     channel: Channel
     scratch: Scratch
     status: asyncio.Future[int | None]
-    """Exit status, once the nursery has told it. None if it is unknown."""
+    """Future exit status, as the nursery reports it. Its result is None if the status is unknown."""
 
 
 class NurseryClient:
-    """A nursery process, which is started again when it dies or hangs. Its decoders die with it."""
+    """Client of a nursery process. The nursery is restarted when it dies or hangs, and its decoders die with it."""
 
     def __init__(self, setup: DecoderSetup, scratch_bytes: int, on_down: Callable[[str], object]) -> None:
         """Prepare a nursery. Use `open` to start it.
 
         Args:
             setup: Settings of the decoders.
-            scratch_bytes: Size of a decoder's scratch memory.
-            on_down: Function that is called with the reason when no nursery can be started, or none within
+            scratch_bytes: Size of a decoder's scratch memory in bytes.
+            on_down: Function that is called with the reason when the nursery cannot be restarted, or not within
                 `RESTART_WAIT_S`.
 
         """
@@ -54,14 +54,14 @@ class NurseryClient:
         self._scratch_bytes = scratch_bytes
         self._on_down = on_down
         self.why_down = ""
-        """Reason why no decoder can be forked. Empty if one can be, or will be."""
+        """Reason why no decoder can be forked. Empty while the nursery runs or is expected to run again soon."""
         self._child: Child | None = None
         self._up = asyncio.Event()
-        """Set while the nursery can fork."""
+        """Set while the nursery can fork decoders."""
         self._forking: deque[asyncio.Future[tuple[int, asyncio.Future[int | None]]]] = deque()
-        """Callers that wait for a `Forked`, in order."""
+        """Futures of the callers that wait for a `Forked`, in the order of their requests."""
         self._statuses: dict[int, asyncio.Future[int | None]] = {}
-        """Exit statuses that the nursery has not told yet, by pid."""
+        """Futures of exit statuses that the nursery has not reported yet, by pid."""
         self._starter = Starter("the decoders' nursery")
         self._keeper: asyncio.Task[None] | None = None
 
@@ -77,8 +77,8 @@ class NurseryClient:
         self._keeper = asyncio.create_task(self._keep())
 
     async def fork(self) -> NewDecoder:
-        """Fork a decoder. Wait for a nursery if there is none. Raise ProcessDied if the nursery dies meanwhile."""
-        while not self._up.is_set():  # it may have died between the event and this task's turn
+        """Fork a decoder, and wait for the nursery if it is not running. Raise ProcessDied if the nursery dies."""
+        while not self._up.is_set():  # the nursery may die between the event and this task's turn
             await self._up.wait()
         ours, theirs = socket.socketpair()
         file = make_file(self._scratch_bytes)
@@ -100,13 +100,13 @@ class NurseryClient:
         return NewDecoder(pid, channel, scratch, status)
 
     def kill(self, pid: int) -> None:
-        """Kill a decoder, if it still runs. If the nursery does not do so in time, both are killed."""
+        """Kill a decoder if it is running. If the nursery does not answer in time, the nursery is killed too."""
         if (status := self._statuses.get(pid)) is not None:
             self._tell(Kill(pid))
             self.expect(status)
 
     def expect(self, answer: asyncio.Future[Any]) -> None:
-        """Kill the nursery if it has not told `told` within the limit."""
+        """Kill the nursery unless `answer` is done within `ANSWER_LIMIT_S`."""
         child = self._child
         assert child is not None
 
@@ -162,7 +162,7 @@ class NurseryClient:
             await self._starter.again(self._restart)
 
     def _forget(self, why: str) -> None:
-        """Answer everybody who waits for a nursery that has ended."""
+        """Complete all futures that wait for a nursery that has died."""
         while self._forking:
             if not (born := self._forking.popleft()).done():
                 born.set_exception(ProcessDied(why))
@@ -171,7 +171,7 @@ class NurseryClient:
                 status.set_result(None)
 
     async def _receive(self) -> None:
-        """Pass messages on until the nursery dies."""
+        """Pass messages from the nursery to the waiting futures until the nursery dies."""
         decoder = msgspec.msgpack.Decoder[FromNursery](FromNursery)
         assert self._child is not None
         while True:

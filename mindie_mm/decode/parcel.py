@@ -1,4 +1,4 @@
-"""A media source as an open file, which is how it reaches another process."""
+"""Media sources as open files, for transfer to another process."""
 
 from __future__ import annotations
 
@@ -19,39 +19,44 @@ from mindie_mm.media.source import read_source, source_path
 from mindie_mm.settings.config import MAX_SOURCE_BYTES
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""Seals of a copy, so that a decoder that was taken over cannot change it before the tokenizer computes its digest."""
+"""Seals of a copy. They stop a compromised decoder from changing the copy before the tokenizer computes its digest."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """A range of the file: encoded bytes, or an array of pixels or samples."""
+    """Range of a parcel's file: encoded bytes, or an array of pixels or samples."""
 
     nbytes: int
     dtype: str = ""
-    """numpy's name of the array's type. Empty for encoded bytes."""
+    """Name of the array's numpy dtype. Empty for encoded bytes."""
     shape: tuple[int, ...] = ()
 
 
 class Parcel(msgspec.Struct, frozen=True):
-    """An open file and what it holds."""
+    """Open file with a description of its contents."""
 
     descriptor: int
-    """The open file. Whoever packed the parcel closes it."""
+    """Descriptor of the open file. The process that packed the parcel closes it."""
     parts: tuple[Part, ...]
-    """The ranges of the file, one behind another."""
+    """Contiguous ranges of the file, from its start."""
     is_list: bool
-    """Whether the parts are the frames of a video, and not one source."""
+    """True if the parts are the frames of a video. If False, the parcel has a single part."""
 
 
 def pack_file(media: Media) -> Parcel | None:
-    """Open the file of `media`, or return None if it is not one plain, readable file within the limit."""
+    """Open the file of `media`.
+
+    Returns:
+        A parcel, or None if the source is not a readable regular file of 1 to `MAX_SOURCE_BYTES` bytes.
+
+    """
     if not isinstance(media.source, str) or (path := source_path(media)) is None:
         return None
     try:
-        if not path.is_file():  # opening a pipe would tell its writer that somebody reads
+        if not path.is_file():  # do not open a FIFO, which would unblock its writer
             return None
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):
-        return None  # `pack_copy` says why
+        return None  # `pack_copy` raises the error
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or not 0 < status.st_size <= MAX_SOURCE_BYTES:
         os.close(descriptor)
@@ -60,7 +65,7 @@ def pack_file(media: Media) -> Parcel | None:
 
 
 def pack_copy(media: Media) -> Parcel:
-    """Read the source of `media` and copy it into a file in memory.
+    """Read the source of `media` and copy it to a sealed memfd.
 
     Raises:
         InputError, MediaError, LimitExceeded: As `read_source`.
@@ -90,7 +95,12 @@ def pack_copy(media: Media) -> Parcel:
 
 
 def unpacked(descriptor: int, parts: Sequence[Part], *, is_list: bool) -> Data:
-    """Return the source that a parcel holds, as `read_source` would.
+    """Return the source in a parcel, as `read_source` returns it.
+
+    Args:
+        descriptor: Descriptor of the parcel's file.
+        parts: `Parcel.parts`.
+        is_list: `Parcel.is_list`.
 
     Raises:
         OSError: The file cannot be read.

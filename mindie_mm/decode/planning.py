@@ -1,4 +1,4 @@
-"""How one media item becomes arrays: the family's plan, under the limits on media."""
+"""Planning of one media item: the family's plan, subject to the limits on media."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindie_mm.settings.config import MediaCaps
 
 
 def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Kind, int], caps: MediaCaps) -> Plan:
-    """Return the plan of the item `media` with the source `data`. The caller has entered `under(caps)`.
+    """Return the plan of the item `media` with the source `data`. Call this inside `under(caps)`.
 
     Raises:
         InputError, MediaError, LimitExceeded: As `Processor.plan`.
@@ -27,11 +27,12 @@ def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Ki
 
 
 def under_caps(plan: Plan, caps: MediaCaps) -> Plan:
-    """Return `plan` with the caps applied to its preprocessing, which opens frames that are images again.
+    """Return `plan` with the limits of `caps` applied while its `write` runs.
 
-    A background other than the default becomes part of the settings, because it changes the arrays of pictures.
+    The limits must apply there too, because `write` opens frames that are encoded images again. A background other than
+    the default becomes part of the settings, because it changes the arrays of pictures.
     """
-    counted = replace(caps, max_request_pixels=sys.maxsize)  # planning has counted all pixels
+    counted = replace(caps, max_request_pixels=sys.maxsize)  # planning has already counted all pixels
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         with under(counted):

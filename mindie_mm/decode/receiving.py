@@ -1,4 +1,4 @@
-"""The decoder's end of a channel that carries open files (`mindie_mm.processes.ipc.Channel.send_with`)."""
+"""Decoder's end of a channel that carries descriptors (`mindie_mm.processes.ipc.Channel.send_with`)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _MAX_DESCRIPTORS = 2
 
 
 class ReceivingChannel:
-    """A blocking end that receives descriptors and sends none."""
+    """Blocking end of a channel. It receives messages with descriptors, and sends messages without descriptors."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
 
     def receive(self) -> tuple[bytes, list[int]]:
-        """Return the next message and the descriptors beside it, which the caller closes.
+        """Return the next message and its descriptors. The caller closes the descriptors.
 
         Raises:
-            EOFError: The peer is gone.
+            EOFError: The peer has closed the channel.
 
         """
         descriptors: list[int] = []
@@ -41,5 +41,5 @@ class ReceivingChannel:
         return bytes(message), descriptors
 
     def send(self, message: bytes) -> None:
-        """Send `message`. Raise BrokenPipeError if the peer is gone."""
+        """Send `message`. Raise BrokenPipeError if the peer has closed the channel."""
         self.socket.sendall(_LENGTH.pack(len(message)) + message)

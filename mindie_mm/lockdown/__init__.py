@@ -1,8 +1,8 @@
-"""Locking of decoders: a process that runs the code of media decoders gives up all else that it could do.
+"""Sandbox of media decoders: a decoder process gives up all rights that decoding does not need.
 
-A decoder reads hostile files with large libraries in C. `lock_in` makes sure that one that was taken over can do no
-more than send a wrong answer. Landlock takes the file system, TCP and signals from it, a seccomp filter takes all
-system calls that decoding does not need, and resource limits bound its memory and its processor time.
+A decoder parses untrusted files with large C libraries. After `lock_in`, a compromised decoder can do no more than send
+a wrong answer. Landlock blocks the file system, TCP and signals. A seccomp filter blocks all system calls that decoding
+does not need. Resource limits bound memory and CPU time.
 """
 
 from mindie_mm.lockdown.lock import Locks, lock_in, support

@@ -1,6 +1,6 @@
-"""Landlock: no file by its path, no TCP, no signal and no abstract socket beyond this process.
+"""Landlock: blocks files by path, TCP, and signals and abstract sockets that reach beyond this process.
 
-Documented at docs.kernel.org/userspace-api/landlock.html. Descriptors that are open already keep what they can do.
+Landlock is documented at docs.kernel.org/userspace-api/landlock.html. It does not restrict descriptors that are open.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from mindie_mm.lockdown.system_calls import call
 
 _VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
 _FIELDS = 3
-"""File system, network and scope: the 64-bit fields of struct landlock_ruleset_attr."""
+"""Number of 64-bit fields of struct landlock_ruleset_attr: file system, network and scope."""
 
 
 def abi() -> int:
     """Return the version of Landlock in this kernel.
 
     Raises:
-        OSError: The kernel has no Landlock (ENOSYS), or it is switched off (EOPNOTSUPP), or forbidden (EPERM).
+        OSError: The kernel has no Landlock (ENOSYS), or Landlock is disabled (EOPNOTSUPP) or forbidden (EPERM).
 
     """
     return call("landlock_create_ruleset", None, 0, _VERSION)
 
 
 def forbid_all() -> None:
-    """Take every right that this kernel's Landlock knows from this thread and its children, for good.
+    """Permanently drop all rights that this kernel's Landlock handles, for this thread and its children.
 
-    The thread needs `no_new_privs`.
+    The thread must have set `no_new_privs`.
 
     Raises:
         OSError: As in `abi`.
 
     """
-    abi()  # so that a missing Landlock is not taken for a field that the kernel does not know
+    abi()  # raises if Landlock is missing, which would otherwise look like an unknown field
     ruleset = _ruleset(*map(_known, range(_FIELDS)))
     try:
         call("landlock_restrict_self", ruleset, 0)
@@ -44,9 +44,9 @@ def forbid_all() -> None:
 
 
 def _known(field: int) -> int:
-    """Return all rights of a field that the kernel knows, which begin at bit 0.
+    """Return a bit mask of all rights of a field that the kernel knows.
 
-    The kernel is asked, because each version of Landlock adds rights.
+    The mask is probed, because each version of Landlock adds rights. Rights are numbered from bit 0 without gaps.
     """
     known = 0
     while known < 2**63:
@@ -54,7 +54,7 @@ def _known(field: int) -> int:
         try:
             os.close(_ruleset(*(further if field == index else 0 for index in range(_FIELDS))))
         except OSError as error:
-            if error.errno not in {errno.EINVAL, errno.E2BIG}:  # an unknown right, an unknown field
+            if error.errno not in {errno.EINVAL, errno.E2BIG}:  # unknown right, unknown field
                 raise
             break
         known = further
@@ -62,6 +62,6 @@ def _known(field: int) -> int:
 
 
 def _ruleset(*rights: int) -> int:
-    """Return a descriptor of a ruleset that forbids `rights`, a bit set for each field."""
+    """Return the descriptor of a ruleset that forbids `rights`, one bit mask per field."""
     fields = (ctypes.c_uint64 * _FIELDS)(*rights)
     return call("landlock_create_ruleset", ctypes.byref(fields), ctypes.sizeof(fields), 0)

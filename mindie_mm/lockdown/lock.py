@@ -1,4 +1,4 @@
-"""Locking a decoder in, and a report of what the kernel offers for that."""
+"""Sandbox of a decoder process, and a report of the kernel mechanisms for it."""
 
 from __future__ import annotations
 
@@ -26,41 +26,43 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Locks:
-    """Mechanisms of the kernel that lock decoders in."""
+    """Kernel mechanisms that sandbox decoders."""
 
     held: tuple[str, ...]
-    """Names of the mechanisms that hold."""
+    """Names of the mechanisms in effect."""
     missing: tuple[str, ...]
-    """Sentences about those that do not."""
+    """Messages about missing mechanisms."""
 
     def __str__(self) -> str:
-        """Return one line for an operator."""
+        """Return one line for the operator."""
         *others, last = self.held
         held = f"{', '.join(others)} and {last}" if others else f"{last} alone"
         return "; ".join([f"decoders are locked in by {held}", *self.missing])
 
 
 def support() -> Locks:
-    """Return the mechanisms that `lock_in` will find. Nothing is locked."""
+    """Return the mechanisms that are available to `lock_in`, without applying them."""
     return _locks(landlock.abi, seccomp.available)
 
 
 def lock_in(keep: Collection[int], memory_bytes: int = 0) -> Locks:
-    """Take from this process all that a decoder does not need, for good.
+    """Permanently drop all rights of this process that a decoder does not need.
 
-    The process can then decode, receive and send on its descriptors, and end. It opens no file, makes no process or
-    thread, and reaches no network. Call this function in a process with one thread, after `media.warm.warm_up` and
-    after everything else that needs a file. A mechanism that the kernel lacks is left out.
+    The process can then decode, send and receive on its descriptors, and exit. It cannot open files, create processes
+    or threads, or access the network. Call this function in a process with a single thread, after
+    `media.warm.warm_up` and after all other code that opens files. Mechanisms that the kernel lacks are skipped.
 
     Args:
-        keep: Descriptors that stay open, and may be written to. Sockets among them must be connected streams or
-            sequenced packets, because a datagram socket sends to any address. Files cannot be written to even so, so a
-            log needs a pipe. All other descriptors are closed, and objects that own one must live as long as the
-            process. Standard streams lead to /dev/null then, so that no later descriptor gets their numbers.
-        memory_bytes: Private memory that the process may take beyond what it has, in bytes. 0 for no limit.
+        keep: Descriptors that stay open and writable. Sockets must be connected and of type SOCK_STREAM or
+            SOCK_SEQPACKET, because a datagram socket can send to any address. Regular files are not writable in any
+            case, so a log needs a pipe. All other descriptors are closed. Objects that own one of them must live as
+            long as the process. Closed standard streams are redirected to /dev/null, so that no later descriptor gets
+            their numbers.
+        memory_bytes: Private memory that the process may allocate in addition to its current memory, in bytes. 0 for
+            no limit.
 
     Returns:
-        The mechanisms that hold.
+        The mechanisms in effect.
 
     """
     assert len([*_THREADS.iterdir()]) == 1, "another thread would not be locked in"
@@ -68,7 +70,8 @@ def lock_in(keep: Collection[int], memory_bytes: int = 0) -> Locks:
     limit_resources(memory_bytes)
     _drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    # Nobody without privileges may read this process's memory. Core dumps to a program ignore RLIMIT_CORE.
+    # Only privileged processes may read the memory of this process. This also stops core dumps that are piped to a
+    # program, which ignore RLIMIT_CORE.
     prctl(PR_SET_DUMPABLE, 0)
     return _locks(landlock.forbid_all, lambda: seccomp.allow_decoding(keep))
 
@@ -88,7 +91,7 @@ def _locks(apply_landlock: Callable[[], object], apply_seccomp: Callable[[], obj
 
 @contextmanager
 def _noting(name: str, missing: list[str]) -> Iterator[None]:
-    """Note a mechanism that the kernel refuses, with the reason."""
+    """Append a message to `missing` if the kernel refuses the mechanism. Other errors are raised."""
     try:
         yield
     except OSError as error:
@@ -99,10 +102,10 @@ def _noting(name: str, missing: list[str]) -> Iterator[None]:
 
 
 def _drop_capabilities() -> None:
-    """Give up what root may do beyond other users."""
+    """Drop all capabilities of this process."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     nothing = (ctypes.c_uint32 * 6)()
-    with suppress(OSError):  # refused on other architectures, and where there is nothing to give up
+    with suppress(OSError):  # refused on unknown architectures, and if there is nothing to drop
         call("capset", ctypes.byref(header), ctypes.byref(nothing))
 
 
@@ -112,4 +115,4 @@ def _close_others(keep: Collection[int]) -> None:
         os.dup2(nothing, standard)
     for entry in [*_DESCRIPTORS.iterdir()]:
         if (descriptor := int(entry.name)) > 2 and descriptor not in keep:
-            os.closerange(descriptor, descriptor + 1)  # no error for that of the list itself, which is closed
+            os.closerange(descriptor, descriptor + 1)  # no error if closed: the directory listing's own is in the list

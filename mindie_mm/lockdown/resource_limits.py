@@ -1,4 +1,4 @@
-"""Limits of memory, processor time and files of this process, which the kernel enforces (setrlimit)."""
+"""Resource limits of this process for memory, CPU time and files (setrlimit)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _STATUS = Path("/proc/self/status")
 
 
 def limit_resources(memory_bytes: int) -> None:
-    """Lower the limits of this process for good: no file can be written, and no core dump is made.
+    """Permanently limit the memory of this process, and forbid file writes and core dumps.
 
     Args:
-        memory_bytes: Private memory that the process may take beyond what it has, in bytes. 0 for no limit. Shared
-            mappings of files do not count.
+        memory_bytes: Private memory that the process may allocate in addition to its current memory, in bytes. 0 for
+            no limit. Shared file mappings do not count.
 
     """
-    # Python ignores SIGXFSZ, so that a write into a file fails with EFBIG. Pipes, sockets and mappings are no files.
+    # Python ignores SIGXFSZ, so a write to a file fails with EFBIG. Pipes, sockets and mappings are not affected.
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes:
@@ -28,9 +28,9 @@ def limit_resources(memory_bytes: int) -> None:
 
 
 def limit_processor_time(seconds: float) -> None:
-    """Let this process use `seconds` of processor time more, up to one second longer. SIGXCPU then kills it.
+    """Let this process use `seconds` more of CPU time, rounded up to whole seconds. After that, SIGXCPU kills it.
 
-    Call this function before each item. The hard limit stays, so a later call can raise the limit again.
+    Call this function before each item. It sets only the soft limit, so a later call can raise the limit again.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (_lower(math.ceil(time.process_time() + seconds), hard), hard))

@@ -1,7 +1,7 @@
-"""A seccomp filter: the system calls that a decoder may make. All others fail with EPERM.
+"""Seccomp filter with the system calls that a decoder may make. All others fail with EPERM.
 
-The filter is a program of classic BPF, documented at docs.kernel.org/userspace-api/seccomp_filter.html. EPERM and not
-the end of the process, so that a library goes on without what it tried.
+The filter is a classic BPF program (docs.kernel.org/userspace-api/seccomp_filter.html). A forbidden call fails instead
+of killing the process, so that a library can go on without an optional call.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from collections.abc import Iterable
 from mindie_mm.lockdown.system_calls import ARCHITECTURES, call, number_of
 
 FREE = (
-    # what decoding was seen to use, the descriptors of an item, and the socket
+    # for decoding, for the descriptors of an item, and for the socket
     *("read", "pread64", "readv", "lseek", "close", "recvmsg", "recvfrom", "fstat", "futex"),
     *("munmap", "mremap", "madvise", "brk", "clock_gettime", "clock_getres", "gettimeofday", "getrandom"),
-    # waiting, signals, the end
+    # for waiting, signals and exit
     *("poll", "ppoll", "select", "pselect6", "nanosleep", "clock_nanosleep", "restart_syscall", "sched_yield"),
     *("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "exit", "exit_group"),
-    # what a process may know of itself and of the machine
+    # for information about the process and the machine
     *("getpid", "gettid", "getcpu", "getrusage", "sched_getaffinity", "sysinfo"),
 )
-"""System calls that are allowed whatever their arguments are. `fstat` takes a descriptor and no path.
+"""System calls that are allowed with any arguments.
 
-Calls that take a path are not among them. glibc 2.33 to 2.36 makes fstat() of newfstatat, which does, so `os.fstat`
-fails there.
+None of them takes a path. glibc 2.33 to 2.36 implements fstat() with newfstatat, which takes a path and is therefore
+forbidden. `os.fstat` fails there.
 """
 SENDING = ("write", "writev", "sendmsg", "sendto")
-"""System calls that are allowed on given descriptors alone."""
+"""System calls that are allowed only for given descriptors."""
 
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 _GET_ACTION_AVAIL, _SET_MODE_FILTER = 2, 1
 _SPEC_ALLOW = 4
-"""Without this flag, kernels before 5.16 slow the process down, to guard it against what it runs itself (Spectre)."""
+"""Flag that prevents kernels before 5.16 from enabling Spectre mitigations, which would slow the process down."""
 _X32 = 0x40000000
-"""Bit of the numbers of x86-64's second interface, whose system calls would be compared with numbers of the first."""
+"""Bit in the system call numbers of the x32 ABI. The filter must not compare these numbers with those of x86-64."""
 _PROT_EXEC, _MAP_GROWSDOWN = 4, 0x100
 
 Instructions = list[tuple[int, int, int, int]]
-"""Each an operation, how many instructions to skip if a comparison is true, and if it is false, and an operand."""
+"""BPF instructions: operation code, instructions to skip if true, instructions to skip if false, operand."""
 
 
 def available() -> None:
@@ -53,9 +53,9 @@ def available() -> None:
 
 
 def allow_decoding(writable: Iterable[int]) -> None:
-    """Forbid this thread and its children all system calls that decoding does not need, for good.
+    """Permanently forbid all system calls that decoding does not need, for this thread and its children.
 
-    The thread needs `no_new_privs`. A system call of another architecture ends the process.
+    The thread must have set `no_new_privs`. A system call of another architecture kills the process.
 
     Args:
         writable: Descriptors that may be written to.
@@ -79,7 +79,17 @@ def allow_decoding(writable: Iterable[int]) -> None:
 
 
 def filter_of(machine: str, writable: Iterable[int], process: int) -> Instructions:
-    """Return the filter for the process of that id, on a `machine` of `ARCHITECTURES`."""
+    """Return the filter of a decoder.
+
+    Args:
+        machine: Architecture, a key of `ARCHITECTURES`.
+        writable: Descriptors that may be written to.
+        process: Process id of the decoder.
+
+    Returns:
+        The instructions of the BPF program.
+
+    """
     instructions = [
         _load(4),  # seccomp_data.arch
         *_unless_equal(ARCHITECTURES[machine], [_return(_KILL)]),
@@ -90,11 +100,11 @@ def filter_of(machine: str, writable: Iterable[int], process: int) -> Instructio
     rules = dict.fromkeys(FREE, allow) | dict.fromkeys(SENDING, _one_of(0, writable))
     rules["tgkill"] = _one_of(0, [process])  # abort() signals its own thread
     rules["mprotect"] = [_argument(2), *_if_any_bit(_PROT_EXEC, refuse), *allow]
-    # Memory that RLIMIT_DATA does not count is shared, or grows downwards like a stack.
+    # RLIMIT_DATA does not count shared memory and mappings that grow downwards like a stack.
     shared = _if_any_bit(mmap.MAP_SHARED, _if_any_bit(mmap.MAP_ANONYMOUS, refuse))
     flags = [_argument(3), *_if_any_bit(_MAP_GROWSDOWN, refuse), *shared]
     rules["mmap"] = [_argument(2), *_if_any_bit(_PROT_EXEC, refuse), *flags, *allow]
-    # Its own limit of processor time may be set, and all limits may be read. Root could raise what has been lowered.
+    # A decoder may read all of its limits, but set only that of its CPU time. Root could otherwise raise the limits.
     reading = [_argument(2), *_if_equal(0, [_argument(2, high=True), *_if_equal(0, allow)])]
     limits = [_argument(1), *_if_equal(resource.RLIMIT_CPU, allow), *reading]
     rules["prlimit64"] = [_argument(0), *_if_equal(0, limits), *refuse]
@@ -105,13 +115,13 @@ def filter_of(machine: str, writable: Iterable[int], process: int) -> Instructio
 
 
 def _one_of(argument: int, values: Iterable[int]) -> Instructions:
-    """Allow the call if the lower half of its argument is one of `values`."""
+    """Allow the call if the lower 32 bits of its argument equal one of `values`."""
     allowed = [one for value in values for one in _if_equal(value, [_return(_ALLOW)])]
     return [_argument(argument), *allowed, _return(_REFUSE)]
 
 
 def _argument(place: int, *, high: bool = False) -> tuple[int, int, int, int]:
-    """Load half of the argument at `place`. Both architectures are little-endian."""
+    """Load the lower or the upper 32 bits of the argument at `place`. Both architectures are little-endian."""
     return _load(16 + 8 * place + 4 * high)
 
 
@@ -120,7 +130,7 @@ def _load(offset: int) -> tuple[int, int, int, int]:
 
 
 def _if_equal(value: int, then: Instructions) -> Instructions:
-    """Run `then` if the loaded word equals `value`. It may end in a return, or go on."""
+    """Run `then` if the loaded word equals `value`. `then` either returns or falls through."""
     return [(0x15, 0, len(then), value), *then]  # BPF_JMP | BPF_JEQ | BPF_K
 
 

@@ -1,6 +1,6 @@
-"""System calls that the standard library lacks, and the numbers of those that a filter names, on Linux.
+"""Linux system calls without a wrapper in the standard library, and system call numbers for seccomp filters.
 
-Sources: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h, which is that of aarch64.
+The numbers are from arch/x86/entry/syscalls/syscall_64.tbl and, for aarch64, include/uapi/asm-generic/unistd.h.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ NUMBERS: Mapping[str, tuple[int, int | None]] = {
     "write": (1, 64),
     "writev": (20, 66),
 }
-"""Numbers by name, on x86-64 and on aarch64. None where an architecture lacks the call."""
+"""System call numbers on x86-64 and aarch64, by name. None if an architecture does not have the call."""
 ARCHITECTURES: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""AUDIT_ARCH_* of the architectures by their names in `uname -m`, in the order of `NUMBERS`."""
+"""AUDIT_ARCH_* constants by the architecture's name in `uname -m`, in the order of `NUMBERS`."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -79,10 +79,10 @@ def number_of(name: str, machine: str) -> int | None:
 
 
 def call(name: str, *arguments: Any) -> int:
-    """Make the system call `name`. Arguments are integers, or pointers of ctypes.
+    """Make the system call `name`. Arguments are integers or ctypes pointers.
 
     Raises:
-        OSError: The call failed. ENOSYS on a machine of another architecture than `ARCHITECTURES`.
+        OSError: The call failed. The error is ENOSYS if `ARCHITECTURES` does not list the machine's architecture.
 
     """
     number = number_of(name, platform.machine()) if platform.machine() in ARCHITECTURES else None
@@ -92,7 +92,7 @@ def call(name: str, *arguments: Any) -> int:
 
 
 def prctl(option: int, value: int) -> None:
-    """Set a property of this process. Raise OSError if the kernel refuses."""
+    """Set an attribute of this process with the system call prctl. Raise OSError if the kernel refuses."""
     _checked(_libc().prctl(option, *map(_word, (value, 0, 0, 0))))
 
 

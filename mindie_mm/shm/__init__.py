@@ -1,4 +1,4 @@
-"""Arrays in shared memory: words, arena, path file, spool, reclaim. Normative: docs/wire-format.md.
+"""Arrays in shared memory. docs/wire-format.md is the normative description of the format.
 
 with Arena.create(capacity_bytes) as arena:
     with arena.allocate({"pixel_values": ArraySpec((n, 588), "uint8")}, path_file=path_file) as block:
@@ -10,14 +10,14 @@ with attach(Ref.from_words(name_word, shape_word)) as view:     # another proces
 
 release(path_file)                                              # any process
 
-format/     the bytes: handle words, arena, block header (docs/wire-format.md)
-memory/     files in /dev/shm: made, locked, mapped, removed
-owner/      the arena: which blocks there are, and who waits for room
-reader/     attach, view and free blocks; each arena is mapped once
+format/     binary format of handle words, arena headers and block headers
+memory/     files in /dev/shm: creation, locking, mapping and removal
+owner/      arenas: allocation of blocks, and threads that wait for room
+reader/     attaching, viewing and freeing blocks
 requests/   path file and spool of a request
-operate/    survey /dev/shm; reclaim what belongs to dead processes
-disk/       blocks in a file on disk
-mindie      segments of MindIE's wire
+operate/    survey of /dev/shm, and reclamation of memory that dead processes left behind
+disk/       files of blocks on disk
+mindie      segments of MindIE's wire format
 """
 
 from mindie_mm.shm.disk.disk_arena import DiskArena

@@ -1,4 +1,4 @@
-"""MindIE-LLM's wire, by the names of its own functions (docs/wire-format.md, section 5).
+"""MindIE-LLM's wire format, with functions of the same names as in MindIE-LLM (docs/wire-format.md, section 5).
 
 segment = create_shm(array.nbytes, "request/shm_name.txt")
 np.ndarray(array.shape, array.dtype, segment.buf)[...] = array
@@ -7,7 +7,7 @@ name_word, shape_word = encode_shm_name_to_int64(segment.name), encode_shape_to_
 tensor = get_data_from_shm(name_word, shape_word, array.dtype, "cpu")    # another process
 release_shared_memory("request/shm_name.txt")                            # any process
 
-What MindIE answers with a warning and uninitialised memory, or not at all, is an error here.
+Where MindIE logs a warning and returns uninitialised memory, or ignores a problem, these functions raise an error.
 """
 
 from __future__ import annotations
@@ -63,37 +63,47 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A segment that this process made, with the face of Python's SharedMemory."""
+    """Segment that this process created, with the interface of Python's SharedMemory."""
 
     name: str
-    """psm_ and 8 hex digits: its file in /dev/shm."""
+    """Name of the file in /dev/shm: psm_ and 8 hex digits."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     buf: memoryview
-    """All of it, to write into."""
+    """Writable memory of the whole segment."""
 
     def close(self) -> None:
-        """Gives up `buf`; the mapping goes with the last array over it. Idempotent, and not needed."""
+        """Release `buf`. Idempotent and optional: the mapping lives as long as any array over it."""
         with suppress(BufferError):
             self.buf.release()
 
     def unlink(self) -> None:
-        """Removes its file; whoever maps it keeps its pages. Idempotent."""
+        """Remove the segment's file. Processes that have mapped it keep its pages. Idempotent."""
         unlink_segment(self.name)
 
 
 def create_shm(size: int, path: str | os.PathLike[str]) -> Segment:
-    """A new segment of `size` bytes, 1 to 10^9, all 0, recorded in the path file `path` before it has a name.
+    """Create a segment that is filled with zeros.
 
-    InputError, LimitExceeded; SharedMemoryError where there is no room, or the path file cannot be written or was
-    removed meanwhile. On any error there is no segment.
+    The segment is recorded in the path file before it gets its name. If the call raises, no segment remains.
+
+    Args:
+        size: Size in bytes, 1 to 10^9.
+        path: Path file of the request.
+
+    Raises:
+        InputError: The size is not an integer of at least 1, or the path file is not a regular file of this user.
+        LimitExceeded: The size is more than 10^9 bytes, or the path file is full.
+        SharedMemoryError: /dev/shm does not have enough space, or the path file cannot be written or was removed
+            during the call.
+
     """
     path_file, name = Path(path), free_name()
     with reserved(size) as descriptor:
         segment = Segment(name, size, memoryview(mmap.mmap(descriptor, size)))
         with recorded(path_file, name):
             give_name(descriptor, name)
-    if not path_file.exists():  # released between the line and the name: nobody would free it
+    if not path_file.exists():  # a release before the segment had its name did not find it
         segment.unlink()
         raise SharedMemoryError(f"path file {path_file} was removed while segment {name} was made")
     return segment
@@ -101,7 +111,7 @@ def create_shm(size: int, path: str | os.PathLike[str]) -> Segment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpec:
-    """What two words say of a segment, with the dtype that they do not carry."""
+    """Name, dtype and shape of a segment. Its two words carry the name and the shape, but not the dtype."""
 
     name: str
     dtype: str
@@ -109,7 +119,7 @@ class SegmentSpec:
 
     @classmethod
     def from_words(cls, name_word: SupportsIndex, shape_word: SupportsIndex, dtype: str) -> Self:
-        """CorruptReference for a damaged word, and for a name that no segment has."""
+        """Decode two words. Raise CorruptReference if a word is damaged or the name is not that of a segment."""
         name = decode_shm_name_from_int64(name_word)
         if not is_segment_name(name):
             raise CorruptReference(f"word {int(name_word)} names {name}, a segment is psm_ and 8 hex digits")
@@ -117,12 +127,12 @@ class SegmentSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the segment must have."""
+        """Size that the segment must have, in bytes."""
         return prod(self.shape) * ITEM_SIZES[DTYPE_CODES[self.dtype]]
 
 
 def is_segment_word(word: SupportsIndex) -> bool:
-    """Whether a word is, to the last bit, the name word of a segment: psm_ and 8 hex digits."""
+    """Return whether a word is a valid name word of a segment, whose name is psm_ and 8 hex digits."""
     try:
         return is_segment_name(decode_shm_name_from_int64(word))
     except CorruptReference:
@@ -132,18 +142,31 @@ def is_segment_word(word: SupportsIndex) -> bool:
 def get_data_from_shm(
     name_word: SupportsIndex, shape_word: SupportsIndex, dtype: Any = "float32", device: str | torch.device = "cpu"
 ) -> torch.Tensor:
-    """A copy of a segment's array, on `device`. Words are ints or 0-d tensors, `dtype` is numpy's.
+    """Copy a segment's array to a tensor on `device`.
 
-    It must be the dtype that was written: no word carries it. SegmentMissing if the segment is gone or was cut short,
-    CorruptReference for a damaged word or another number of bytes than words and dtype make, LimitExceeded above 10^9
-    bytes, InputError for a dtype that is not of section 1.1. Never anything but the array.
+    Args:
+        name_word: Name word, an int or a 0-d tensor.
+        shape_word: Shape word, an int or a 0-d tensor.
+        dtype: numpy dtype of the array. The words do not carry it, so pass the dtype that the writer used.
+        device: Device of the tensor.
+
+    Returns:
+        A tensor with the shape in `shape_word` and the dtype `dtype`.
+
+    Raises:
+        InputError: A word is not an integer, or the dtype is not in section 1.1 of the wire format.
+        CorruptReference: A word is damaged, or the segment has more bytes than the shape and dtype require.
+        LimitExceeded: The array has more than 10^9 bytes.
+        SegmentMissing: The segment was removed or truncated.
+        SharedMemoryError: The segment cannot be opened.
+
     """
-    import numpy as np  # late, both: the operator's tools do without
+    import numpy as np  # deferred, like torch, because the operator's tools do not need them
     import torch
 
     spec = SegmentSpec.from_words(name_word, shape_word, _dtype_name(dtype))
     with opened_segment(spec.name, spec.nbytes) as descriptor, open(descriptor, "rb", 0, closefd=False) as file:
-        # Read, not mapped: a segment that is cut meanwhile is an error then, and no SIGBUS.
+        # Read instead of map: if the segment is truncated meanwhile, a read raises an error, but a mapping SIGBUS.
         array = np.empty(spec.shape, spec.dtype)
         require_size(spec.name, file.readinto(array.reshape(-1).view(np.uint8).data), spec.nbytes)
     return torch.from_numpy(array).to(device)
@@ -162,34 +185,51 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def release_shared_memory(path: str | os.PathLike[str]) -> int:
-    """Frees all that the path file names; the number of what this call freed. Idempotent; errors as `release`."""
+    """Free every block and segment in a path file and return the number that this call freed. Idempotent.
+
+    Raises:
+        MindieMMError: As for `release`.
+
+    """
     return release(Path(path))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentsRef:
-    """The segments of one item. Equal to itself alone: a name says nothing of its content, and may come again."""
+    """Reference to the segments of one item.
+
+    References compare by identity, because a name can be reused for other content.
+    """
 
     names: tuple[str, ...]
 
 
 class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
-    """The arrays of one item, each over its own segment's pages, read-only; a `View` of the other wire.
+    """Read-only arrays of one item, each over the pages of its own segment. This is the counterpart of `View`.
 
-    Once made, it outlives the segments' files. Nothing tells a segment's old content from a new one that its writer
-    puts there, as a block's generation does; a segment that was cut short is found by `verify`.
+    The view stays readable after the segments' files are removed. `verify` detects a truncated segment. Segments have
+    no generations, so a view cannot detect that a writer has overwritten a segment.
     """
 
     __slots__ = ("_arrays", "_segments", "digest", "ref")
 
     def __init__(self, segments: Mapping[str, SegmentSpec], integers: Mapping[str, Sequence[int]]) -> None:
-        """Arrays in segments by name, and, as int64, those whose few integers stood in a word. As get_data_from_shm."""
+        """Map the segments of an item.
+
+        Args:
+            segments: Segments by array name.
+            integers: Values of small integer arrays by name, which the words carry directly. They become int64 arrays.
+
+        Raises:
+            MindieMMError: As for `get_data_from_shm`.
+
+        """
         import numpy as np
 
         self.ref = SegmentsRef(tuple(spec.name for spec in segments.values()))
-        """Tells the item from every other."""
+        """Reference that identifies the item."""
         self.digest = None
-        """The wire carries none: such an item is never kept for another request."""
+        """Always None, because the wire format carries no digest. The item is never cached for other requests."""
         self._segments = {name: (spec, map_segment(spec.name, spec.nbytes)) for name, spec in segments.items()}
         self._arrays: dict[str, np.ndarray[Any, Any]] = {
             name: np.ndarray(spec.shape, spec.dtype, mapping) for name, (spec, mapping) in self._segments.items()
@@ -197,7 +237,7 @@ class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
         self._arrays |= {name: np.array(values, np.int64) for name, values in integers.items()}
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        self.verify()  # reading where a segment was cut would end the process by SIGBUS
+        self.verify()  # a read from a truncated segment would raise SIGBUS
         return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -208,11 +248,11 @@ class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays; told without reading a segment."""
+        """Total size of the arrays in bytes. The segments are not read."""
         return sum(array.nbytes for array in self._arrays.values())
 
     def verify(self) -> None:
-        """SegmentMissing if a segment was cut short since."""
+        """Raise SegmentMissing if a segment has been truncated since it was mapped."""
         for spec, mapping in self._segments.values():
             require_size(spec.name, mapping.size(), spec.nbytes)
 

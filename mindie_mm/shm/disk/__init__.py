@@ -1,1 +1,1 @@
-"""Blocks in a file on disk, which is written once and then read like an arena."""
+"""Files of blocks on disk. Such a file is written once and then read like an arena."""

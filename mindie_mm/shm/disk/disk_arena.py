@@ -1,7 +1,7 @@
-"""A file of blocks on disk: written once, block after block, then mounted and read like an arena.
+"""File of blocks on disk. It is written once, block after block, and then mounted and read like an arena.
 
-Blocks are filled in memory, and written when there is a batch of them. To fill one in the file's own pages costs two to
-four times as much: the file system makes each of them, fills it with zeros and notes that it is written to.
+Blocks are filled in private memory and written to the file in batches. To fill a block in a mapping of the file would
+take two to four times as long, because the file system allocates, clears and tracks each page.
 """
 
 from __future__ import annotations
@@ -48,33 +48,34 @@ from mindie_mm.shm.memory.block import Block
 from mindie_mm.shm.memory.liveness_lock import LivenessLock, is_same
 
 GENERATION = 1
-"""Every block's: no entry of the table is used twice."""
+"""Generation of every block. It never changes because no table entry is reused."""
 
 _UNFINISHED = ".partial"
 
 
 class DiskArena:
-    """The writer's side: a context manager, and safe to use from many threads.
+    """Writer of a file of blocks on disk. It is a context manager and thread-safe.
 
-    Blocks are allocated and published as in an `Arena`, and never freed. The file has its name once it is closed,
-    complete and synced; leaving it by an error leaves none. The same blocks in the same order make the same bytes.
+    Blocks are allocated and published as in an `Arena`, but never freed. The file gets its name when it is closed, and
+    is then complete and synced to disk. If the context exits with an error, no file remains. Equal blocks in the same
+    order give equal files.
     """
 
     def __init__(self, path: Path, header: ArenaHeader, lock: LivenessLock, memory: WriteBatchMemory) -> None:
-        """For `create`."""
+        """Take over a new, locked file. Callers use `create` instead."""
         self.path = path
         self.number = header.arena
-        """What the words carry as the arena."""
+        """Arena number that the handle words of the blocks carry."""
         self.capacity_bytes = header.capacity_bytes
-        """Most bytes for blocks, in whole pages; the file ends with its last block."""
+        """Maximum number of bytes in blocks, a multiple of the page size. The finished file ends at its last block."""
         self._header = header
         self._lock = lock
         self._entries = array("Q", bytes(header.releases_offset - DISK_PAGE))
-        self._offsets: list[int] = []  # of the blocks themselves none is kept: they hold what they were filled in
+        self._offsets: list[int] = []  # not the blocks themselves, because they keep their batch's memory alive
         self._writer = DiskWriter(_unfinished(path), lock.descriptor, memory)
-        self._batch: WriteBatch | None = None  # that takes the next block
+        self._batch: WriteBatch | None = None  # takes the next block
         self.digest = ""
-        """Once it is closed: `combined`, of the pages before the blocks and each block's digest."""
+        """Digest of the file as `combined` computes it. Empty before `close`."""
         self._filling: dict[int, tuple[Block, WriteBatch]] = {}
         self._end = header.data_offset
         self._mutex = Lock()
@@ -88,15 +89,22 @@ class DiskArena:
         num_entries: int | None = None,
         memory: WriteBatchMemory | None = None,
     ) -> Self:
-        """Begins the file that will be `path`; what an earlier writer left unfinished there is written anew.
+        """Begin to write a file. An unfinished file of an earlier writer is overwritten.
 
-        `number`, 0 to 65,535, is the caller's choice: what the words carry, and what is mounted once at a time.
-        `num_entries` is the most blocks, 1 to 16,384; None: as many as an arena of the capacity has. Neither these
-        nor the capacity take room before they are used, but for 72 bytes an entry. `memory` is shared by files that
-        are written one after another.
+        The file takes only the space that blocks use, and 72 bytes for each entry of its table.
 
-        InputError for a number or a capacity that no file can have, SharedMemoryError if the file cannot be made or
-        another process writes it.
+        Args:
+            path: Path of the finished file.
+            number: Arena number that the handle words carry, 0 to 65,535. A process can mount only one file with a
+                given number at a time.
+            capacity_bytes: Maximum number of bytes in blocks, at least 1, rounded up to whole pages.
+            num_entries: Maximum number of blocks, 1 to 16,384. None means the number for an arena of this capacity.
+            memory: Memory of write batches, to share between files that are written one after another.
+
+        Raises:
+            InputError: The number, the capacity or the number of entries is out of range.
+            SharedMemoryError: The file cannot be created, or another process is writing it.
+
         """
         if not 0 <= number <= MAX_ARENA:
             raise InputError(f"number {number} of a file of blocks is not 0 to {MAX_ARENA}")
@@ -119,24 +127,33 @@ class DiskArena:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in blocks, in whole pages."""
+        """Bytes in blocks, a multiple of the page size."""
         return self._end - self._header.data_offset
 
     @property
     def num_blocks(self) -> int:
-        """Blocks being filled or published."""
+        """Number of allocated blocks, including empty entries of discarded blocks."""
         return len(self._offsets)
 
     @property
     def num_free(self) -> int:
-        """Blocks that the file may still have."""
+        """Number of blocks that can still be allocated."""
         return self._header.num_entries - len(self._offsets)
 
     def allocate(self, specs: Mapping[str, ArraySpec], *, path_file: None = None) -> Block:
-        """A block with these arrays, uninitialised. A block on disk outlives its request: no path file records it.
+        """Allocate a block with uninitialised arrays.
 
-        ArenaFull if the file is full, or the disk was for what was published before; LimitExceeded for what no file
-        of this capacity, or no word, holds.
+        A block on disk outlives its request. Therefore no path file records it.
+
+        Args:
+            specs: Arrays by name, 1 to 64.
+            path_file: Always None. The argument exists for compatibility with `Arena.allocate`.
+
+        Raises:
+            ArenaFull: The file is full, or the disk was full when an earlier batch was written.
+            LimitExceeded: The block exceeds the file's capacity, the wire format's limits or the available memory.
+            SharedMemoryError: The file is closed.
+
         """
         plan = BlockPlan.of(specs, b"")
         nbytes = round_up(plan.size, DISK_PAGE)
@@ -165,7 +182,14 @@ class DiskArena:
         return block
 
     def publish(self, block: Block, digest: bytes | None) -> None:
-        """For `Block.publish`: the block is written once its batch is full. ArenaFull if the disk is, or was before."""
+        """Publish a block on behalf of `Block.publish`. The block is written to the file when its batch is full.
+
+        Raises:
+            ArenaFull: This write or an earlier one failed, for example because the disk is full.
+            LimitExceeded: The digest is too short or too long.
+            SharedMemoryError: The file is closed, or the block is not being filled any more.
+
+        """
         if digest is not None:
             check_digest(digest)
         with self._mutex:
@@ -174,7 +198,7 @@ class DiskArena:
                 raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
             block.write_header(digest or b"")
             data = self._memory(block)
-            for start, stop in block.plan.gaps(block.nbytes):  # nothing of an earlier block is written
+            for start, stop in block.plan.gaps(block.nbytes):  # clear the data of an earlier block in reused memory
                 data[start:stop] = bytes(stop - start)
             _, batch = self._filling[block.entry]
             start = block.pieces[0].offset - batch.offset
@@ -184,9 +208,12 @@ class DiskArena:
                 self._end_filling(block)
 
     def roll_back(self, num_blocks: int) -> None:
-        """As if only the first `num_blocks` blocks had ever been: nobody has a reference to the others.
+        """Remove all blocks after the first `num_blocks`. No reference to the removed blocks may be in use.
 
-        InputError while one of them is being filled.
+        Raises:
+            InputError: A block to remove is still being filled.
+            SharedMemoryError: The file is closed.
+
         """
         with self._mutex:
             self._require_open()
@@ -201,7 +228,7 @@ class DiskArena:
             self._entries[words] = array("Q", bytes(8 * (words.stop - words.start)))
 
     def discard(self, block: Block) -> None:
-        """For `Block`: as if it had never been, if it is the last one; else its place stays empty."""
+        """Discard a block on behalf of `Block`. The last block is removed; the space of any other block stays empty."""
         with self._mutex:
             if not self._lock.held:
                 return
@@ -214,23 +241,32 @@ class DiskArena:
             else:
                 self._entries[at + STATE] = state_word(GENERATION, FREE)
                 self._memory(block)[:] = bytes(block.nbytes)
-            with suppress(OSError):  # the next one to write is told
+            with suppress(OSError):  # the next write raises the error again
                 self._end_filling(block)
 
     def flush(self) -> None:
-        """Begins to write what was published, for a `close` that waits less. ArenaFull if the disk is full."""
+        """Start to write the published blocks, so that `close` has less to wait for.
+
+        Raises:
+            ArenaFull: This write or an earlier one failed, for example because the disk is full.
+            SharedMemoryError: The file is closed.
+
+        """
         with self._mutex:
             self._require_open()
             with self._writing():
                 self._write_batch()
 
     def close(self) -> None:
-        """Gives the file its name, complete and synced. Idempotent.
+        """Finish the file, sync it to disk and give it its name. Idempotent.
 
-        InputError while a block is being filled, SharedMemoryError if the disk fails or is full: then nothing is left.
+        Raises:
+            InputError: A block is still being filled.
+            SharedMemoryError: The disk is full, or a write fails. The unfinished file has been removed.
+
         """
         with self._mutex:
-            if not self._lock.held:  # closed, or a forked child's
+            if not self._lock.held:  # already closed, or this is a forked child
                 return
             if self._filling:
                 raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
@@ -252,7 +288,7 @@ class DiskArena:
                 self._let_go()
 
     def abandon(self) -> None:
-        """Removes what was written. Nothing after `close`."""
+        """Remove the unfinished file. Do nothing after `close`."""
         with self._mutex:
             if self._lock.held:
                 with suppress(FileNotFoundError):
@@ -267,10 +303,10 @@ class DiskArena:
             if kind is None:
                 self.close()
         finally:
-            self.abandon()  # also what `close` refused to finish
+            self.abandon()  # also if `close` raised
 
     def _published(self) -> Iterator[int]:
-        """Entries of the blocks that readers will find."""
+        """Return the entries of the published blocks."""
         return (n for n in range(self.num_blocks) if self._entries[WORDS_PER_ENTRY * n + STATE] & 0xFF == PUBLISHED)
 
     def _require_open(self) -> None:
@@ -281,7 +317,7 @@ class DiskArena:
         return block.entry in self._filling and self._filling[block.entry][0] is block
 
     def _memory(self, block: Block) -> memoryview:
-        """The memory in which a block is filled."""
+        """Return the memory in which the block is filled."""
         _, batch = self._filling[block.entry]
         ((offset, nbytes),) = block.pieces
         return memoryview(batch.memory)[offset - batch.offset :][:nbytes]
@@ -290,29 +326,40 @@ class DiskArena:
         return os_errors_as(ArenaFull, f"{self.path} cannot be written")
 
     def _batch_for(self, nbytes: int) -> WriteBatch:
-        """The batch that has room for the next block: the last one, or a new one. OSError, LimitExceeded."""
+        """Return a batch with room for the next block.
+
+        Raises:
+            LimitExceeded: There is not enough memory for a new batch.
+            OSError: A write has failed.
+
+        """
         if self._batch is None or self._batch.room_bytes < nbytes:
             self._write_batch()
             self._batch = self._writer.batch(nbytes, self._end)
         return self._batch
 
     def _write_batch(self) -> None:
-        """Ends the batch that takes blocks; it is written when none of its blocks is being filled. OSError."""
+        """End the current batch, and write it unless one of its blocks is still being filled.
+
+        Raises:
+            OSError: A write has failed.
+
+        """
         batch, self._batch = self._batch, None
         if batch is not None and not batch.num_filling:
             self._writer.write(batch)
 
     def _end_filling(self, block: Block) -> None:
-        """OSError."""
+        """Mark the block as filled, and write its batch if that is complete. Raise OSError if a write has failed."""
         _, batch = self._filling.pop(block.entry)
         batch.num_filling -= 1
         if batch is not self._batch and not batch.num_filling:
             self._writer.write(batch)
-        elif batch is self._batch and len(batch.memory) > WRITE_BATCH_BYTES:  # written at once: it is large
+        elif batch is self._batch and len(batch.memory) > WRITE_BATCH_BYTES:  # do not keep a large block in memory
             self._write_batch()
 
     def _cut(self, end: int) -> None:
-        """The next block begins at `end`; what was written behind it is written over, or cut off."""
+        """Let the next block begin at `end`. Data after `end` is overwritten, or truncated by `close`."""
         self._end = end
         for batch in filter(None, [self._batch, *(batch for _, batch in self._filling.values())]):
             batch.cut(end - batch.offset)
@@ -330,11 +377,11 @@ def _unfinished(path: Path) -> Path:
 
 
 def _locked(unfinished: Path) -> LivenessLock:
-    """The lock of that file, which is made if there is none. SharedMemoryError if another process writes it."""
+    """Open or create the unfinished file and lock it. Raise SharedMemoryError if another process is writing it."""
     with os_errors_as(SharedMemoryError, f"{unfinished} cannot be made"):
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        lock = LivenessLock(descriptor, needed=False)  # the run has its own lock, and warns if locks are missing
+        lock = LivenessLock(descriptor, needed=False)  # an offline run has a lock of its own, and warns without locks
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
@@ -347,7 +394,7 @@ def _locked(unfinished: Path) -> LivenessLock:
 
 
 def _make_room(descriptor: int, path: Path, file_bytes: int) -> None:
-    """An empty file of that length, none of it on the disk yet."""
+    """Empty the file and extend it to `file_bytes` without allocating disk space."""
     with os_errors_as(SharedMemoryError, f"{path} cannot have {file_bytes} bytes"):
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, file_bytes)

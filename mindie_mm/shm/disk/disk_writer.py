@@ -1,4 +1,4 @@
-"""Writes blocks to a file, many at a time: while one batch of them is on its way to the disk, the next is filled."""
+"""Writer of batches of blocks to a file. The next batch is filled while the previous one is written."""
 
 from __future__ import annotations
 
@@ -14,82 +14,99 @@ from xxhash import xxh3_128_digest
 from mindie_mm.errors import LimitExceeded, os_errors_as
 
 WRITE_BATCH_BYTES = 16 * 2**20
-"""Memory of a batch, of which two are used in turn; a larger block is a batch of its own."""
+"""Size of a batch's memory. Two batches are used in turn. A larger block gets a batch of its own."""
 
 
 class WriteBatchMemory:
-    """Memory of batches that were written, for the next ones, of whichever file: to fault two in takes 9 ms."""
+    """Pool of batch memory, which files can share. Reuse saves the 9 ms that it takes to fault in two batches."""
 
     def __init__(self) -> None:
         self._spare: list[mmap.mmap] = []
 
     def take(self, nbytes: int) -> mmap.mmap:
-        """Private memory of `nbytes` or more, with whatever is in it. LimitExceeded where there is none."""
+        """Return private memory of at least `nbytes` bytes with undefined contents.
+
+        Raises:
+            LimitExceeded: There is not enough memory.
+
+        """
         if nbytes <= WRITE_BATCH_BYTES and self._spare:
             return self._spare.pop()
         with os_errors_as(LimitExceeded, f"there is no memory for a block of {nbytes} bytes"):
-            # It takes memory where it is used; were it shared, there would be no huge pages.
+            # Private memory is allocated on first use, and can have huge pages, which shared memory would not have.
             memory = mmap.mmap(-1, max(nbytes, WRITE_BATCH_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # of a kernel without them: the disk's driver then looks up each small page
+        with suppress(OSError):  # without huge pages, the disk driver has to look up each small page
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
 
     def give_back(self, memory: mmap.mmap) -> None:
-        """Nobody writes to it, or reads it, any more."""
+        """Return memory to the pool. The caller must not use it any more."""
         if len(memory) == WRITE_BATCH_BYTES:
             self._spare.append(memory)
 
 
 class WriteBatch:
-    """Blocks that lie one behind another, in whole pages, both in memory and in the file."""
+    """Blocks that are contiguous both in memory and in the file, in whole pages."""
 
     __slots__ = ("blocks", "memory", "num_filling", "offset", "used_bytes")
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self.memory = memory
         self.offset = offset
-        """Where in the file the batch begins."""
+        """Offset of the batch in the file, in bytes."""
         self.used_bytes = 0
         self.num_filling = 0
-        """Its blocks that somebody still writes to."""
+        """Number of blocks that are still being filled."""
         self.blocks: dict[int, slice] = {}
-        """Where in `memory` its other blocks lie, by entry."""
+        """Location of each published block in `memory`, by entry."""
 
     @property
     def room_bytes(self) -> int:
-        """Bytes left for further blocks."""
+        """Number of bytes left for more blocks."""
         return len(self.memory) - self.used_bytes
 
     def cut(self, used_bytes: int) -> None:
-        """Takes out the blocks behind its first `used_bytes`."""
+        """Remove the blocks after the first `used_bytes` bytes."""
         self.used_bytes = max(0, min(self.used_bytes, used_bytes))
         self.blocks = {entry: place for entry, place in self.blocks.items() if place.start < self.used_bytes}
 
 
 class DiskWriter:
-    """One write at a time, past the page cache where the file system can. For one thread at a time."""
+    """Background writer of batches to one file. Not thread-safe.
+
+    One batch is written at a time. Writes bypass the page cache (O_DIRECT) if the file system supports this.
+    """
 
     def __init__(self, path: Path, descriptor: int, memory: WriteBatchMemory) -> None:
-        """`descriptor` is an open one of the file `path`, and stays the caller's."""
+        """Prepare to write. `descriptor` is open for the file `path`, and the caller closes it."""
         self._descriptor = descriptor
         self._memory = memory
         self._thread = ThreadPoolExecutor(1, "disk-writer")
         self._writing: Future[None] | None = None
         self.digests: dict[int, bytes] = {}
-        """XXH3, 128 bits, of the blocks that were written, by entry: computed beside what fills the next batch."""
+        """XXH3-128 digests of the written blocks, by entry. They are computed in the background thread."""
         try:
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError:  # such as some network file systems
+        except OSError:  # some network file systems have no O_DIRECT
             self._direct = -1
 
     def batch(self, nbytes: int, offset: int) -> WriteBatch:
-        """An empty one with room for a block of `nbytes` at `offset`. LimitExceeded where there is no memory for it."""
+        """Return an empty batch at file offset `offset` with room for a block of `nbytes`.
+
+        Raises:
+            LimitExceeded: There is not enough memory.
+
+        """
         return WriteBatch(self._memory.take(nbytes), offset)
 
     def write(self, batch: WriteBatch) -> None:
-        """Begins to write a batch, which is the writer's from here on; one of a single large block is written at once.
+        """Start to write a batch in the background. The caller must not use the batch any more.
 
-        So no two large blocks are in memory. OSError if this write fails, or one before it did.
+        For a batch of a single large block, wait for the write, so that no two large blocks are in memory.
+
+        Raises:
+            OSError: This write or an earlier one failed.
+
         """
         self.wait()
         self._writing = self._thread.submit(self._write, batch)
@@ -97,12 +114,12 @@ class DiskWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Until everything is written. OSError, again and again, once a write has failed."""
+        """Wait until everything is written. Raise OSError on every call after a write has failed."""
         if self._writing is not None:
             self._writing.result()
 
     def close(self) -> None:
-        """Ends what is being written. Idempotent."""
+        """Wait for the write in progress and stop the thread. Idempotent."""
         self._thread.shutdown()
         if self._direct >= 0:
             os.close(self._direct)
@@ -116,7 +133,7 @@ class DiskWriter:
         self._memory.give_back(batch.memory)
 
     def _write_direct(self, data: memoryview, offset: int) -> bool:
-        """False of a disk whose blocks are larger than a page."""
+        """Write without the page cache. Return False if the blocks of the disk are larger than a page."""
         try:
             write_all(self._direct, data, offset)
         except OSError as error:
@@ -127,7 +144,7 @@ class DiskWriter:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """All bytes of `data`, at `offset`. OSError."""
+    """Write all bytes of `data` at the file offset `offset`. Raise OSError if a write fails."""
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written

@@ -1,1 +1,1 @@
-"""The bytes in shared memory: handle words, arena header, block header. Normative: docs/wire-format.md."""
+"""Binary format of handle words, arena headers and block headers. The normative text is docs/wire-format.md."""

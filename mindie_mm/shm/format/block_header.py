@@ -1,4 +1,4 @@
-"""The header with which a block describes itself (docs/wire-format.md)."""
+"""Layout and header of a block (docs/wire-format.md)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MAX_REQUEST_BYTES = 4096
 MIN_DIGEST_BYTES, MAX_DIGEST_BYTES = 16, 64
 MAX_HEADER_BYTES = 1 << 16
 
-_PREFIX = struct.Struct("<4sII")  # magic, CRC-32 of what follows it, bytes of the header
-_FIXED = struct.Struct("<IIHHHH64s")  # block, generation, arrays, bytes of request, of digest, reserved, digest
-_ARRAY = struct.Struct("<QBBBB")  # offset, bytes of the name, dtype code, dimensions, reserved
+_PREFIX = struct.Struct("<4sII")  # magic, CRC-32 of the rest of the header, header size
+_FIXED = struct.Struct("<IIHHHH64s")  # block, generation, array count, request size, digest size, reserved, digest
+_ARRAY = struct.Struct("<QBBBB")  # offset, name size, dtype code, number of dimensions, reserved
 _DIMS = tuple(struct.Struct(f"<{n}Q") for n in range(MAX_DIMS + 1))
 _SMALLEST = _PREFIX.size + _FIXED.size
 
 
 class DamagedHeaderError(ValueError):
-    """Bytes that are no block header; whoever reads them knows which error of the tree that is."""
+    """Bytes that do not form a valid block header. Callers convert this to an error of `mindie_mm.errors`."""
 
 
 class _Buffer(Protocol):
@@ -39,28 +39,36 @@ class _Buffer(Protocol):
 
 
 class Array(NamedTuple):
-    """One array of a block."""
+    """Place of one array in a block."""
 
     spec: ArraySpec
     offset: int
-    """Bytes from the start of the block, a multiple of 64."""
+    """Offset from the start of the block in bytes, a multiple of 64."""
 
 
 class BlockHeader(NamedTuple):
-    """What a block says of itself. A named tuple: one is made at each attach, in a third of a dataclass's time."""
+    """Contents of a block's header.
+
+    Each attach creates one. A named tuple takes a third of the time of a dataclass to create.
+    """
 
     block: int
     generation: int
     arrays: Mapping[str, Array]
-    """In the order of allocation; the first one's dtype and shape stand in the shape word."""
+    """Arrays by name, in the order of allocation. The shape word carries the dtype and shape of the first array."""
     request: str
-    """Path of the request's path file, empty if it has none."""
+    """Path of the request's path file. Empty if the block has no path file."""
     digest: bytes | None = None
-    """Names the content and its preprocessing; None if the item is not to be cached."""
+    """Digest of the content and its preprocessing, 16 to 64 bytes. None if the item must not be cached."""
 
     @classmethod
     def unpack(cls, buffer: _Buffer, start: int, stop: int) -> BlockHeader:
-        """Reads the header of the block at [start, stop) of a buffer. DamagedHeaderError."""
+        """Read the header of the block at [start, stop) of `buffer`.
+
+        Raises:
+            DamagedHeaderError: The bytes are not a valid header, or its arrays do not fit the block.
+
+        """
         try:
             magic, crc, size = _PREFIX.unpack(buffer[start : start + _PREFIX.size])
             if magic != MAGIC or not _SMALLEST <= size <= min(MAX_HEADER_BYTES, stop - start):
@@ -81,14 +89,17 @@ class BlockHeader(NamedTuple):
         return cls(block, generation, arrays, request, digest[:digest_bytes] if digest_bytes else None)
 
     def require(self, block: int, generation: int) -> None:
-        """DamagedHeaderError unless it is this block's header, at this generation."""
+        """Raise DamagedHeaderError unless the header belongs to this block at this generation."""
         if (self.block, self.generation) != (block, generation):
             raise DamagedHeaderError(f"it is block {self.block}'s at generation {self.generation}")
 
 
 @lru_cache(maxsize=1024)
 def _unpack_arrays(described: bytes, num_arrays: int) -> tuple[Mapping[str, Array], int]:
-    """The arrays, and where the last one of them ends. Cached: the same few shapes come over and over."""
+    """Return the arrays and the offset at which the last array ends.
+
+    The result is cached because the same few shapes recur.
+    """
     arrays: dict[str, Array] = {}
     at = end = 0
     for _ in range(num_arrays):
@@ -109,26 +120,39 @@ def _unpack_arrays(described: bytes, num_arrays: int) -> tuple[Mapping[str, Arra
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """Where the arrays of a block lie, known before the block has a place."""
+    """Layout of a block that has not been allocated yet."""
 
     arrays: Mapping[str, Array]
     described: bytes
-    """The arrays as they stand in the header."""
+    """Packed descriptions of the arrays, as the header holds them."""
     size: int
-    """Bytes of the whole block: header, arrays, alignment."""
+    """Bytes of the whole block: header, arrays and padding."""
     header_bytes: int
     first: ArraySpec
-    """The first array, which the shape word describes."""
+    """Spec of the first array, which the shape word carries."""
 
     @classmethod
     def of(cls, specs: Mapping[str, ArraySpec], request: bytes) -> BlockPlan:
-        """Lays out `specs` behind a header with the path `request`. InputError, LimitExceeded."""
+        """Lay out the arrays of `specs` behind a header.
+
+        Args:
+            specs: Arrays by name, 1 to 64.
+            request: Encoded path of the request's path file, empty for none.
+
+        Raises:
+            InputError: A name is not a string, or a value is not an ArraySpec.
+            LimitExceeded: The path, a name, a shape or the number of arrays exceeds the format's limits.
+
+        """
         if len(request) > MAX_REQUEST_BYTES:
             raise LimitExceeded(f"path file {os.fsdecode(request)!r} has more than {MAX_REQUEST_BYTES} bytes")
         return _plan(tuple(specs.items()), len(request))
 
     def gaps(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) of what lies between the header, the arrays and the end of a block of `nbytes`."""
+        """Yield the padding of a block of `nbytes` as ranges [start, stop).
+
+        Padding lies between the header, the arrays and the end of the block. Ranges can be empty.
+        """
         end = self.header_bytes
         for spec, offset in self.arrays.values():
             yield end, offset
@@ -136,7 +160,7 @@ class BlockPlan:
         yield end, nbytes
 
     def header(self, block: int, generation: int, request: bytes, digest: bytes) -> bytes:
-        """The block's header, packed; `digest` is empty if the item is not to be cached."""
+        """Return the packed header of the block. Pass an empty `digest` if the item must not be cached."""
         fixed = _FIXED.pack(block, generation, len(self.arrays), len(request), len(digest), 0, digest)
         body = fixed + self.described + request
         size = _PREFIX.size + len(body)
@@ -158,7 +182,7 @@ def _plan(specs: tuple[tuple[str, ArraySpec], ...], request_bytes: int) -> Block
     described = sum(_ARRAY.size + 8 * len(spec.shape) for _, spec in specs) + sum(map(len, names))
     header_bytes = _SMALLEST + described + request_bytes
     at = round_up(header_bytes, ALIGNMENT)
-    pack_dims(specs[0][1].shape)  # LimitExceeded for what no word can carry
+    pack_dims(specs[0][1].shape)  # raises LimitExceeded if the shape does not fit a shape word
     arrays: dict[str, Array] = {}
     parts: list[bytes] = []
     for encoded, (text, spec) in zip(names, specs, strict=True):
@@ -173,6 +197,6 @@ def _plan(specs: tuple[tuple[str, ArraySpec], ...], request_bytes: int) -> Block
 
 
 def check_digest(digest: bytes) -> None:
-    """LimitExceeded unless the digest has 16 to 64 bytes."""
+    """Raise LimitExceeded unless the digest has 16 to 64 bytes."""
     if not MIN_DIGEST_BYTES <= len(digest) <= MAX_DIGEST_BYTES:
         raise LimitExceeded(f"a digest of {len(digest)} bytes; {MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES} are allowed")

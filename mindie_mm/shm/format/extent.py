@@ -1,4 +1,4 @@
-"""Where a block lies in its arena's file: mostly in one piece."""
+"""Location of a block in its arena's file. Most blocks have a single piece."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from mindie_mm.shm.format.layout import NEXT, OFFSET, SIZE, WORDS_PER_ENTRY
 
 
 class Extent(NamedTuple):
-    """A range of bytes."""
+    """Range of bytes in a file."""
 
     offset: int
     nbytes: int
 
 
 Pieces = tuple[Extent, ...]
-"""In the order in which they make a block up."""
+"""Extents of a block. Concatenated in this order, they form the block."""
 
 
 def read_pieces(entries: memoryview, num_entries: int, block: int) -> Pieces:
-    """The pieces of a block, as the words of the table say (docs/wire-format.md, 2.3); they may say anything.
+    """Read the pieces of a block from the arena's table (docs/wire-format.md, 2.3).
 
-    Together they have the bytes that the block's own entry says, even where that leaves the first none, or less. No
-    pieces if their links lead out of the table, or in a circle.
+    The table is not trusted: its words can hold any values. The sizes of the pieces always add up to the size in the
+    block's own entry. The size of the first piece can therefore come out as 0 or negative.
+
+    Returns:
+        The pieces, or an empty tuple if the links leave the table or form a cycle.
+
     """
     at = WORDS_PER_ENTRY * block
     offset, left, behind = entries[at + OFFSET], entries[at + SIZE], entries[at + NEXT]

@@ -1,11 +1,11 @@
-"""The bytes of an arena file (docs/wire-format.md): header page, table of entries, release words, data.
+"""Layout of an arena file (docs/wire-format.md): header page, table of entries, release words, data.
 
-    0                header: one page; from byte 512 what the owner counts (stats.py)
-    one page         table: 64 bytes an entry: state word, offset, size, time of allocation, end of lease, next piece
-    releases_offset  release words: the doorbell, then one word an entry; a page of its own, for every process to write
+    0                header: one page; the owner's counters begin at byte 512 (stats.py)
+    one page         table: 64 bytes per entry: state word, offset, size, allocation time, end of lease, next piece
+    releases_offset  release words: the doorbell, then one word per entry; on their own pages, which any process writes
     data_offset      blocks, on page boundaries
 
-Everything is little-endian. A word of 8 bytes is written and read whole.
+All numbers are little-endian. Reads and writes of 8-byte words are atomic.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ assert sys.byteorder == "little", "the words in an arena are read in place"
 
 SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies on Linux
 PAGE = mmap.PAGESIZE
-"""4096, and 65,536 on some aarch64: what is mapped by itself lies on pages of the machine."""
+"""Page size of the machine: 4096, or 65,536 on some aarch64 machines. Regions with their own mapping align to it."""
 DISK_PAGE = 4096
-"""Page of a file on disk, whatever the machine's: equal content makes equal bytes, and any machine reads them. Such a
-file is only ever mapped whole."""
+"""Page size of a file on disk, the same on every machine. Files with equal content are therefore equal byte for byte,
+and every machine can read them. A file on disk is always mapped whole."""
 ALIGNMENT = 64
 
 MAGIC = b"mindieMM"
@@ -43,10 +43,14 @@ _CRC = struct.Struct("<I")
 ENTRY_BYTES = 64
 WORDS_PER_ENTRY = ENTRY_BYTES // 8
 STATE, OFFSET, SIZE, ALLOCATED_NS, EXPIRES_NS, NEXT = range(6)
-"""Places of an entry's words: (generation << 8 | state), offset in the file, bytes, two times of CLOCK_BOOTTIME, link.
+"""Indices of the words of an entry.
 
-EXPIRES_NS is the end of a block's lease, for blocks without a request; 0 if it has none. NEXT is 1 + the entry of the
-block's next piece; 0 if there is none. The SIZE of a block's own entry is that of all its pieces.
+- STATE: `generation << 8 | state`.
+- OFFSET: Offset in the file in bytes.
+- SIZE: Size in bytes. In the block's own entry, this is the size of all pieces together.
+- ALLOCATED_NS: Time of allocation on CLOCK_BOOTTIME.
+- EXPIRES_NS: End of the block's lease on CLOCK_BOOTTIME, 0 for no lease. Only blocks without a request have leases.
+- NEXT: 1 + the entry of the block's next piece, 0 for no next piece.
 """
 
 FREE, FILLING, PUBLISHED, PIECE = range(4)
@@ -54,19 +58,19 @@ STATE_NAMES = ("free", "filling", "published", "piece")
 
 MIN_ENTRIES = 64
 BYTES_PER_ENTRY = 1 << 16
-"""The table has an entry for each so many bytes of capacity, up to the number of entries that a word can name."""
+"""Bytes of capacity per table entry. Handle words limit the number of entries to MAX_BLOCK + 1."""
 
 DOORBELL = 0
-"""Place of the word that tells the owner that a release word was written; entry n's own word is at 1 + n."""
+"""Index of the word that tells the owner to check the release words. The release word of entry n is at 1 + n."""
 
 
 def file_name(arena: int) -> str:
-    """The file of arena number `arena`, in SHM_DIRECTORY."""
+    """Return the name of the arena's file in SHM_DIRECTORY."""
     return f"mindie_mm-{arena:04x}"
 
 
 def block_name(arena: int, block: int) -> str:
-    """How people name a block."""
+    """Return a block's name for messages, such as "mindie_mm-00ff:3"."""
     return f"{file_name(arena)}:{block}"
 
 
@@ -79,10 +83,10 @@ def state_word(generation: int, state: int) -> int:
 
 
 def fence() -> None:
-    """Orders memory accesses before a call against those after it, on processors with weak ordering too.
+    """Issue a full memory barrier, also on processors with weak memory ordering.
 
-    A release of a lock followed by its acquisition is a full barrier; Python has no other. A lock of the call's own:
-    whatever a signal handler raises in here, the next call finds nothing of it.
+    To release a lock and acquire it again is the only full barrier that Python offers. Each call uses a new lock, so
+    that a signal handler that raises in this function cannot leave a shared lock acquired.
     """
     lock = Lock()
     lock.acquire()
@@ -91,7 +95,7 @@ def fence() -> None:
 
 
 def require_own(status: os.stat_result) -> None:
-    """SegmentMissing for another user's file."""
+    """Raise SegmentMissing if another user owns the file."""
     if status.st_uid != os.geteuid():
         raise SegmentMissing(f"the file is user {status.st_uid}'s; this process is user {os.geteuid()}'s")
 
@@ -107,21 +111,24 @@ def needing_proc() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that made an arena: for people; whether it lives is told by its lock alone."""
+    """Process that created an arena.
+
+    This information is for display. Only the arena's lock shows whether the owner is alive.
+    """
 
     pid: int
-    """Its number in the owner's own pid namespace."""
+    """Process id in the owner's own PID namespace."""
     start_time: int
     """Clock ticks from boot to the start of the process."""
     boot_id: str
     pid_namespace: int
     """Inode of /proc/self/ns/pid."""
     mount_namespace: int
-    """Inode of /proc/self/ns/mnt: paths in block headers are the owner's."""
+    """Inode of /proc/self/ns/mnt. Paths in block headers are valid in this namespace."""
 
     @classmethod
     def nobody(cls) -> Owner:
-        """The owner that a file on disk states: equal content makes equal bytes."""
+        """Return the owner that files on disk name, so that equal content gives equal bytes."""
         return cls(0, 0, str(UUID(int=0)), 0, 0)
 
     @classmethod
@@ -140,21 +147,21 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class ArenaHeader:
-    """What stands in an arena's first page."""
+    """Contents of an arena's first page."""
 
     arena: int
     num_entries: int
     capacity_bytes: int
-    """Bytes for blocks."""
+    """Bytes available for blocks."""
     created_ns: int
-    """Wall clock, ns since 1970."""
+    """Time of creation in nanoseconds since the Unix epoch."""
     owner: Owner
     page_bytes: int = PAGE
-    """What everything is rounded up to; DISK_PAGE of a file on disk."""
+    """Alignment of all regions in bytes: PAGE in shared memory, DISK_PAGE in a file on disk."""
 
     @classmethod
     def plan(cls, capacity_bytes: int, created_ns: int, owner: Owner, page_bytes: int = PAGE) -> ArenaHeader:
-        """The header of a new arena, its number still 0; the capacity is rounded up to whole pages."""
+        """Return the header of a new arena. Its number is 0 for now, and its capacity is rounded up to whole pages."""
         num_entries = min(max(capacity_bytes // BYTES_PER_ENTRY, MIN_ENTRIES), MAX_BLOCK + 1)
         return cls(0, num_entries, round_up(capacity_bytes, page_bytes), created_ns, owner, page_bytes)
 
@@ -197,17 +204,22 @@ class ArenaHeader:
 
     @classmethod
     def read(cls, descriptor: int, status: os.stat_result, page_bytes: int = PAGE) -> ArenaHeader:
-        """Reads the header of an open file; SegmentMissing if it is no arena, damaged, cut short or of another page."""
+        """Read the header of an open file.
+
+        Raises:
+            SegmentMissing: The file is not an arena, is damaged or truncated, or uses another page size.
+
+        """
         return cls.unpack(os.pread(descriptor, page_bytes, 0), status.st_size, page_bytes)
 
     def require(self, arena: int) -> None:
-        """SegmentMissing unless it is this arena's header."""
+        """Raise SegmentMissing unless this is the header of arena number `arena`."""
         if self.arena != arena:
             raise SegmentMissing(f"its header names arena {file_name(self.arena)}")
 
     @classmethod
     def unpack(cls, page: bytes, file_bytes: int, page_bytes: int = PAGE) -> ArenaHeader:
-        """As `read`, from the first page and the size of the file."""
+        """Parse a header from the file's first page and the file's size. Raise the same errors as `read`."""
         body = page[: _HEADER.size]
         if len(page) < _HEADER.size + _CRC.size or body[: len(MAGIC)] != MAGIC:
             raise SegmentMissing("the file is no arena")

@@ -1,10 +1,10 @@
-"""Names and shapes as MindIE-LLM writes them into negative int64: the other wire (docs/wire-format.md, section 5).
+"""MindIE-LLM's encoding of segment names and shapes as negative int64 values (docs/wire-format.md, section 5).
 
     name    -(length << 58 | index of each character, 5 bits, from bit 57 down | checksum in bits 2 to 0)
     shape   -(number of axes << 60 | sizes from bit 59 down, in the widths of PLAN | checksum in bits 2 to 0)
 
-The wire is MindIE's; what its code lets pass is refused: one name and one shape have one value, and no other value
-is accepted. Neither kind says which it is: a value may be read as both.
+The decoders are stricter than MindIE's. Each name and each shape has exactly one value, and the decoders reject every
+other value. The values carry no tag: a value can be valid both as a name word and as a shape word.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindie_mm.errors import CorruptReference, InputError, LimitExceeded
 
 PREFIX = "psm_"
 MAX_NAME_LENGTH = 14
-"""Characters of a name as it is given, with its prefix or without."""
+"""Most characters of the name that a caller passes, including the prefix if there is one."""
 CHARSET = "0123456789abcdefpsmnwABCDEF"
 PLAN: dict[int, tuple[int, ...]] = {
     1: (57,),
@@ -27,24 +27,31 @@ PLAN: dict[int, tuple[int, ...]] = {
     4: (18, 3, 18, 18),
     5: (13, 13, 3, 14, 14),
 }
-"""Bits of each axis, by the number of axes. The largest size is 2^(bits - 1), which itself is allowed."""
+"""Bits of each axis, by number of axes. The largest size of an axis is 2^(bits - 1), inclusive."""
 NUM_SHAPE_DIMS = len(PLAN)
 
 _MAX_CHARACTERS = 11
-"""Most characters of a name: so many fit between the length and the checksum."""
+"""Most characters of a name without its prefix. No more fit between the length and the checksum."""
 _SEGMENT_NAME = re.compile(r"psm_[0-9a-f]{8}")
 
 
 def is_segment_name(name: str) -> bool:
-    """Whether it is what Python calls a segment, psm_ and 8 lower-case hex digits: no other file is ever touched."""
+    """Return whether `name` has the form that Python gives to segments: psm_ and 8 lower-case hex digits.
+
+    No file with another name is ever opened or removed.
+    """
     return _SEGMENT_NAME.fullmatch(name) is not None
 
 
 def encode_shm_name_to_int64(name: str) -> int:
-    """The negative int64 of a segment's name; the prefix psm_ is not carried, and may be left out.
+    """Return the name word of a segment, a negative int64.
 
-    InputError for an empty name or a character outside CHARSET, LimitExceeded for more than 14 characters, or more
-    than 11 behind the prefix.
+    The word does not carry the prefix psm_, and `name` can omit the prefix.
+
+    Raises:
+        InputError: The name is empty or has a character outside CHARSET.
+        LimitExceeded: The name has more than 14 characters, or more than 11 after the prefix.
+
     """
     if not isinstance(name, str):
         raise InputError(f"segment name {name!r} is no text")
@@ -69,7 +76,12 @@ def _pack_name(characters: str) -> int:
 
 
 def decode_shm_name_from_int64(value: SupportsIndex) -> str:
-    """The name, with psm_, that a word carries; CorruptReference for what `encode_shm_name_to_int64` never writes."""
+    """Return the name that a word carries, with the prefix psm_.
+
+    Raises:
+        CorruptReference: `encode_shm_name_to_int64` never returns this value.
+
+    """
     word, unsigned = _unsigned(value, "name")
     length = unsigned >> 58
     if not 1 <= length <= _MAX_CHARACTERS:
@@ -86,9 +98,12 @@ def decode_shm_name_from_int64(value: SupportsIndex) -> str:
 
 
 def encode_shape_to_int64(shape: Iterable[SupportsIndex]) -> int:
-    """The negative int64 of a shape of 1 to 5 axes.
+    """Return the shape word of a shape with 1 to 5 axes, a negative int64.
 
-    LimitExceeded for more axes, or a size above its axis' limit; InputError for no axis, a size below 1 or no integer.
+    Raises:
+        InputError: `shape` is not iterable, or a size is not an integer of at least 1.
+        LimitExceeded: The shape has no axis or more than 5 axes, or a size exceeds the limit of its axis.
+
     """
     if not isinstance(shape, Iterable):
         raise InputError(f"shape {shape!r} is no sequence of integers")
@@ -112,7 +127,12 @@ def _pack_shape(sizes: list[int]) -> int:
 
 
 def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
-    """The sizes that a word carries; CorruptReference for what `encode_shape_to_int64` never writes."""
+    """Return the sizes that a word carries.
+
+    Raises:
+        CorruptReference: `encode_shape_to_int64` never returns this value.
+
+    """
     word, unsigned = _unsigned(value, "shape")
     num_dims = unsigned >> 60
     if num_dims not in PLAN:
@@ -131,7 +151,7 @@ def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
 
 
 def _unsigned(value: SupportsIndex, kind: str) -> tuple[int, int]:
-    """A word, and its bits: what MindIE negated."""
+    """Return the word as an int and its absolute value, which holds the fields."""
     word = _integer(value, f"a {kind} word")
     if not -(1 << 63) <= word < 0:
         raise CorruptReference(f"{word} is no {kind} word of MindIE's: it is not in [-2^63, 0)")
@@ -139,7 +159,7 @@ def _unsigned(value: SupportsIndex, kind: str) -> tuple[int, int]:
 
 
 def _integer(value: SupportsIndex, what: str) -> int:
-    """`value`, an int or a scalar of numpy or torch. InputError for anything else."""
+    """Convert an int, or an integer scalar of numpy or torch, to int. Raise InputError for any other value."""
     try:
         return operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""A reference to a block in an arena: what its words carry, and nothing else."""
+"""Reference to a block in an arena, as its handle words carry it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,38 @@ from mindie_mm.shm.format import words
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Names one block at one generation, with dtype and shape of its first array. Equal by value."""
+    """Reference to one block at one generation, with the dtype and shape of its first array.
+
+    References compare equal by value.
+    """
 
     arena: int
-    """The arena's number, 0 to 65,535: the file `mindie_mm-<4 hex digits>`."""
+    """Number of the arena, 0 to 65,535. Its file is `mindie_mm-<4 hex digits>`."""
     block: int
-    """The entry in the arena's table, 0 to 16,383."""
+    """Index of the block's entry in the arena's table, 0 to 16,383."""
     generation: int
-    """How the entry was numbered when the block was allocated, 1 to 2^24 - 1; it differs at each reuse."""
+    """Generation of the entry at allocation, 1 to 2^24 - 1. Each reuse of the entry has another generation."""
     dtype: str | None = None
-    """Dtype of the block's first array; None if the Ref was read from a name word alone."""
+    """Dtype of the block's first array. None if the reference was decoded from a name word alone."""
     shape: tuple[int, ...] | None = None
-    """Its shape; None as above."""
+    """Shape of the block's first array. None if the reference was decoded from a name word alone."""
 
     @property
     def name_word(self) -> int:
-        """The word that stands alone where an item has one slot."""
+        """Name word of the block. An item with a single slot is passed as this word alone."""
         return words.encode_name(self.arena, self.block, self.generation)
 
     def to_words(self) -> tuple[int, int]:
-        """(name word, shape word): two negative int64. LimitExceeded for what does not fit."""
+        """Encode the reference.
+
+        Returns:
+            The name word and the shape word, two negative int64 values.
+
+        Raises:
+            InputError: The reference has no dtype or shape.
+            LimitExceeded: A number or the shape does not fit its word.
+
+        """
         if self.dtype is None or self.shape is None:
             raise InputError(f"{self} was read from a name word alone: it has no shape word")
         name_word = self.name_word
@@ -39,7 +51,17 @@ class Ref:
 
     @classmethod
     def from_words(cls, name_word: SupportsIndex, shape_word: SupportsIndex | None) -> Ref:
-        """The Ref that the words carry; CorruptReference if one is damaged, or none of ours."""
+        """Decode a reference.
+
+        Args:
+            name_word: The name word, an int or an integer scalar of numpy or torch.
+            shape_word: The shape word, or None to leave `dtype` and `shape` unset.
+
+        Raises:
+            InputError: A word is not an integer.
+            CorruptReference: A word is damaged or is not a word of this format.
+
+        """
         try:
             name_word = index(name_word)
             shape_word = None if shape_word is None else index(shape_word)

@@ -1,4 +1,4 @@
-"""What one array in shared memory looks like: its shape and its dtype, out of a fixed table."""
+"""Shape and dtype of an array in shared memory. The wire format has a fixed table of dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindie_mm.errors import InputError, LimitExceeded
 
 MAX_DIMS = 6
 
-# The place in this tuple is the code on the wire (docs/wire-format.md): append only, at most 16.
+# The index in this tuple is the code on the wire (docs/wire-format.md). Only append to it, up to 16 entries.
 DTYPES: tuple[str, ...] = (
     "uint8",
     "int8",
@@ -34,7 +34,7 @@ ITEM_SIZES = (1, 1, 2, 2, 4, 4, 8, 8, 2, 4, 8, 1)
 
 @cache
 def ndarray() -> Any:
-    """numpy.ndarray, imported when it is first wanted: the operator's tools do without."""
+    """Return numpy.ndarray. The import is deferred because the operator's tools do not need numpy."""
     import numpy as np
 
     return np.ndarray
@@ -42,11 +42,18 @@ def ndarray() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """An array before it exists: 1 to 6 dimensions of at least 1 each, and a dtype of the wire's table."""
+    """Shape and dtype of an array to allocate.
+
+    Raises:
+        InputError: The dtype is not in the table, or a size is not an integer of at least 1.
+        LimitExceeded: The shape does not have 1 to 6 dimensions.
+
+    """
 
     shape: tuple[int, ...]
+    """Sizes of 1 to 6 dimensions, each at least 1."""
     dtype: str
-    """A numpy dtype name: bool, [u]int8 to [u]int64, float16 to float64."""
+    """Name of a numpy dtype: bool, [u]int8 to [u]int64 or float16 to float64."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_CODES:
@@ -59,5 +66,5 @@ class ArraySpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the array takes."""
+        """Size of the array in bytes."""
         return prod(self.shape) * ITEM_SIZES[DTYPE_CODES[self.dtype]]

@@ -1,4 +1,4 @@
-"""What an arena's owner counts, in words of the header page: seen by every process, also when no service answers."""
+"""Counters that an arena's owner keeps in the header page. Any process can read them, even if no service responds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Self
 from mindie_mm.errors import SegmentMissing
 
 STATS_OFFSET = 512
-"""Place of the words in the arena's first page."""
+"""Offset of the counters in the arena's first page, in bytes."""
 
 POPULATED, USED, PEAK, ALLOCATIONS, WAITS, FULL, TAKEN_BACK, WAITING, WAITED_NS = range(9)
-"""Places of the words; one a field of `ArenaStats`."""
+"""Indices of the counters, in the order of the fields of `ArenaStats`."""
 
 _WORDS = struct.Struct("<9Q")
 STATS_BYTES = _WORDS.size
@@ -21,30 +21,38 @@ STATS_BYTES = _WORDS.size
 
 @dataclass(frozen=True, slots=True)
 class ArenaStats:
-    """Read while the owner goes on counting: each number is right, two need not be of one moment."""
+    """Counters of an arena.
+
+    The owner keeps counting during the read. Each counter is exact, but two counters can be from different moments.
+    """
 
     populated_bytes: int
-    """Bytes of the arena's file, from its start, that are faulted in."""
+    """Bytes of the arena's file, from its start, that have been faulted in."""
     used_bytes: int
-    """Bytes in blocks, as the owner saw it last: a freed block counts until it is taken back."""
+    """Bytes in blocks, as last seen by the owner. A freed block counts until the owner reclaims it."""
     peak_bytes: int
-    """The most that `used_bytes` ever was."""
+    """Largest value of `used_bytes` so far."""
     allocations: int
-    """Blocks that were ever allocated."""
+    """Number of blocks allocated so far."""
     waits: int
-    """Requests, or allocations of a script, that had to wait for room."""
+    """Number of requests, and of direct calls to `Arena.allocate`, that had to wait for room."""
     full: int
-    """Those of them that waited in vain: ArenaFull."""
+    """Number of waits that ended without room (ArenaFull)."""
     taken_back: int
-    """Published blocks that were freed and taken back."""
+    """Number of published blocks that were freed and reclaimed."""
     waiting_bytes: int
-    """Bytes that requests wait for at this moment."""
+    """Bytes that requests are waiting for."""
     waited_ns: int
-    """Time that requests have waited for room, in nanoseconds, over all of them."""
+    """Total time that requests have waited for room, in nanoseconds."""
 
     @classmethod
     def read(cls, descriptor: int) -> Self:
-        """The numbers of the arena behind an open file; SegmentMissing if it was cut short."""
+        """Read the counters of an arena from its open file.
+
+        Raises:
+            SegmentMissing: The file is truncated.
+
+        """
         words = os.pread(descriptor, STATS_BYTES, STATS_OFFSET)
         if len(words) < STATS_BYTES:
             raise SegmentMissing(f"the arena's file ends before byte {STATS_OFFSET + STATS_BYTES}, where its counts do")

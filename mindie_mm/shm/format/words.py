@@ -1,13 +1,13 @@
-"""Two negative int64 words that name an array in shared memory: the native wire (docs/wire-format.md).
+"""The native wire format: two negative int64 words that name an array in shared memory (docs/wire-format.md).
 
     name word    63  62  61......46  45.....32  31........8  7....0
-                  1   0  arena (16)  block (14)  gen. (24)   CRC-8 of the bits 63 to 8
+                  1   0  arena (16)  block (14)  gen. (24)   CRC-8 of bits 63 to 8
     shape word   63  62  61...58  57..55  54.......8  7....0
-                  1   1  dtype(4) ndim(3)  dims (47)  CRC-8 of the name word's bits 63 to 8, then of these
+                  1   1  dtype(4) ndim(3)  dims (47)  CRC-8 of bits 63 to 8 of the name word, then of this word
 
-`dims` holds, from bit 8 upwards, the last axis first: a 4-bit width code and that width's bits of (size - 1); what
-is left is (size - 1) of axis 0. The CRC (x^8 + x^2 + x + 1) has period 127, above the 120 bits that one check
-covers: it finds every error of one, two or three bits in the pair.
+`dims` starts at bit 8 with the last axis. Each axis except axis 0 has a 4-bit width code, followed by (size - 1) in
+that width. The remaining bits hold (size - 1) of axis 0. The CRC (x^8 + x^2 + x + 1) has period 127, and one check
+covers 120 bits. It therefore detects every error of one, two or three bits in the pair.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAX_GENERATION = (1 << GENERATION_BITS) - 1
 DIMS_BITS = 47
 FIRST_AXIS_BITS = 40
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 15, 20, 32)
-"""Bits of (size - 1), by width code."""
+"""Number of bits of (size - 1), by width code."""
 WIDTH_CODES = tuple(next(code for code, width in enumerate(WIDTHS) if width >= bits) for bits in range(33))
-"""The width code of a number of so many bits: the narrowest that holds it."""
+"""Narrowest width code for a number, by the number's bit length."""
 
 NAME_WORD_STOP = -(1 << 62)
-"""Every name word is below this, every shape word at or above it."""
+"""Exclusive upper bound of name words. Shape words are at or above it."""
 
 _MASK64 = (1 << 64) - 1
 _NAME_TAG, _SHAPE_TAG = 0b10, 0b11
@@ -52,7 +52,7 @@ _CRC = _crc_table()
 
 
 def _crc8(payload: int, crc: int) -> int:
-    """CRC-8 of a 56-bit payload, its highest byte first."""
+    """Return the CRC-8 of a 56-bit payload, most significant byte first, with the initial value `crc`."""
     for byte in payload.to_bytes(7, "big"):
         crc = _CRC[crc ^ byte]
     return crc
@@ -62,12 +62,12 @@ def _signed(word: int) -> int:
     return word - (1 << 64)
 
 
-# A CRC is linear: from the check of a name word follows what the shape word's check starts with behind it.
+# A CRC is linear: XOR with this constant turns the name word's check into the initial value for the shape word's check.
 _NAME_TO_SHAPE = _crc8(0, _NAME_SEED ^ _SHAPE_SEED)
 
 
 def encode_name(arena: int, block: int, generation: int) -> int:
-    """The name word; LimitExceeded for a number that does not fit its field."""
+    """Return the name word. Raise LimitExceeded if a number does not fit its field."""
     if not (0 <= arena <= MAX_ARENA and 0 <= block <= MAX_BLOCK and 0 <= generation <= MAX_GENERATION):
         _does_not_fit(arena, block, generation)
     payload = (_NAME_TAG << 54) | (arena << 38) | (block << 24) | generation
@@ -81,7 +81,7 @@ def _does_not_fit(arena: int, block: int, generation: int) -> NoReturn:
 
 
 def encode_shape(name_word: int, dtype: str, shape: tuple[int, ...]) -> int:
-    """The shape word that goes with `name_word`; LimitExceeded for a shape that does not fit its 47 bits."""
+    """Return the shape word that belongs to `name_word`. Raise LimitExceeded if the shape does not fit its 47 bits."""
     payload = _pack(dtype, shape)
     return _signed((payload << 8) | _crc8(payload, (name_word & 0xFF) ^ _NAME_TO_SHAPE))
 
@@ -93,7 +93,7 @@ def _pack(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def pack_dims(shape: tuple[int, ...]) -> int:
-    """The `dims` of a shape word. LimitExceeded for a shape that does not fit."""
+    """Return the `dims` field of a shape word. Raise LimitExceeded if the shape does not fit."""
     dims = used = 0
     for size in reversed(shape[1:]):
         bits = (size - 1).bit_length()
@@ -113,7 +113,15 @@ def pack_dims(shape: tuple[int, ...]) -> int:
 
 
 def decode_name(word: int) -> tuple[int, int, int]:
-    """(arena, block, generation) of a name word; CorruptReference if its check does not hold."""
+    """Decode a name word.
+
+    Returns:
+        The arena, block and generation.
+
+    Raises:
+        CorruptReference: The word is not a name word, or its CRC is wrong.
+
+    """
     unsigned = word & _MASK64
     payload = unsigned >> 8
     if unsigned >> 62 != _NAME_TAG or not -(1 << 63) <= word < 0:
@@ -124,9 +132,16 @@ def decode_name(word: int) -> tuple[int, int, int]:
 
 
 def decode_shape(name_word: int, word: int) -> tuple[str, tuple[int, ...]]:
-    """(dtype, shape) of the shape word behind `name_word`; CorruptReference if their check does not hold.
+    """Decode the shape word that belongs to `name_word`.
 
-    The name word's own check is `decode_name`'s.
+    The caller checks the name word itself with `decode_name`.
+
+    Returns:
+        The dtype and shape.
+
+    Raises:
+        CorruptReference: The word is not a shape word, its CRC does not match the pair, or its fields are invalid.
+
     """
     unsigned = word & _MASK64
     payload = unsigned >> 8
@@ -142,7 +157,7 @@ def decode_shape(name_word: int, word: int) -> tuple[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=4096)
 def _unpack(payload: int) -> tuple[str, tuple[int, ...]]:
-    """ValueError says what is wrong."""
+    """Return the dtype and shape. Raise ValueError with the reason if a field is invalid."""
     code = (payload >> 50) & 0xF
     num_dims = (payload >> 47) & 0x7
     if code >= len(spec.DTYPES):
@@ -153,7 +168,7 @@ def _unpack(payload: int) -> tuple[str, tuple[int, ...]]:
 
 
 def _unpack_dims(dims: int, num_dims: int) -> tuple[int, ...]:
-    """Only what `pack_dims` writes is accepted: one shape, one word."""
+    """Accept only the output of `pack_dims`, so that each shape has exactly one word."""
     left = DIMS_BITS
     shape = []
     for _ in range(num_dims - 1):
@@ -182,8 +197,13 @@ def is_name_word(word: int) -> bool: ...
 @overload
 def is_name_word(word: Any) -> Any: ...
 def is_name_word(word: Any) -> Any:
-    """Whether an int64 has the sign and tag of a name word: the scan, not the check.
+    """Return whether an int64 has the sign and tag of a name word, without checking its CRC.
 
-    Takes an int, or elementwise a numpy array or a torch tensor of int64.
+    Args:
+        word: An int, or an int64 numpy array or torch tensor, which is tested elementwise.
+
+    Returns:
+        A bool, or a boolean array or tensor with the shape of `word`.
+
     """
     return word < NAME_WORD_STOP

@@ -1,1 +1,1 @@
-"""Files in /dev/shm: how they are made, locked, mapped and removed."""
+"""Files in /dev/shm: creation, locking, mapping and removal."""

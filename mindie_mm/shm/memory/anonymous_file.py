@@ -1,4 +1,4 @@
-"""Files of /dev/shm that are complete before they have a name: a death until then leaves nothing."""
+"""Files in /dev/shm that get a name only when they are complete. A process that dies earlier leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ _HOW_TO_GET_ROOM = (
 
 
 def make_anonymous() -> int:
-    """Create an empty file of mode 0600 without a name, and return its descriptor."""
+    """Create an unnamed empty file with mode 0600 and return its descriptor.
+
+    Raises:
+        SharedMemoryError: The file cannot be created.
+
+    """
     try:
         return os.open(SHM_DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -36,7 +41,7 @@ def reserve(descriptor: int, nbytes: int, what: str) -> None:
         what: Purpose of the file, for the message.
 
     Raises:
-        SharedMemoryError: There is not enough space.
+        SharedMemoryError: There is not enough space, or the allocation fails for another reason.
 
     """
     space = ShmSpace.now()
@@ -55,7 +60,11 @@ def reserve(descriptor: int, nbytes: int, what: str) -> None:
 def reopened(descriptor: int) -> int:
     """Return a descriptor with a new open file description of the same file.
 
-    A mapping keeps its description, and thus a lock on that description, alive in every forked child.
+    A mapping keeps its description alive in every forked child, and with it any lock on that description.
+
+    Raises:
+        SharedMemoryError: The file cannot be opened again, or /proc is not mounted.
+
     """
     with os_errors_as(SharedMemoryError, f"cannot reopen a file in {SHM_DIRECTORY}"), needing_proc():
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)

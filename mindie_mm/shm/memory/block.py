@@ -1,4 +1,4 @@
-"""A block that is being filled by its store's writer."""
+"""Block that a writer fills."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Buffer = mmap.mmap | memoryview
 
 
 class Store(Protocol):
-    """What holds blocks."""
+    """Container of blocks: an `Arena` or a `DiskArena`."""
 
     number: int
-    """0 to 65,535: the arena of a reference."""
+    """Arena number that references to the blocks carry, 0 to 65,535."""
 
     def publish(self, block: Block, digest: bytes | None) -> None: ...
 
@@ -30,9 +30,10 @@ class Store(Protocol):
 
 
 class Block(Mapping[str, "np.ndarray[Any, Any]"]):
-    """Named arrays to write into, then `publish`. Leaving it without `publish` frees it, as does dropping it.
+    """Named arrays to fill and then `publish`, as a context manager.
 
-    Once it is published nobody writes to it; once it is left its arrays are not used any more.
+    A block that is not published is freed when the context exits, or when the block is garbage-collected. Do not write
+    to the arrays after `publish`, and do not use them after the context has exited.
     """
 
     __slots__ = (
@@ -61,23 +62,23 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         buffer: Buffer,
         base: int,
     ) -> None:
-        """For a store's `allocate`."""
+        """Describe a block that a store has allocated. Callers use the store's `allocate` instead."""
         self.plan = plan
         self.request = request
-        """Path of the request's path file; empty if it has none."""
+        """Encoded path of the request's path file. Empty if the block has no path file."""
         self.entry = entry
         self.generation = generation
         self.pieces = pieces
-        """Where it lies in the store's file."""
+        """Location of the block in the store's file."""
         self.nbytes = nbytes
-        """Bytes that it takes there."""
+        """Size of the block in the store's file, in bytes."""
         self._store = store
         self._buffer, self._base = buffer, base
         self._published = False
 
     @property
     def ref(self) -> Ref:
-        """The reference to hand on once the block is published."""
+        """Reference of the block. Other processes can attach it after `publish`."""
         first = self.plan.first
         return Ref(self._store.number, self.entry, self.generation, first.dtype, first.shape)
 
@@ -93,15 +94,26 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         return len(self.plan.arrays)
 
     def write_header(self, digest: bytes) -> None:
-        """For a store: what the block says of itself; an empty `digest` if it is not to be cached."""
+        """Write the block's header on behalf of the store. Pass an empty `digest` if the item must not be cached."""
         header = self.plan.header(self.entry, self.generation, self.request, digest)
         self._buffer[self._base : self._base + len(header)] = header
 
     def publish(self, digest: bytes | None = None) -> Ref:
-        """Makes the block readable by its reference; never reads the data. Once: a second call changes nothing.
+        """Make the block readable for other processes. Idempotent. The array data is not read.
 
-        `digest`: 16 to 64 bytes over all arrays and the preprocessing settings; without one the item is never cached.
-        StaleReference if the block was freed meanwhile: its request is over.
+        Args:
+            digest: Digest of all arrays and the preprocessing settings, 16 to 64 bytes. Without a digest, the item is
+                never cached.
+
+        Returns:
+            The reference to pass on.
+
+        Raises:
+            LimitExceeded: The digest is too short or too long.
+            StaleReference: The block was freed while it was being filled, because its request has ended.
+            SharedMemoryError: The store is closed or lost, or the block is not being filled any more.
+            ArenaFull: The disk of a `DiskArena` is full.
+
         """
         if not self._published:
             self._store.publish(self, digest)

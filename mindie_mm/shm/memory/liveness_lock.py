@@ -1,4 +1,4 @@
-"""Locks that show whether a process is alive, also across containers. The kernel drops a lock on any kind of death."""
+"""Locks that show whether a process is alive, also across containers. The kernel drops them when a process dies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class LivenessLock:
-    """An flock of this process on an open file; takes over the descriptor.
+    """Exclusive flock of this process on an open file, which owns the file's descriptor.
 
-    The lock belongs to the open file description: whoever maps the file must do so through another one, since a
-    mapping keeps its description, and with it the lock, alive in every forked child.
+    The lock belongs to the open file description. A mapping keeps its description alive in every forked child, and
+    with the description the lock. Therefore, map the file through another description (`reopened`).
     """
 
     def __init__(self, descriptor: int, *, needed: bool = True) -> None:
@@ -25,7 +25,7 @@ class LivenessLock:
 
         Args:
             descriptor: The open file.
-            needed: Whether a file system without locks is an error. If not, the object counts as held there.
+            needed: Whether a file system without locks is an error. If False, the lock counts as held there.
 
         Raises:
             BlockingIOError: Another process holds the lock.
@@ -33,10 +33,10 @@ class LivenessLock:
 
         """
         self.descriptor = descriptor
-        """The locked file; -1 once released."""
+        """Descriptor of the locked file. -1 after `release`."""
         self.held = True
-        """False once released, and in a forked child: the lock is the parent's."""
-        _held.add(self)  # before it is locked: another thread may fork at any moment
+        """True while this process holds the lock. False after `release` and in a forked child."""
+        _held.add(self)  # before the lock is taken, because another thread may fork at any moment
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException as error:
@@ -46,7 +46,7 @@ class LivenessLock:
             raise
 
     def release(self) -> None:
-        """Drops the lock. Idempotent."""
+        """Drop the lock and close the file. Idempotent."""
         if self.held:
             descriptor, self.descriptor, self.held = self.descriptor, -1, False
             _held.discard(self)
@@ -65,7 +65,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def is_same(path: Path, descriptor: int) -> bool:
-    """Whether `path` is the file of the descriptor."""
+    """Return whether `path` is the open file."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def is_same(path: Path, descriptor: int) -> bool:
 
 
 def unlink_same(path: Path, descriptor: int) -> bool:
-    """Unlinks `path` if it still is the file of the descriptor; whether it was."""
+    """Unlink `path` if it is still the open file, and return whether it was."""
     try:
         if is_same(path, descriptor):
             path.unlink()
@@ -84,9 +84,9 @@ def unlink_same(path: Path, descriptor: int) -> bool:
 
 
 def lock_of_the_dead(descriptor: int) -> bool:
-    """Takes the lock of a file that no living process holds a LivenessLock on; False if one does.
+    """Lock a file unless a live process holds a LivenessLock on it, and return whether the lock was taken.
 
-    Whoever asks `is_locked` holds a shared lock meanwhile, which is waited for, a second at most: it may sleep.
+    `is_locked` in another process briefly takes a shared lock. This function waits up to 1 s for such a lock.
     """
     until = time.monotonic() + 1
     while time.monotonic() < until:
@@ -100,7 +100,7 @@ def lock_of_the_dead(descriptor: int) -> bool:
 
 
 def is_locked(descriptor: int) -> bool:
-    """Whether some process holds a LivenessLock on the file of this descriptor."""
+    """Return whether some process holds a LivenessLock on the open file."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

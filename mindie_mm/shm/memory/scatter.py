@@ -1,7 +1,7 @@
 """Memory mappings that Python's mmap module cannot make.
 
 `map_pieces` maps several ranges contiguously, for a block that is stored in several pieces. `map_file` keeps no file
-descriptor. Each mapping of the mmap module keeps one, and a process has only 1,024 of them by default.
+descriptor. Each mapping of the mmap module keeps one, and a process can open only 1,024 of them by default.
 """
 
 from __future__ import annotations
@@ -16,16 +16,25 @@ from weakref import finalize
 from mindie_mm.errors import SharedMemoryError
 from mindie_mm.shm.format.extent import Pieces
 
-# <linux/mman.h>, the same on x86-64 and aarch64; the mmap module does not name them all.
+# From <linux/mman.h>, the same on x86-64 and aarch64. The mmap module does not define all of these constants.
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
 _PROT_NONE = 0
 _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_pieces(descriptor: int, pieces: Pieces, *, writable: bool) -> memoryview:
-    """The pieces of an open file, in whole pages, mapped in this order; gone with the last array.
+    """Map the pieces of an open file contiguously, in the given order.
 
-    SharedMemoryError if the kernel refuses.
+    The mapping lives as long as any array over it.
+
+    Args:
+        descriptor: The open file.
+        pieces: Ranges of the file. Each consists of whole pages.
+        writable: Whether the mapping is writable.
+
+    Raises:
+        SharedMemoryError: The kernel refuses the mapping.
+
     """
     libc = _libc()
     total = sum(nbytes for _, nbytes in pieces)

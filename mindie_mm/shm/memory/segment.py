@@ -1,6 +1,6 @@
-"""Segments of MindIE's wire: files of /dev/shm that hold one array each, from their first byte, and nothing else.
+"""Segments of MindIE's wire: files in /dev/shm that each hold the bytes of one array.
 
-Python's own SharedMemory is not used: the resource tracker behind it unlinks segments that others still use.
+Python's SharedMemory is not used because its resource tracker unlinks segments that other processes still use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mindie_mm.shm.memory.anonymous_file import make_anonymous, reserve
 MAX_SEGMENT_BYTES = 10**9
 
 NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR)
-"""Errors of opening a link, another user's file, a socket, a directory to be written."""
+"""Error numbers of open for a symbolic link, another user's file, a socket, or a directory opened for writing."""
 
 
 def free_name() -> str:
-    """A random segment name that no file has at this moment."""
+    """Return a random segment name that no file has at the moment."""
     while os.path.lexists(SHM_DIRECTORY / (name := f"{PREFIX}{secrets.token_hex(4)}")):
         pass
     return name
@@ -33,9 +33,18 @@ def free_name() -> str:
 
 @contextmanager
 def reserved(size: int) -> Iterator[int]:
-    """The descriptor of a new file of `size` bytes that has no name yet: a death until then leaves nothing.
+    """Create an unnamed file of `size` bytes for a segment, as a context manager.
 
-    InputError and LimitExceeded for a size that is not 1 to 10^9, SharedMemoryError where there is no room for it.
+    A process that dies before it names the file leaves nothing behind.
+
+    Yields:
+        The descriptor of the file, which is closed on exit.
+
+    Raises:
+        InputError: The size is not an integer of at least 1.
+        LimitExceeded: The size is more than 10^9 bytes.
+        SharedMemoryError: /dev/shm does not have enough space, or the file cannot be created.
+
     """
     if type(size) is not int or size < 1:
         raise InputError(f"a segment of {size!r} bytes; it takes a whole number of at least 1")
@@ -53,10 +62,17 @@ def reserved(size: int) -> Iterator[int]:
 
 @contextmanager
 def opened_segment(name: str, size: int) -> Iterator[int]:
-    """A descriptor to read a segment of exactly `size` bytes by.
+    """Open a segment of exactly `size` bytes for reading, as a context manager.
 
-    SegmentMissing if there is no regular file of this user by that name, or one that was cut short; CorruptReference
-    for a longer one; LimitExceeded for more than 10^9 bytes.
+    Yields:
+        The descriptor of the segment, which is closed on exit.
+
+    Raises:
+        SegmentMissing: There is no regular file of this user with this name, or it has fewer bytes.
+        CorruptReference: The file has more bytes.
+        LimitExceeded: The size is more than 10^9 bytes.
+        SharedMemoryError: The file cannot be opened for another reason.
+
     """
     assert is_segment_name(name), name
     path = SHM_DIRECTORY / name
@@ -82,13 +98,13 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
 
 
 def require_size(name: str, actual: int, size: int) -> None:
-    """SegmentMissing for a segment with fewer bytes than its words and dtype make."""
+    """Raise SegmentMissing if the segment has fewer bytes than its words and dtype require."""
     if actual < size:
         raise SegmentMissing(f"segment {SHM_DIRECTORY / name} has {actual} bytes, its words and dtype make {size}")
 
 
 def map_segment(name: str, size: int) -> mmap.mmap:
-    """All of a segment, read-only; errors as `opened_segment`, SharedMemoryError if it cannot be mapped."""
+    """Map a whole segment read-only. Raise the errors of `opened_segment`, or SharedMemoryError if mapping fails."""
     with opened_segment(name, size) as descriptor:
         try:
             return mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
@@ -97,7 +113,7 @@ def map_segment(name: str, size: int) -> mmap.mmap:
 
 
 def segment_bytes(name: str) -> int | None:
-    """How long a segment is; None if there is no regular file of this user by that name."""
+    """Return the size of a segment in bytes, or None if there is no regular file of this user with this name."""
     assert is_segment_name(name), name
     try:
         status = (SHM_DIRECTORY / name).lstat()
@@ -107,9 +123,14 @@ def segment_bytes(name: str) -> int | None:
 
 
 def unlink_segment(name: str) -> bool:
-    """Removes a segment and says whether this call did it: it leaves alone what is no regular file of this user.
+    """Remove a segment, unless it is not a regular file of this user.
 
-    SharedMemoryError if it cannot be removed.
+    Returns:
+        Whether this call removed the segment.
+
+    Raises:
+        SharedMemoryError: The segment cannot be removed.
+
     """
     path = SHM_DIRECTORY / name
     if segment_bytes(name) is None:

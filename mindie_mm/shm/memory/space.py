@@ -1,4 +1,4 @@
-"""How full /dev/shm is."""
+"""Free space in /dev/shm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindie_mm.shm.format.layout import SHM_DIRECTORY
 class ShmSpace:
     """Usage of the /dev/shm file system by all processes.
 
-    A tmpfs that is mounted with `size=0` is limited only by the memory of the machine. It does not count its blocks.
+    A tmpfs mounted with `size=0` is limited only by the memory of the machine and does not report its usage.
     """
 
     total_bytes: int | None
@@ -39,7 +39,7 @@ class ShmSpace:
         return cls(total, total - space.f_bfree * space.f_frsize, free, *files)
 
     def why_no_file(self) -> str | None:
-        """Return why no file can be created, and what to do, or None if one can."""
+        """Return why no file can be created and how to change that, or None if inodes are free."""
         if self.free_files != 0:
             return None
         return (

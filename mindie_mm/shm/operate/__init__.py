@@ -1,1 +1,1 @@
-"""The operator's tools: a survey of /dev/shm, and the removal of what dead processes left."""
+"""Tools for operators: a survey of /dev/shm and the reclamation of memory that dead processes left behind."""

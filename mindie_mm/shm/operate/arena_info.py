@@ -1,4 +1,4 @@
-"""What lies in /dev/shm, as everybody of this user sees it: the operator's view. Reads only, and never waits."""
+"""Survey of the arenas in /dev/shm for operators. It needs no service, only reads, and never waits."""
 
 from __future__ import annotations
 
@@ -39,66 +39,72 @@ _FILE_NAME = re.compile(r"mindie_mm-([0-9a-f]{4})")
 
 @dataclass(frozen=True, slots=True)
 class BlockInfo:
-    """A block that nobody freed."""
+    """Block that has not been freed."""
 
     block: int
     generation: int
     state: str
-    """filling or published."""
+    """Either "filling" or "published"."""
     num_bytes: int
-    """Bytes of the block, in whole pages."""
+    """Size of the block in bytes, a multiple of the page size."""
     pieces: Pieces
-    """Where it lies, from the start of the room for blocks; mostly one, none if the entries are damaged."""
+    """Location of the block. Offsets count from the start of the data region. Empty if the entries are damaged."""
     arrays: Mapping[str, ArraySpec]
-    """Empty if the header cannot be read, as while it is written."""
+    """Arrays by name. Empty if the header cannot be read, for example while it is being written."""
     request: str
-    """Path of the request's path file; empty if it has none, or the header cannot be read."""
+    """Path of the request's path file. Empty if the block has none or if the header cannot be read."""
     age_s: float
     lease_s: float | None
-    """Seconds left of its lease, below 0 once that ran out; None if it has none."""
+    """Seconds until the lease expires, negative after that. None if the block has no lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaInfo:
-    """An arena of this user."""
+    """Arena of this user."""
 
     number: int
     file: str
-    """Its path."""
+    """Path of the arena's file."""
     owner: Owner | None
-    """None if the header is damaged."""
+    """Process that created the arena. None if the header is damaged."""
     alive: bool
-    """Whether its owner holds its lock."""
+    """True if the owner is alive, which means that it holds the arena's lock."""
     age_s: float
     file_bytes: int
-    """All of it that /dev/shm holds."""
+    """Size of the arena's file in bytes."""
     capacity_bytes: int
-    """Bytes for blocks."""
+    """Bytes available for blocks."""
     used_bytes: int
-    """Bytes in blocks that nobody freed."""
+    """Bytes in blocks that have not been freed."""
     blocks: tuple[BlockInfo, ...]
     stats: ArenaStats | None
-    """What its owner counts; None if the header is damaged."""
+    """Counters of the owner. None if the header is damaged."""
 
     @property
     def name(self) -> str:
-        """The name of its file."""
+        """Name of the arena's file, without its folder."""
         return Path(self.file).name
 
     @property
     def populated_fraction(self) -> float:
-        """How much of it is faulted in, 0 to 1."""
+        """Fraction of the file that has been faulted in, 0 to 1."""
         return 0.0 if self.stats is None else min(1.0, self.stats.populated_bytes / self.file_bytes)
 
     def ref(self, block: BlockInfo) -> Ref:
-        """The reference to one of its blocks."""
+        """Return the reference of one of the arena's blocks."""
         return Ref(self.number, block.block, block.generation)
 
 
 def survey(*, described: bool = True) -> list[ArenaInfo]:
-    """Every arena of this user in /dev/shm, by number; needs no service. SharedMemoryError without a /dev/shm.
+    """Return all arenas of this user in /dev/shm, sorted by number. No service has to run.
 
-    `described=False` leaves out what stands in the blocks' own headers, arrays and request: many times faster.
+    Args:
+        described: Whether to read the headers of the blocks. If False, `arrays` and `request` of each block are empty,
+            and the call is many times faster.
+
+    Raises:
+        SharedMemoryError: /dev/shm cannot be read.
+
     """
     arenas = []
     for number, path in arena_files():
@@ -109,14 +115,14 @@ def survey(*, described: bool = True) -> list[ArenaInfo]:
 
 
 def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaInfo]:
-    """Return the living arenas of the processes `pids` in the pid namespace of this process.
+    """Return the arenas that live processes among `pids` own.
 
     Args:
-        pids: Process ids of the owners.
+        pids: Process ids of the owners, in the PID namespace of this process.
         described: As in `survey`.
 
     Raises:
-        SharedMemoryError: /proc is not mounted.
+        SharedMemoryError: /dev/shm cannot be read, or /proc is not mounted.
 
     """
     namespace = Owner.current().pid_namespace
@@ -128,7 +134,10 @@ def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaIn
 
 
 def arena_files() -> list[tuple[int, Path]]:
-    """Number and path of all that is named as an arena; whose it is, and whether it is one, is `opened`'s to say."""
+    """Return the number and path of every file with the name of an arena.
+
+    The files are not opened. `opened` checks whether a file is an arena and belongs to this user.
+    """
     with os_errors_as(SharedMemoryError, f"{SHM_DIRECTORY} cannot be read"):
         names = sorted(os.listdir(SHM_DIRECTORY))  # noqa: PTH208 - no Path for each of thousands of other files
     matches = [(_FILE_NAME.fullmatch(name), name) for name in names]
@@ -137,10 +146,15 @@ def arena_files() -> list[tuple[int, Path]]:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int | None]:
-    """The file's descriptor if it is an arena of this user and still there; else None."""
+    """Open an arena of this user, as a context manager.
+
+    Yields:
+        The descriptor, or None if the file does not exist any more or is not an arena of this user.
+
+    """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:  # gone, a link, or not ours to open
+    except OSError:  # removed, a symbolic link, or another user's file
         yield None
         return
     try:
@@ -153,7 +167,7 @@ def opened(path: Path, flags: int) -> Iterator[int | None]:
 def _first_bytes(descriptor: int) -> bytes:
     try:
         return os.pread(descriptor, len(MAGIC), 0)
-    except OSError:  # a directory, a pipe
+    except OSError:  # a directory or a pipe
         return b""
 
 
@@ -182,7 +196,7 @@ def _describe(number: int, path: Path, descriptor: int, *, described: bool) -> A
 
 def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterator[BlockInfo]:
     now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    # The table and the release words at one moment, as nearly as a reader can.
+    # One read gives a snapshot of the table and the release words that is as consistent as a reader can get.
     table = os.pread(descriptor, header.data_offset - PAGE, PAGE)
     if len(table) < header.data_offset - PAGE:
         raise SegmentMissing("the arena's file was cut short meanwhile")
@@ -211,7 +225,10 @@ def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterato
 
 
 def _pieces(control: memoryview, header: ArenaHeader, block: int) -> Pieces:
-    """Where a block lies, from the start of the room for blocks; cut to that room, for it may be changing meanwhile."""
+    """Return a block's pieces with offsets from the start of the data region.
+
+    The pieces are clipped to that region because the owner may change the entries during the read.
+    """
     room = range(header.data_offset, header.file_bytes)
     return tuple(
         Extent(offset - room.start, min(nbytes, room.stop - offset))
@@ -221,7 +238,7 @@ def _pieces(control: memoryview, header: ArenaHeader, block: int) -> Pieces:
 
 
 def _block_header(descriptor: int, block: int, generation: int, start: int, size: int) -> BlockHeader | None:
-    """A block's header; None if it cannot be read, or is of another generation."""
+    """Return a block's header, or None if it cannot be read or has another generation."""
     try:
         header = BlockHeader.unpack(_FileBytes(descriptor), start, start + size)
         header.require(block, generation)
@@ -231,7 +248,7 @@ def _block_header(descriptor: int, block: int, generation: int, start: int, size
 
 
 class _FileBytes:
-    """The bytes of a file, each slice read when it is asked for."""
+    """Bytes of a file. Each slice is read on demand."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -1,4 +1,4 @@
-"""The collector: takes from /dev/shm what belongs to the dead, says why, and leaves everything else alone."""
+"""Reclamation of shared memory that belongs to dead processes and requests."""
 
 from __future__ import annotations
 
@@ -27,53 +27,59 @@ from mindie_mm.shm.requests.spool import collect_request, request_directories
 _log = logging.getLogger(__name__)
 
 Cause = Literal["owner_dead", "request_dead", "request_gone", "lease_expired", "path_file"]
-"""An arena whose owner is dead; a request directory that no process holds; a block whose path file is gone; a block
-whose lease ran out; a block, or a segment of MindIE's wire, in a path file that the operator gave up."""
+"""Reason to reclaim an object.
+
+- owner_dead: The owner of an arena is dead.
+- request_dead: No process holds the lock of a request directory.
+- request_gone: The path file of a block was removed.
+- lease_expired: The lease of a block has expired.
+- path_file: The operator released a path file that refers to the block, or to the segment of MindIE's wire.
+"""
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 @dataclass(frozen=True, slots=True)
 class Reclaimed:
-    """One thing that was taken back, or would be."""
+    """Object that a collection reclaimed, or would reclaim in a dry run."""
 
     cause: Cause
     what: str
-    """The path of an arena or a request directory, a block (`mindie_mm-1f2a:17`), or a segment (`psm_8c9d4828`)."""
+    """Path of an arena or request directory, or name of a block (`mindie_mm-1f2a:17`) or segment (`psm_8c9d4828`)."""
     num_bytes: int
-    """Shared memory that it held."""
+    """Bytes of shared memory that the object held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection took back, or would have."""
+    """Result of a collection or of a dry run."""
 
     reclaimed: tuple[Reclaimed, ...]
     failures: tuple[str, ...]
-    """What could not be reclaimed, and why; the next collection tries again."""
+    """Messages for objects that could not be reclaimed. The next collection tries again."""
 
     @property
     def num_bytes(self) -> int:
-        """Shared memory of all of it."""
+        """Bytes of shared memory that the reclaimed objects held."""
         return sum(one.num_bytes for one in self.reclaimed)
 
     @property
     def counts(self) -> dict[Cause, int]:
-        """How many things were taken back, by cause."""
+        """Number of reclaimed objects by cause."""
         return dict(Counter(one.cause for one in self.reclaimed))
 
     def of(self, cause: Cause) -> tuple[str, ...]:
-        """What was taken back for `cause`."""
+        """Return the names of the objects that were reclaimed for `cause`."""
         return tuple(one.what for one in self.reclaimed if one.cause == cause)
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """What was reclaimed for one cause."""
+    """Total of the objects reclaimed for one cause."""
 
     number: int = 0
-    """Things reclaimed."""
+    """Number of objects."""
     num_bytes: int = 0
-    """Shared memory that they held."""
+    """Bytes of shared memory that the objects held."""
 
 
 _totals: dict[Cause, Total] = dict.fromkeys(CAUSES, Total())
@@ -81,17 +87,23 @@ _totals_lock = Lock()
 
 
 def totals() -> dict[Cause, Total]:
-    """What this process has reclaimed since it began, by cause, whichever part of it asked: for metrics."""
+    """Return the totals of all collections in this process since its start, by cause, for metrics."""
     with _totals_lock:
         return dict(_totals)
 
 
 def collect(request_roots: Iterable[Path] = (), *, dry_run: bool = False) -> Collected:
-    """Reclaims what belongs to the dead, and nothing else:
+    """Reclaim shared memory that belongs to dead processes and requests.
 
-    below each of `request_roots`, request directories that no process holds; arenas whose owner holds no lock;
-    published blocks of living arenas whose lease ran out, or whose path file is gone, where it would be seen from
-    here. `dry_run` decides the same and changes nothing. What cannot be reclaimed is logged, and left for next time.
+    This function removes request directories that no process has locked, and arenas whose owner is dead. It frees
+    published blocks of live arenas if their lease has expired or their path file was removed. Path files are only
+    checked for arenas whose owner sees the same file system as this process. Failures are logged, and the next
+    collection tries again.
+
+    Args:
+        request_roots: Spools to search for request directories.
+        dry_run: Whether to report the result without changing anything.
+
     """
     collection = _Collection(dry_run=dry_run)
     for root in request_roots:
@@ -102,9 +114,18 @@ def collect(request_roots: Iterable[Path] = (), *, dry_run: bool = False) -> Col
 
 
 def collect_path_file(path_file: Path, *, dry_run: bool = False) -> Collected:
-    """Frees what a path file names, whoever still needs it; the file stays. Idempotent.
+    """Free all blocks and segments in a path file, even if they are in use. Idempotent. The file itself stays.
 
-    InputError if it cannot be read. Lines that are no reference are failures.
+    Invalid lines are reported as failures.
+
+    Args:
+        path_file: The path file.
+        dry_run: Whether to report the result without changing anything.
+
+    Raises:
+        InputError: The file is not a regular file of this user, or cannot be read.
+        LimitExceeded: The file is larger than 16 MiB.
+
     """
     collection = _Collection(dry_run=dry_run)
     collection.take_path_file(path_file)
@@ -112,7 +133,7 @@ def collect_path_file(path_file: Path, *, dry_run: bool = False) -> Collected:
 
 
 class _Collection:
-    """One collection on its way."""
+    """Collection in progress."""
 
     def __init__(self, *, dry_run: bool) -> None:
         self._dry_run = dry_run
@@ -120,7 +141,7 @@ class _Collection:
         self._failures: list[str] = []
 
     def result(self) -> Collected:
-        """All of it."""
+        """Return the result, after unmapping the removed arenas."""
         drop_removed()
         return Collected(tuple(self._reclaimed), tuple(self._failures))
 
@@ -142,7 +163,7 @@ class _Collection:
 
     def take_blocks(self) -> None:
         here = None
-        with self._going_on("blocks without a request"):  # without an owner, only expired leases are reclaimed
+        with self._going_on("blocks without a request"):  # if this fails, only expired leases are reclaimed
             here = Owner.current()
         for arena in (arena for arena in survey() if arena.alive):
             paths_are_ours = here is not None and arena.owner is not None and _has_same_paths(arena.owner, here)
@@ -183,7 +204,7 @@ class _Collection:
 
     @contextmanager
     def _going_on(self, what: object) -> Iterator[None]:
-        """What cannot be collected keeps nothing else from it."""
+        """Log and record an error of the body, so that the collection goes on with the next object."""
         try:
             yield
         except (MindieMMError, OSError) as error:
@@ -192,7 +213,10 @@ class _Collection:
 
 
 def _why_orphaned(block: BlockInfo, *, paths_are_ours: bool) -> Cause | None:
-    """Only of published blocks: one being filled may not have its line yet."""
+    """Return the cause to reclaim a block, or None.
+
+    Only published blocks are considered. A block that is being filled may not be recorded in its path file yet.
+    """
     if block.state != STATE_NAMES[PUBLISHED]:
         return None
     if not block.request:
@@ -201,7 +225,10 @@ def _why_orphaned(block: BlockInfo, *, paths_are_ours: bool) -> Cause | None:
 
 
 def _has_same_paths(owner: Owner, here: Owner) -> bool:
-    """Whether a path is one file to both: not in another container, or a chroot. False where that cannot be told."""
+    """Return whether paths refer to the same files for both processes, which differ in containers and chroots.
+
+    Return False if this cannot be determined.
+    """
     namespaces = (here.mount_namespace, here.pid_namespace)
     if (owner.mount_namespace, owner.pid_namespace) != namespaces:
         return False
@@ -211,25 +238,25 @@ def _has_same_paths(owner: Owner, here: Owner) -> bool:
 
 
 def _is_gone(path: str) -> bool:
-    """OSError where that cannot be told, as without permission: a living request's file may lie there."""
+    """Return whether a path does not exist. Raise OSError if this is unknown, for example without permission."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return True
-    except ValueError:  # a NUL byte: no request has such a path, the block's header was written over
+    except ValueError:  # a NUL byte: no request has such a path, so the block's header was overwritten
         return False
     return False
 
 
 def _blocks_in_use() -> Mapping[Ref, int]:
-    """Bytes of every block that nobody freed."""
+    """Return the size in bytes of every block that has not been freed."""
     return {arena.ref(block): block.num_bytes for arena in survey() for block in arena.blocks}
 
 
 def _bytes_named(path_file: Path, used: Mapping[Ref, int]) -> int:
     try:
         contents = read_contents(path_file)
-    except MindieMMError:  # whoever collects it says so
+    except MindieMMError:  # the collection of this path file reports the error
         return 0
     blocks = sum(used.get(ref, 0) for ref in contents.refs)
     return blocks + sum(segment_bytes(name) or 0 for name in contents.segments)

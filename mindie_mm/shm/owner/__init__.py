@@ -1,1 +1,1 @@
-"""The owner of an arena: which blocks there are, where each lies, and which request each counts against."""
+"""Owner's side of an arena: allocation of blocks, free space and quotas of requests."""

@@ -1,4 +1,4 @@
-"""The owner's side: one file in /dev/shm, reserved whole, out of which blocks are cut."""
+"""Owner's side of an arena: one file in /dev/shm, reserved as a whole, from which blocks are allocated."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _MAX_LEASE_S = 10**9
 
 
 class Arena:
-    """An arena of this process: a context manager, and safe to use from many threads of it.
+    """Arena that this process owns. It is a context manager and thread-safe.
 
-    One writer, many readers: only the owner changes the state of a block; others ask by a release word. A forked
-    child owns nothing: there `allocate` fails, and `close` leaves the file alone. What nobody closes is removed when
-    it is dropped, or when the process ends well. If an exception of a signal handler interrupts a change of the arena,
-    the arena is `lost`.
+    Only the owner changes the state of a block. Other processes write a release word to request that a block be freed.
+    A forked child owns nothing: `allocate` fails there, and `close` keeps the file. An arena that is never closed is
+    removed when it is garbage-collected or when the process exits normally. If a signal handler raises during a change
+    of the arena, the arena is `lost`.
     """
 
     def __init__(self, file: ArenaFile, inventory: Inventory) -> None:
-        """For `create`."""
+        """Take over a new arena file. Callers use `create` instead."""
         self.number = file.header.arena
-        """0 to 65,535: the file `mindie_mm-<4 hex digits>`."""
+        """Number of the arena, 0 to 65,535. Its file is `mindie_mm-<4 hex digits>`."""
         self.path = file.path
         self.capacity_bytes = file.header.capacity_bytes
-        """Bytes for blocks, in whole pages."""
+        """Bytes available for blocks, a multiple of the page size."""
         self._file = file
         self._inventory = inventory
         self.renew_lock()
@@ -53,10 +53,18 @@ class Arena:
 
     @classmethod
     def create(cls, capacity_bytes: int, *, quota_bytes: int | None = None) -> Arena:
-        """Makes an arena: complete and locked when its name appears, nothing at all if the process dies before.
+        """Create an arena.
 
-        `quota_bytes`: most that the blocks of one path file may take together; None: half the capacity. InputError
-        for less than a byte, SharedMemoryError if /dev/shm has no room for it.
+        The file is complete and locked before it gets its name. A process that dies earlier leaves no file behind.
+
+        Args:
+            capacity_bytes: Bytes for blocks, at least 1, rounded up to whole pages.
+            quota_bytes: Limit for the total size of the blocks of one path file. None means half the capacity.
+
+        Raises:
+            InputError: The capacity or the quota is less than 1 byte.
+            SharedMemoryError: /dev/shm does not have enough space, or the file cannot be created.
+
         """
         if quota_bytes is not None and quota_bytes < 1:
             raise InputError(f"a quota of {quota_bytes} bytes for a request; it takes at least 1")
@@ -65,29 +73,29 @@ class Arena:
 
     @property
     def populated(self) -> Event:
-        """Set once every page is faulted in, which goes on in the background, or it is closed."""
+        """Event that is set when the background thread has faulted in every page, or when the arena is closed."""
         return self._file.populated
 
     @property
     def lost(self) -> bool:
-        """Whether no block can be allocated any more, so that the arena has to be closed and another one made.
+        """True if the arena can allocate no more blocks and must be replaced by a new one.
 
-        It is closed, or another program removed, cut or overwrote its file: readers find nothing there, and writing
-        where the file was cut would end this process. Or an exception interrupted a change of the arena: published
-        blocks can still be read until it is closed.
+        There are three causes. The arena is closed, or belongs to the parent process. Another program removed,
+        truncated or overwrote the file: readers then find no blocks, and a write beyond the truncated end raises
+        SIGBUS. An exception interrupted a change: published blocks then stay readable until the arena is closed.
         """
         with self._mutex:
             return self._is_lost()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in blocks that nobody freed, by size class."""
+        """Bytes of all blocks that have not been freed, rounded up to size classes."""
         self.sweep()
         return self._inventory.used_bytes
 
     @property
     def num_blocks(self) -> int:
-        """Blocks being filled or published."""
+        """Number of blocks that are being filled or are published."""
         self.sweep()
         return len(self._inventory)
 
@@ -99,11 +107,23 @@ class Arena:
         lease_s: float | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Block:
-        """A block with these arrays, uninitialised; its reference is recorded in `path_file` before it is handed out.
+        """Allocate a block with uninitialised arrays, and record its reference in the path file.
 
-        Without a path file it has an owner in nobody but its reference; after `lease_s` seconds, if given, anybody
-        may free it. The words carry the first array's dtype and shape. Waits for room, served in order, then
-        ArenaFull. LimitExceeded for what no arena of this size, no word, or no quota can hold.
+        The handle words carry the dtype and shape of the first array. If there is no room, the call waits. Waiting
+        threads are served in order of arrival.
+
+        Args:
+            specs: Arrays by name, 1 to 64.
+            path_file: Path file of the request. Without one, only the holder of the reference can free the block.
+            lease_s: Seconds after which any process may free a block without a path file. None means no lease.
+            timeout_s: Seconds to wait for room, at least 0.
+
+        Raises:
+            InputError: An argument is invalid, such as a lease together with a path file.
+            LimitExceeded: The block exceeds the arena's capacity, the wire format's limits or the request's quota.
+            ArenaFull: There was no room within `timeout_s`.
+            SharedMemoryError: The arena is closed or lost, or the path file cannot be written.
+
         """
         request = b"" if path_file is None else _absolute(path_file)
         lease_ns = 0 if lease_s is None else _lease_ns(lease_s, path_file)
@@ -133,9 +153,10 @@ class Arena:
     def try_allocate(
         self, all_specs: Sequence[Mapping[str, ArraySpec]], *, path_file: str | Path
     ) -> list[Block] | None:
-        """Return one block for each of `all_specs`, or None if there is no room for all of them at this moment.
+        """Allocate one block for each of `all_specs`, as `allocate` does, without waiting.
 
-        Blocks are as those of `allocate`. A request that gets None holds nothing.
+        Returns:
+            The blocks, or None if there is not enough room for all of them. In that case, no block is allocated.
 
         Raises:
             LimitExceeded: The arena or the request's quota could never hold these blocks together.
@@ -167,23 +188,23 @@ class Arena:
         return blocks
 
     def require(self, all_specs: Sequence[Mapping[str, ArraySpec]], path_file: str | Path) -> int:
-        """Return how many bytes the blocks of `all_specs` take together.
+        """Return the total size of the blocks of `all_specs` in bytes.
 
         Raises:
-            LimitExceeded: The arena or the request's quota could never hold them together.
+            LimitExceeded: The arena or the request's quota could never hold these blocks together.
 
         """
         request = _absolute(path_file)
         return self._require([BlockPlan.of(specs, request) for specs in all_specs], request)
 
     def count_waiting(self, waiting_bytes: int) -> None:
-        """Publish the number of bytes that requests wait for, for `/metrics`."""
+        """Set the number of bytes that requests are waiting for, which `/metrics` shows."""
         with self._mutex:
             if self._file.held:
                 self._file.stats[WAITING] = waiting_bytes
 
     def count_wait(self, seconds: float, *, in_vain: bool) -> None:
-        """Count a request that has waited for room, and whether it waited in vain."""
+        """Count a request that has waited for room. `in_vain` tells that the request got no room."""
         with self._mutex:
             if self._file.held:
                 self._file.stats[WAITS] += 1
@@ -191,13 +212,13 @@ class Arena:
                 self._file.stats[WAITED_NS] += int(seconds * 1e9)
 
     def why_full(self) -> str:
-        """Return what is free, in words for an error."""
+        """Describe the free space, for an error message."""
         with self._mutex:
             self._file.require_held()
             return self._inventory.why_full()
 
     def publish(self, block: Block, digest: bytes | None) -> None:
-        """For `Block.publish`."""
+        """Publish a block on behalf of `Block.publish`."""
         if digest is not None:
             check_digest(digest)
         with self._mutex:
@@ -205,22 +226,22 @@ class Arena:
             self._inventory.publish(block, digest or b"")
 
     def discard(self, block: Block) -> None:
-        """For `Block`: gives back a block whose `publish` did not return. Nothing if the arena is `lost`."""
+        """Free a block whose `publish` did not return, on behalf of `Block`. Do nothing if the arena is `lost`."""
         with self._mutex:
             if not self._is_lost() and self._inventory.discard(block):
                 self._line.wake()
 
     def free(self, block: Block) -> None:
-        """Takes back a published block of this arena at once; nothing if somebody did, or if the arena is `lost`.
+        """Free a published block at once. Do nothing if it has been reclaimed already, or if the arena is `lost`.
 
-        As `free` of its reference, for which a process maps the arena a second time, to read it.
+        The effect is that of `shm.free` for the block's reference, but `shm.free` maps the arena a second time.
         """
         with self._mutex:
             if not self._is_lost() and self._inventory.free(block):
                 self._line.wake()
 
     def sweep(self) -> int:
-        """Takes back the published blocks that any process freed; their number."""
+        """Reclaim the published blocks that some process has freed and return their count."""
         with self._mutex:
             freed = self._inventory.sweep() if self._file.held and not self._inventory.torn else 0
             if freed:
@@ -228,12 +249,15 @@ class Arena:
             return freed
 
     def close(self) -> None:
-        """Removes the arena: readers that map it keep their pages. Idempotent; a forked child only lets go."""
+        """Remove the arena's file. Idempotent.
+
+        Readers that have mapped the arena keep their pages. In a forked child, the file stays.
+        """
         with self._mutex:
             self._file.close()
             self._inventory.close()
             self._line.wake()
-        drop_removed()  # blocks that were freed or read in this process were so through a mapping of their own
+        drop_removed()  # this process may also have mapped the arena as a reader
 
     def __enter__(self) -> Self:
         return self
@@ -242,17 +266,17 @@ class Arena:
         self.close()
 
     def renew_lock(self) -> None:
-        """For a forked child: whichever thread held the lock, or waited, is not there to go on."""
+        """Replace the lock and the waiting line. In a forked child, the threads that held them do not exist."""
         self._mutex = Lock()
         self._line = WaitingLine(self._mutex)
 
     def _is_lost(self) -> bool:
-        """Under the lock, outside of which a change may be going on."""
+        """Return whether the arena is lost. The caller holds the lock, so no other change is in progress."""
         return self._inventory.torn or self._file.lost
 
     def _require(self, plans: Sequence[BlockPlan], request: bytes) -> int:
         sizes = [plan.size for plan in plans]
-        # The last block may get less than its size class, where there is no more.
+        # If space is short, the last block can get whole pages instead of its full size class.
         others = sum(map(size_class, sizes[:-1]))
         total = others + sum(round_up(size, PAGE) for size in sizes[-1:])
         if total > self.capacity_bytes:
@@ -267,7 +291,7 @@ class Arena:
         return total
 
     def _record(self, blocks: Sequence[Block], request: bytes) -> None:
-        """Record the blocks of a request in its path file, or give all of them back."""
+        """Record the blocks of a request in its path file. Free all of them if that fails."""
         try:
             for block in blocks:
                 block.write_header(b"")
@@ -278,7 +302,7 @@ class Arena:
             raise
 
     def _take(self, plan: BlockPlan, request: bytes, lease_ns: int) -> Block | None:
-        """Under the lock. SharedMemoryError if it is not held, or lost."""
+        """Allocate a block if there is room, with the lock held. Raise SharedMemoryError if the arena is lost."""
         now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._file.require_found(now_ns)
         return self._inventory.allocate(self, plan, request, lease_ns, now_ns)
@@ -296,7 +320,7 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _absolute(path: str | Path) -> bytes:
-    """Return an absolute path. For an absolute input this is four times as fast as `paths.absolute`."""
+    """Return the absolute path, encoded. For an absolute input this is four times as fast as `paths.absolute`."""
     encoded = os.fsencode(path)
     if b"\0" in encoded:
         raise InputError(f"path file {os.fspath(path)!r} has a NUL in it")

@@ -1,4 +1,4 @@
-"""The file of an arena: complete, reserved whole and locked before it has a name, and how it goes."""
+"""File of an arena. It is complete, fully reserved and locked before it gets a name."""
 
 from __future__ import annotations
 
@@ -22,39 +22,46 @@ from mindie_mm.shm.memory.liveness_lock import LivenessLock, unlink_same
 from mindie_mm.shm.memory.populate import MADV_POPULATE_WRITE, Populator
 from mindie_mm.shm.memory.scatter import map_pieces
 
-# How often the owner looks whether its file still has its name.
+# Shortest interval between two checks that the file is still intact.
 _LOOK_NS = 1_000_000
 
 
 class ArenaFile:
-    """Mapped, and its process's own: a forked child holds nothing of it, and leaves it alone.
+    """Mapped file of an arena that this process owns. A forked child does not own it and never removes it.
 
-    What nobody closes is removed when it is dropped, or when the process ends well.
+    A file that is never closed is removed when the object is garbage-collected or when the process exits normally.
     """
 
     def __init__(self, header: ArenaHeader, lock: LivenessLock, mapping: mmap.mmap) -> None:
-        """For `create`."""
+        """Take over a locked file and its mapping. Callers use `create` instead."""
         self.header = header
         self.path = SHM_DIRECTORY / file_name(header.arena)
         self.mapping: mmap.mmap | None = mapping
-        """All of it; None once it is closed."""
+        """Mapping of the whole file. None after `close`."""
         self.stats = memoryview(mapping)[STATS_OFFSET : STATS_OFFSET + STATS_BYTES].cast("Q")
-        """What the owner counts; places as in stats.py."""
+        """Counters in the header page, as 8-byte words. stats.py defines the indices."""
         self._lock = lock
         self._packed, self._file_bytes = header.pack(), header.file_bytes
         self._seen_ns = 0
         self._populator = Populator(MADV_POPULATE_WRITE, partial(self.stats.__setitem__, POPULATED))
-        # Not weakref's: a child that multiprocessing forks, such as a DataLoader's worker, leaves by os._exit.
+        # Children of multiprocessing, such as DataLoader workers, exit with os._exit, which skips weakref.finalize.
         self._finalizer = Finalize(self, _remove, (self.path, lock, self._populator), exitpriority=0)
         self._populator.start(mapping)
 
     @classmethod
     def create(cls, capacity_bytes: int) -> ArenaFile:
-        """A new one of this process, with room for that many bytes in blocks. InputError, SharedMemoryError."""
+        """Create a file with `capacity_bytes` for blocks.
+
+        Raises:
+            InputError: The capacity is not an integer of at least 1.
+            SharedMemoryError: /dev/shm does not have enough space, or the file cannot be created.
+
+        """
         if type(capacity_bytes) is not int or capacity_bytes < 1:
             raise InputError(f"an arena of {capacity_bytes!r} bytes; it takes a whole number of at least 1")
         header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
-        # Lock first. Reserving takes long, and a child that another thread forks meanwhile must close the descriptor.
+        # Lock first: LivenessLock closes the descriptor in forked children. Another thread may fork during `reserve`,
+        # which takes long.
         with os_errors_as(SharedMemoryError, f"cannot lock a file in {SHM_DIRECTORY}"):
             lock = LivenessLock(make_anonymous())
         try:
@@ -68,19 +75,19 @@ class ArenaFile:
 
     @property
     def populated(self) -> Event:
-        """Set once every page is faulted in, which goes on in the background, or it is closed."""
+        """Event that is set when the background thread has faulted in every page, or when the file is closed."""
         return self._populator.done
 
     @property
     def held(self) -> bool:
-        """False once it is closed, and in a forked child."""
+        """True while this process owns the file. False after `close` and in a forked child."""
         return self._lock.held
 
     @property
     def lost(self) -> bool:
-        """Whether it is not held, or another program removed, cut or overwrote it: readers find nothing there.
+        """True if the file is not held, or if another program removed, truncated or overwrote it.
 
-        Writing where it was cut would end this process.
+        Readers find no blocks in such a file. A write beyond its truncated end raises SIGBUS.
         """
         if self.mapping is None or not self._lock.held:
             return True
@@ -92,12 +99,15 @@ class ArenaFile:
         )
 
     def require_held(self) -> None:
-        """SharedMemoryError unless it is."""
+        """Raise SharedMemoryError unless the file is held."""
         if not self._lock.held:
             raise SharedMemoryError(f"arena {self.path} is closed, or another process's")
 
     def require_found(self, now_ns: int) -> None:
-        """SharedMemoryError unless it is held and not `lost`, where that was not looked at in the last millisecond."""
+        """Raise SharedMemoryError unless the file is held and not `lost`.
+
+        The check for `lost` runs at most once per millisecond. `now_ns` is a time of CLOCK_BOOTTIME.
+        """
         if now_ns - self._seen_ns > _LOOK_NS or not self._lock.held:
             self.require_held()
             if self.lost:
@@ -105,7 +115,7 @@ class ArenaFile:
             self._seen_ns = now_ns
 
     def map(self, pieces: Pieces) -> memoryview:
-        """One behind another, to write to. SharedMemoryError if they cannot be mapped."""
+        """Map the pieces contiguously for writing. Raise SharedMemoryError if the kernel refuses."""
         descriptor = reopened(self._lock.descriptor)
         try:
             return map_pieces(descriptor, pieces, writable=True)
@@ -113,9 +123,10 @@ class ArenaFile:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Removes it: whoever maps it keeps the pages. Idempotent; a forked child only lets go."""
+        """Remove the file. Idempotent. Readers that have mapped it keep their pages. In a forked child, it stays."""
         self._populator.stop()
-        self._populator.join()  # which maps it: else there may be no room for another one at once
+        # The populator keeps the mapping, and thus the pages, alive. A new arena might otherwise find no room.
+        self._populator.join()
         _remove(self.path, self._lock, self._populator)
         self._finalizer.cancel()
         self.mapping = None
@@ -123,7 +134,7 @@ class ArenaFile:
 
 
 def _remove(path: Path, lock: LivenessLock, populator: Populator) -> None:
-    """Idempotent, and nothing to the file in a forked child."""
+    """Remove the file, except in a forked child. Idempotent."""
     populator.stop()
     if lock.held:
         unlink_same(path, lock.descriptor)
@@ -139,7 +150,7 @@ def _map(descriptor: int, file_bytes: int) -> mmap.mmap:
 
 
 def _link(descriptor: int, header: ArenaHeader) -> ArenaHeader:
-    """Gives the file its name; the number may come out another one than asked for."""
+    """Link the file under a random free number and return the header with that number."""
     with os_errors_as(SharedMemoryError, f"no arena can be named in {SHM_DIRECTORY}"):
         for _ in range(MAX_ARENA + 1):
             header = replace(header, arena=secrets.randbelow(MAX_ARENA + 1))

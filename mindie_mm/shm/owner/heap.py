@@ -1,4 +1,7 @@
-"""Free space of an arena: by size class, the class's last block first; joined into larger extents when none fits."""
+"""Free space of an arena.
+
+Freed extents are kept per size class and reused last in, first out. They are merged when no extent fits a request.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +12,44 @@ from functools import lru_cache
 from mindie_mm.shm.format.extent import Extent, Pieces
 from mindie_mm.shm.format.layout import PAGE, round_up
 
-# Sizes between two powers of two: a block takes at most an eighth more than it asked for, above eight pages.
+# Number of size classes between two powers of two. Above eight pages, a block wastes at most an eighth of its size.
 CLASSES_PER_DOUBLING = 8
 _STEP_BITS = (2 * CLASSES_PER_DOUBLING).bit_length() - 1
 
 
 @lru_cache(maxsize=4096)
 def size_class(size: int) -> int:
-    """The bytes that a block of `size` takes: so few sizes that a freed one soon fits another block exactly."""
+    """Return `size` rounded up to its size class, in bytes.
+
+    There are few classes, so that a freed extent soon fits another block exactly.
+    """
     step = max(PAGE, 1 << max((size - 1).bit_length() - _STEP_BITS, 0))
     return -(-size // step) * step
 
 
 class Heap:
-    """Extents of a range of bytes. One process, no locking of its own."""
+    """Allocator of extents in a range of bytes. It is not thread-safe."""
 
     def __init__(self, start: int, stop: int) -> None:
         self._extents = _Extents()
         self._extents.give(start, stop - start)
         self.free_bytes = stop - start
-        # Freed blocks wait here for one of their own class, last in first out: their pages are still in the caches.
+        # Freed extents by size class. The last one is reused first because its pages are most likely in the CPU caches.
         self._freed: defaultdict[int, list[Extent]] = defaultdict(list)
 
     @property
     def largest_bytes(self) -> int:
-        """The largest extent: what the next allocation can be at most."""
+        """Size of the largest free extent in bytes. No larger block can be allocated in one piece."""
         self._join()
         return self._extents.largest_bytes
 
     def allocate(self, size: int) -> Extent | None:
-        """Room for a block of the class of `size`; None if no extent holds it."""
+        """Allocate an extent of the size class of `size`, or of whole pages if space is short.
+
+        Returns:
+            The extent, or None if no free extent is large enough.
+
+        """
         taken = size_class(size)
         if freed := self._freed[taken]:
             extent: Extent | None = freed.pop()
@@ -54,9 +65,16 @@ class Heap:
         return extent
 
     def scatter(self, size: int, least_first: int, max_pieces: int) -> Pieces | None:
-        """The fewest extents that hold `size` together, largest first, in whole pages.
+        """Allocate the fewest extents that hold `size` bytes together, largest first, in whole pages.
 
-        None if the first has less than `least_first`, or if it takes more than `max_pieces`, or more than there is.
+        Args:
+            size: Total size in bytes.
+            least_first: Minimum size of the first extent in bytes.
+            max_pieces: Maximum number of extents.
+
+        Returns:
+            The extents, or None if the free space does not meet these limits.
+
         """
         if self.largest_bytes < least_first:
             return None
@@ -74,7 +92,7 @@ class Heap:
         return tuple(pieces)
 
     def free(self, extent: Extent) -> None:
-        """Gives back what `allocate` returned, or one piece of what `scatter` did."""
+        """Free an extent from `allocate`, or one piece from `scatter`."""
         self.free_bytes += extent.nbytes
         self._freed[extent.nbytes].append(extent)
 
@@ -86,12 +104,12 @@ class Heap:
 
 
 class _Extents:
-    """Disjoint extents, neighbours joined; the smallest that fits is cut."""
+    """Best-fit set of disjoint free extents. Adjacent extents are merged."""
 
     def __init__(self) -> None:
         self.by_size: list[tuple[int, int]] = []  # sorted: (size, offset)
         self._starts: dict[int, int] = {}  # offset -> size
-        self._stops: dict[int, int] = {}  # end -> offset
+        self._stops: dict[int, int] = {}  # stop -> offset
 
     @property
     def largest_bytes(self) -> int:
@@ -106,7 +124,7 @@ class _Extents:
         return Extent(offset, size)
 
     def take_at(self, offset: int, size: int) -> None:
-        """The beginning of the extent that lies there."""
+        """Take the first `size` bytes of the extent at `offset`."""
         found = self._remove(offset)
         if found > size:
             self._insert(offset + size, found - size)

@@ -1,4 +1,4 @@
-"""Which blocks an arena has: where each lies, its entry in the table, and whose quota it counts against."""
+"""Blocks of an arena, with their extents, table entries and quotas."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mindie_mm.shm.owner.heap import Heap
 from mindie_mm.shm.owner.quota import Quotas
 from mindie_mm.shm.owner.table import Table
 
-# Published blocks looked at, on average, for each allocation while others free.
+# Average number of published blocks to check per allocation while other processes free blocks.
 _SWEEP_BLOCKS = 16
 
-# Of one block: each takes a mapping in every process that reads it, and a process may have 65,530 of them.
+# Limit per block. Each piece is one mapping in every reader, and the kernel allows a process 65,530 mappings.
 _MAX_PIECES = 1024
 
 
 class _Filling(NamedTuple):
-    """A block that is being filled. Whoever fills the block may drop it, and what it takes is still known."""
+    """Record of a block that is being filled. It remains if the writer drops the block, so that the space is freed."""
 
     block: weakref.ref[Block]
     entry: int
@@ -35,15 +35,15 @@ class _Filling(NamedTuple):
 
 
 class Inventory:
-    """For one thread at a time, and while the arena is its process's.
+    """Blocks of an arena. Not thread-safe, and only for the process that owns the arena.
 
     A signal handler may raise an exception at any line of a change. Therefore each change lies between `_begin_change`
-    and `torn = False`, in one method. After an interrupted change `torn` stays True, and every further change raises
+    and `torn = False`, in one method. After an interrupted change, `torn` stays True. Every further change then raises
     SharedMemoryError.
     """
 
     def __init__(self, file: ArenaFile, quota_bytes: int | None) -> None:
-        """For a new arena's `file`. `quota_bytes` as in `Arena.create`."""
+        """Start without blocks. `quota_bytes` has the meaning of that argument of `Arena.create`."""
         self._file = file
         self._capacity_bytes = file.header.capacity_bytes
         assert file.mapping is not None
@@ -53,22 +53,35 @@ class Inventory:
         self._filling: dict[int, _Filling] = {}
         self._published: dict[int, Block] = {}
         self.torn = False
-        """Whether an exception interrupted a change, so that the arena is of no use any more; True during a change."""
+        """True during a change. If an exception interrupts the change, it stays True and the arena is unusable."""
         self._since_sweep = 0
 
     def __len__(self) -> int:
-        """Blocks being filled or published."""
+        """Return the number of blocks that are being filled or are published."""
         return len(self._filling) + len(self._published)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in blocks, by size class."""
+        """Bytes of all blocks, rounded up to size classes."""
         return self._capacity_bytes - self._heap.free_bytes
 
     def allocate(self, store: Store, plan: BlockPlan, request: bytes, lease_ns: int, now_ns: int) -> Block | None:
-        """A new block of `store`, being filled; None while there is no room. LimitExceeded beyond the quota.
+        """Allocate a block for filling.
 
-        SharedMemoryError if it takes several pieces, and they cannot be mapped.
+        Args:
+            store: Store of the block, which receives its calls to `publish` and `discard`.
+            plan: Layout of the block.
+            request: Encoded path of the request's path file, empty for none.
+            lease_ns: Length of the block's lease in nanoseconds, 0 for no lease.
+            now_ns: Current time of CLOCK_BOOTTIME in nanoseconds.
+
+        Returns:
+            The block, or None if there is no room.
+
+        Raises:
+            LimitExceeded: The request's quota is exceeded.
+            SharedMemoryError: The block's pieces cannot be mapped, or an earlier change was interrupted.
+
         """
         self._since_sweep += 1
         if self._table.rung and self._since_sweep * _SWEEP_BLOCKS >= len(self._published):
@@ -82,14 +95,20 @@ class Inventory:
         return block or self._cut(self._in_pieces, store, plan, request, now_ns, expires_ns)
 
     def require_quota(self, request: bytes, size: int) -> None:
-        """LimitExceeded if a block of `size` bytes is more than the request may hold with what it has."""
+        """Raise LimitExceeded if the request may not hold another `size` bytes."""
         self._require_whole()
         if request and not self._quotas.has_room(request, size):
             self.sweep(unasked=True)
             self._quotas.require(request, size)
 
     def publish(self, block: Block, digest: bytes) -> None:
-        """Header, then the state word, written last. SharedMemoryError if it was left, StaleReference if freed."""
+        """Write the block's header, then set its state to published.
+
+        Raises:
+            SharedMemoryError: The block is not being filled any more.
+            StaleReference: The block was freed while it was being filled.
+
+        """
         if not self._is_filling(block):
             raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
         if self._table.is_released(block.entry):
@@ -100,10 +119,10 @@ class Inventory:
         del self._filling[block.entry]
         self._published[block.entry] = block
         self.torn = False
-        self._table.ring()  # a release that came while the block was filled may have been swept past
+        self._table.ring()  # an earlier sweep ignored any release that arrived while the block was being filled
 
     def discard(self, block: Block) -> bool:
-        """Gives back a block that is filled or published; False if it is not there any more."""
+        """Free a block that is being filled or is published. Return False if it has been freed already."""
         is_there = self._is_filling(block) or self._published.get(block.entry) is block
         if is_there:
             self._begin_change()
@@ -112,7 +131,7 @@ class Inventory:
         return is_there
 
     def free(self, block: Block) -> bool:
-        """Gives back a published block; False if it is not there any more."""
+        """Free a published block. Return False if it has been freed already."""
         is_there = self._published.get(block.entry) is block
         if is_there:
             self._begin_change()
@@ -122,10 +141,11 @@ class Inventory:
         return is_there
 
     def sweep(self, *, unasked: bool = False) -> int:
-        """Takes back the published blocks that anybody freed; their number.
+        """Reclaim the published blocks that some process has freed and return their count.
 
-        Blocks still being filled stay: their writer gives them back. Without the doorbell there is nothing to do,
-        unless a process died before it rang, a lease ran out, or a block was dropped while it was filled.
+        Blocks that are being filled stay, unless their writer has dropped them. By default, the release words are
+        only read if the doorbell was rung or a block was dropped. With `unasked`, they are always read, and expired
+        leases end. This finds blocks whose release was written by a process that died before it rang the doorbell.
         """
         dropped = [held for held in self._filling.values() if held.block() is None]
         if not (unasked or dropped or self._table.rung):
@@ -145,14 +165,14 @@ class Inventory:
         return len(freed)
 
     def why_full(self) -> str:
-        """What is free, in words for an error."""
+        """Describe the free space, for an error message."""
         return (
             f"{self._heap.free_bytes} of {self._capacity_bytes} bytes are free, {self._heap.largest_bytes} of them in "
             f"one piece; {self._table.num_free} of {self._file.header.num_entries} entries are free"
         )
 
     def close(self) -> None:
-        """Lets go of the blocks and of the file."""
+        """Drop the references to the blocks and to the file's mapping."""
         self._filling.clear()
         self._published.clear()
         self._table.close()
@@ -180,7 +200,7 @@ class Inventory:
         now_ns: int,
         expires_ns: int,
     ) -> Block | None:
-        """A new block where `find` finds room for it."""
+        """Allocate a block in the pieces that `find` returns. Return None if `find` returns None."""
         self._begin_change()
         block, pieces = None, find(plan)
         if pieces is not None:
@@ -205,19 +225,19 @@ class Inventory:
     def _mapped(self, pieces: Pieces) -> memoryview:
         try:
             return self._file.map(pieces)
-        except SharedMemoryError:  # too many mappings: the arena is as good as before
+        except SharedMemoryError:  # too many mappings: undo the change, after which the arena is consistent
             for piece in pieces:
                 self._heap.free(piece)
             self.torn = False
             raise
 
     def _in_one_piece(self, plan: BlockPlan) -> Pieces | None:
-        """An extent for the whole block; None while none is large enough, or every entry is used."""
+        """Return an extent for the whole block, or None if no extent is large enough or no entry is free."""
         extent = self._heap.allocate(plan.size) if self._table.num_free else None
         return None if extent is None else (extent,)
 
     def _in_pieces(self, plan: BlockPlan) -> Pieces | None:
-        """Several extents for a block; None if too little is free, or in pieces too small."""
+        """Return several extents for the block, or None if the free space or its pieces are too small."""
         return self._heap.scatter(plan.size, plan.header_bytes, min(self._table.num_free, _MAX_PIECES))
 
     def _end_leases(self) -> None:

@@ -1,4 +1,4 @@
-"""What each request holds of an arena, and the most that one may."""
+"""Quotas: how many bytes of an arena each request holds, and the limit for one request."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from mindie_mm.errors import LimitExceeded
 
 
 class Quotas:
-    """Bytes by request. One process, no locking of its own."""
+    """Bytes that each request holds, with one limit for all requests. It is not thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._held: dict[bytes, int] = {}
 
     def has_room(self, request: bytes, size: int) -> bool:
-        """Whether the request may hold `size` bytes more."""
+        """Return whether the request may hold `size` more bytes."""
         return self._held.get(request, 0) + size <= self.limit_bytes
 
     def require(self, request: bytes, size: int) -> None:
-        """LimitExceeded unless it may."""
+        """Raise LimitExceeded unless the request may hold `size` more bytes."""
         if not self.has_room(request, size):
             raise LimitExceeded(
                 f"a block of {size} bytes for a request that holds {self._held.get(request, 0)}; a request may hold "

@@ -1,4 +1,4 @@
-"""The entries of an arena and its release words, as the owner writes them (docs/wire-format.md, 2.3 and 2.4)."""
+"""Owner's access to an arena's table of entries and release words (docs/wire-format.md, 2.3 and 2.4)."""
 
 from __future__ import annotations
 
@@ -29,27 +29,37 @@ from mindie_mm.shm.format.words import MAX_GENERATION
 
 
 class Table:
-    """For one thread at a time."""
+    """Entries and release words of an arena. Not thread-safe."""
 
     def __init__(self, words: memoryview, header: ArenaHeader) -> None:
-        """`words`: the arena's file."""
+        """Access the table of a new arena. `words` is the mapping of the whole file."""
         self._entries = words[PAGE : header.releases_offset].cast("Q")
         self._releases = words[header.releases_offset : header.data_offset].cast("Q")
-        # Oldest first: an entry rests as long as it can before it is used again.
+        # First in, first out, so that each entry stays unused for as long as possible.
         self._free = deque(range(header.num_entries))
-        # Random, so that a reused arena number matches no old reference.
+        # Random, so that no reference to an earlier arena of the same number matches.
         self._generations = [secrets.randbelow(MAX_GENERATION) + 1] * header.num_entries
         self._rest: dict[int, list[int]] = {}
 
     @property
     def num_free(self) -> int:
-        """Entries that no block has."""
+        """Number of unused entries."""
         return len(self._free)
 
     def take(self, pieces: Pieces, nbytes: int, now_ns: int, expires_ns: int) -> tuple[int, int]:
-        """(entry, generation) of a block that is filled from now on: whoever sees its bytes sees that, too.
+        """Take an entry for a new block, and one more entry for each piece after the first.
 
-        `nbytes` are those of all its pieces, of which each further one gets an entry of its own.
+        A memory barrier makes the new state visible before any byte of the block.
+
+        Args:
+            pieces: Location of the block in the arena's file.
+            nbytes: Total size of the pieces.
+            now_ns: Current time of CLOCK_BOOTTIME in nanoseconds.
+            expires_ns: End of the block's lease on the same clock, 0 for no lease.
+
+        Returns:
+            The block's entry and its generation.
+
         """
         entry = self._free.popleft()
         generation = self._generations[entry]
@@ -74,12 +84,12 @@ class Table:
             entries[WORDS_PER_ENTRY * entry + NEXT] = 1 + behind
 
     def publish(self, entry: int) -> None:
-        """Lets readers in: all that was written until now is seen by whoever sees the new state."""
+        """Set the state to published. A memory barrier makes all earlier writes visible before the new state."""
         fence()
         self._entries[WORDS_PER_ENTRY * entry + STATE] = state_word(self._generations[entry], PUBLISHED)
 
     def give_back(self, entry: int) -> None:
-        """Ends the use of a block's entry, and of its pieces'."""
+        """Mark the entries of a block and of its pieces as free, and advance their generations."""
         for one in (entry, *self._rest.pop(entry, ())):
             generation, at = self._generations[one], WORDS_PER_ENTRY * one
             self._entries[at + STATE] = state_word(generation, FREE)
@@ -88,31 +98,31 @@ class Table:
             self._free.append(one)
 
     def is_released(self, entry: int) -> bool:
-        """Whether anybody freed the entry's block."""
+        """Return whether some process has freed the entry's block."""
         return self._releases[1 + entry] == self._generations[entry]
 
     def is_expired(self, entry: int, now_ns: int) -> bool:
-        """Whether the block has a lease, and it ran out."""
+        """Return whether the entry's block has a lease that has expired."""
         return 0 < self._entries[WORDS_PER_ENTRY * entry + EXPIRES_NS] < now_ns
 
     def release(self, entry: int) -> None:
-        """Frees the entry's block as others do."""
+        """Write the entry's release word, as other processes do to free a block."""
         self._releases[1 + entry] = self._generations[entry]
 
     @property
     def rung(self) -> bool:
-        """Whether a block was freed since `answer`."""
+        """True if the doorbell was rung after the last `answer`."""
         return self._releases[DOORBELL] != 0
 
     def ring(self) -> None:
-        """Says that a block may have been freed."""
+        """Ring the doorbell: a block may have been freed."""
         self._releases[DOORBELL] = 1
 
     def answer(self) -> None:
-        """Takes the bell's word back; to be called before the release words are looked at."""
+        """Reset the doorbell. Call this before reading the release words."""
         self._releases[DOORBELL] = 0
         fence()
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Drop the references to the file's mapping."""
         self._entries = self._releases = memoryview(b"")

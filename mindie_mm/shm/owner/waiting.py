@@ -1,4 +1,4 @@
-"""Who waits for room in an arena: threads of its process, served in the order in which they came."""
+"""Line of threads that wait for room in an arena, in order of arrival."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-# Other processes free by a plain store, which wakes nobody.
+# Poll interval of the first thread in line. Other processes free a block with a plain store, which wakes no thread.
 POLL_S = 0.001
 
-# Poll interval of those that are not first in line. The one ahead wakes them; this is for when an exception there kept
-# it from doing so.
+# Poll interval of the other threads. The thread ahead normally wakes them, but an exception can prevent that.
 _LOOK_S = 1.0
 
 
 class WaitingLine:
-    """Not a Condition: its `wait` may leave its lock to others when a signal handler raises in it."""
+    """First-in, first-out line of waiting threads.
+
+    It replaces threading.Condition, whose `wait` can return without its lock if a signal handler raises.
+    """
 
     def __init__(self, mutex: Lock) -> None:
-        """`mutex` guards what is waited for."""
+        """Create an empty line. `mutex` guards the resource that threads wait for."""
         self._mutex = mutex
         self.tickets: deque[SimpleQueue[None]] = deque()
-        """One of each thread that waits, the first to be served first."""
+        """One queue per waiting thread, in the order of service."""
 
     def wait(self, take: Callable[[], _T | None], timeout_s: float) -> _T | None:
-        """What `take` gives, called under the mutex while it is this thread's turn; None after the deadline."""
+        """Call `take` until it returns a value, and return that value, or None after `timeout_s` seconds.
+
+        `take` is called with the mutex held, and only while this thread is first in line.
+        """
         deadline = time.monotonic() + timeout_s
         ticket: SimpleQueue[None] = SimpleQueue()
         try:
@@ -45,12 +50,12 @@ class WaitingLine:
                 with suppress(Empty):
                     ticket.get(timeout=min(left_s, POLL_S if is_first else _LOOK_S))
         finally:
-            # Here and not in a method: a signal handler may raise before a method's first line.
+            # Not in a method of its own: a signal handler could raise before the method's first line.
             if ticket in self.tickets:
                 self.tickets.remove(ticket)
             self.wake()
 
     def wake(self) -> None:
-        """All look again."""
+        """Let all waiting threads try again."""
         for ticket in tuple(self.tickets):
             ticket.put(None)

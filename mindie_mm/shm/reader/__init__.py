@@ -1,1 +1,1 @@
-"""The readers of blocks: mapping an arena once, and viewing and freeing the blocks in it."""
+"""Readers' side of an arena. Each arena is mapped once, and its blocks are viewed and freed through that mapping."""

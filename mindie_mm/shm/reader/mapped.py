@@ -1,4 +1,4 @@
-"""The arenas that this process reads, each mapped once: their tables, blocks and release words."""
+"""Arenas that this process reads. Each one is mapped once."""
 
 from __future__ import annotations
 
@@ -45,23 +45,30 @@ _log = logging.getLogger(__name__)
 
 
 class MappedArena:
-    """An arena as another process sees it: all of it read-only, but for its release words."""
+    """Mapping of an arena for readers. Only the release words are writable."""
 
     def __init__(self, path: Path, arena: int | None = None) -> None:
-        """The arena of that number, or, without one, a file of blocks on disk, whose blocks nobody frees.
+        """Map an arena, or a file of blocks on disk.
 
-        SegmentMissing if there is no such file, or it is no arena, damaged, or, in /dev/shm, another user's;
-        SharedMemoryError if it cannot be mapped.
+        Args:
+            path: File to map.
+            arena: Number of the arena. None for a file on disk, whose blocks cannot be freed.
+
+        Raises:
+            SegmentMissing: The file does not exist, is not an arena or is damaged. In /dev/shm also: the file belongs
+                to another user.
+            SharedMemoryError: The file cannot be mapped.
+
         """
         self._on_disk = arena is None
-        # In /dev/shm anybody may put a link; a file on disk is the caller's, who may link to it.
+        # Any user can create symbolic links in /dev/shm. The path of a file on disk comes from the caller.
         access = os.O_RDONLY if self._on_disk else os.O_RDWR | os.O_NOFOLLOW
         try:
             descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             kind = SegmentMissing if error.errno in (errno.ENOENT, *NOT_OURS) else SharedMemoryError
             raise kind(f"{path} cannot be opened: {error.strerror}") from error
-        # Kept for the checks, until no thread can be within one.
+        # Checks need the descriptor. The finalizer closes it when no thread can be inside a check.
         finalize(self, os.close, descriptor).atexit = False
         self._descriptor = descriptor
         try:
@@ -73,7 +80,7 @@ class MappedArena:
             if arena is not None:
                 header.require(arena)
             self.map: Buffer
-            if self._on_disk:  # its pages may have another size, and nobody writes them
+            if self._on_disk:  # its page size can differ from the machine's, and its release words are never written
                 self.map = map_file(descriptor, header.file_bytes)
                 releases = self.map[header.releases_offset : header.data_offset]
             else:
@@ -91,10 +98,14 @@ class MappedArena:
         self._closing: list[Callable[[], object]] = []
 
     def writable_pages(self) -> mmap.mmap | None:
-        """The whole file mapped again, as drivers ask it of memory that they pin; None for one on disk, or no room.
+        """Map the whole file again as writable memory, which device drivers require for pinning.
 
-        It is for reading all the same: blocks are their owner's to write. None, too, once the file is removed: nobody
-        would take the registration back, for whoever looks for removed arenas may have given this one up before.
+        Do not write to the mapping: only the owner writes blocks.
+
+        Returns:
+            The mapping, or None if the file is on disk, has been removed or cannot be mapped. A removed arena may have
+            been closed already, and its cleanups would not run again to undo the driver's registration.
+
         """
         if self._on_disk or not self.is_intact():
             return None
@@ -105,33 +116,33 @@ class MappedArena:
 
     @property
     def has_cleanups(self) -> bool:
-        """Whether `before_close` was given any, such as to take back a device's registration of the pages."""
+        """True if `before_close` has registered an action, such as one that unregisters pinned pages."""
         return bool(self._closing)
 
     def before_close(self, action: Callable[[], object]) -> None:
-        """Has `action` called when the arena is given up."""
+        """Register an action for `close` to call. `close` logs exceptions of the action."""
         self._closing.append(action)
 
     def is_intact(self) -> bool:
-        """Whether the file still has its name and its size: one system call, fstat.
+        """Return whether the file still has its name and its size. This costs one fstat.
 
-        An arena's name is given once, and taken when it is removed, or when another file is put in its place.
+        A file whose link count is 0 was removed, or another file has replaced it.
         """
         status = os.fstat(self._descriptor)
         return status.st_nlink > 0 and status.st_size == self._file_bytes
 
     def close(self) -> None:
-        """Stops background work; the mapping goes with the last array over it."""
+        """Stop background work and run the registered actions. The mapping lives as long as any array over it."""
         if self._populator is not None:
             self._populator.stop()
         while self._closing:
             try:
                 self._closing.pop()()
-            except Exception:  # noqa: BLE001 - a device that fails is no failure of whoever looks for another arena
+            except Exception:  # noqa: BLE001 - a failing device must not fail the lookup of another arena
                 _log.exception("an arena is given up")
 
     def check(self, ref: Ref) -> None:
-        """StaleReference unless the block is published at the reference's generation, and not freed."""
+        """Raise StaleReference unless the block is published at the reference's generation and not freed."""
         if ref.block >= self._num_entries:
             raise StaleReference(f"{ref}: the arena has {self.header.num_entries} blocks")
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
@@ -141,9 +152,17 @@ class MappedArena:
             raise StaleReference(f"{ref}: the block was freed")
 
     def block(self, ref: Ref) -> tuple[Buffer, int, BlockHeader]:
-        """What the block lies in, where in it, and its header.
+        """Locate a published block.
 
-        StaleReference, SegmentMissing, CorruptReference; SharedMemoryError if its pieces cannot be mapped.
+        Returns:
+            The buffer that contains the block, the block's offset in that buffer, and the block's header.
+
+        Raises:
+            StaleReference: The block was freed.
+            SegmentMissing: The block's header is damaged.
+            CorruptReference: The reference has another dtype or shape than the block's first array.
+            SharedMemoryError: The block's pieces cannot be mapped.
+
         """
         self.check(ref)
         fence()
@@ -160,7 +179,7 @@ class MappedArena:
                 header = BlockHeader.unpack(buffer, base, min(base + size, self._file_bytes))
             header.require(ref.block, ref.generation)
         except DamagedHeaderError as error:
-            self.check(ref)  # freed and used again while it was read: stale, not damaged
+            self.check(ref)  # a block that was freed and reused during the read is stale, not damaged
             raise SegmentMissing(f"{ref}: the block's header is damaged: {error}") from error
         spec = next(iter(header.arrays.values())).spec
         if ref.shape is not None and (ref.dtype, ref.shape) != (spec.dtype, spec.shape):
@@ -168,7 +187,7 @@ class MappedArena:
         return buffer, base, header
 
     def _pieces(self, block: int) -> Pieces:
-        """DamagedHeaderError if they are not whole pages of the data."""
+        """Return the block's pieces. Raise DamagedHeaderError unless they are whole pages of the data region."""
         pieces = read_pieces(self._entries, self._num_entries, block)
         if not pieces or any(
             offset % PAGE
@@ -182,13 +201,18 @@ class MappedArena:
         return pieces
 
     def populate(self) -> None:
-        """Fault in the whole mapping once, in the background. A file on disk is instead read as it is used."""
+        """Fault in the whole mapping once, in the background. Do nothing for a file on disk."""
         if self._populator is None and isinstance(self.map, mmap.mmap):
             self._populator = Populator(MADV_POPULATE_READ)
             self._populator.start(self.map)
 
     def release(self, ref: Ref) -> bool:
-        """Asks the owner to free a block; False if it is free already, another generation's, or on disk."""
+        """Ask the owner to free a block.
+
+        Returns:
+            False if there is nothing to free: the block is free already, has another generation or is on disk.
+
+        """
         if self._on_disk or ref.block >= self._num_entries or self._releases[1 + ref.block] == ref.generation:
             return False
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
@@ -201,7 +225,7 @@ class MappedArena:
 
 
 def _require_regular(status: os.stat_result) -> None:
-    """SegmentMissing for a directory or a pipe."""
+    """Raise SegmentMissing for anything but a regular file, such as a directory or a pipe."""
     if not stat.S_ISREG(status.st_mode):
         raise SegmentMissing("it is no regular file")
 
@@ -212,14 +236,20 @@ def _state_name(state: int) -> str:
 
 
 class ArenaCache:
-    """The arenas that this process maps, each mapped once."""
+    """Arenas that this process maps, by number."""
 
     def __init__(self) -> None:
         self._arenas: dict[int, MappedArena] = {}
         self._lock = Lock()
 
     def get(self, arena: int) -> MappedArena:
-        """As `MappedArena`; an arena that is mapped costs one fstat."""
+        """Return an arena and map it if necessary. For an arena that is mapped, this costs one fstat.
+
+        Raises:
+            SegmentMissing: As for `MappedArena`.
+            SharedMemoryError: As for `MappedArena`.
+
+        """
         mapped = self._arenas.get(arena)
         if mapped is not None and mapped.is_intact():
             return mapped
@@ -231,9 +261,16 @@ class ArenaCache:
             return mapped
 
     def add(self, mapped: MappedArena, number: int, *, reserved: bool) -> None:
-        """Puts a mounted file where `number` is looked up. SharedMemoryError if the number is another arena's.
+        """Register a mounted file under an arena number.
 
-        `reserved`: the arena of that number in /dev/shm is there to keep it for this file.
+        Args:
+            mapped: The mapped file.
+            number: Number to register it under.
+            reserved: Whether an arena in /dev/shm may have this number, because it reserves the number for this file.
+
+        Raises:
+            SharedMemoryError: Another arena uses the number.
+
         """
         self.drop_removed(cleanups=True)
         with self._lock:
@@ -242,20 +279,25 @@ class ArenaCache:
             self._arenas[number] = mapped
 
     def remove(self, mapped: MappedArena, number: int) -> None:
-        """Takes a mounted file out again."""
+        """Unregister a mounted file and close it."""
         with self._lock:
             if self._arenas.get(number) is mapped:
                 del self._arenas[number]
         mapped.close()
 
     def drop_removed(self, *, cleanups: bool = False) -> bool:
-        """Gives up the arenas whose files are gone, so that their pages can go too; False if there were none.
+        """Drop the arenas whose files have been removed, so that the kernel can free their pages.
 
-        Any thread may call this, also that of a process's end, or whatever runs as garbage is collected; but then what
-        another thread looks up is left to the next who calls. Those that a device reads are left to the thread that
-        reads, which says `cleanups`.
+        Args:
+            cleanups: Whether to drop arenas with cleanups too, and to wait for the lock. By default, the call is safe
+                in finalizers and at exit: it returns at once if the lock is taken, and leaves arenas that a device
+                reads to the reading thread.
+
+        Returns:
+            Whether any arena was dropped.
+
         """
-        if not self._lock.acquire(blocking=cleanups):  # this very thread may have it
+        if not self._lock.acquire(blocking=cleanups):  # a finalizer may run in the thread that holds the lock
             return False
         try:
             gone = {
@@ -267,12 +309,12 @@ class ArenaCache:
                 del self._arenas[number]
         finally:
             self._lock.release()
-        for mapped in gone.values():  # outside of the lock: a device may be waited for
+        for mapped in gone.values():  # without the lock, because a cleanup may wait for a device
             mapped.close()
         return bool(gone)
 
     def renew_lock(self) -> None:
-        """For a forked child: whichever thread held the lock, it is not there to release it."""
+        """Replace the lock. In a forked child, the thread that held it does not exist."""
         self._lock = Lock()
 
 
@@ -284,13 +326,24 @@ os.register_at_fork(after_in_child=_cache.renew_lock)
 
 @contextmanager
 def mount(path: Path, number: int | None = None) -> Iterator[int]:
-    """Makes a file of blocks on disk (`DiskArena`) readable by this process: yields the number that its words carry.
+    """Make a file of blocks on disk (`DiskArena`) readable by this process, as a context manager.
 
-    `number` is another one, which the words were given (`Ref.to_words`) and an arena of the caller's reserves, so that
-    two files of one number can be mounted at once.
-    Until it is left, `attach` finds its blocks; arrays that were taken stay readable after. `free` leaves them alone.
-    SegmentMissing if it is no complete file of blocks, SharedMemoryError if it cannot be mapped or its number is in
-    use here.
+    `attach` finds the blocks until the context exits. Arrays that were taken before stay readable after that. `free`
+    does nothing for these blocks.
+
+    Args:
+        path: The file.
+        number: Arena number to mount the file under, instead of the number in its header. The references must carry
+            this number, and the caller must own an arena in /dev/shm that reserves it. Two files with the same number
+            in their headers can thus be mounted at once.
+
+    Yields:
+        The number under which the file is mounted.
+
+    Raises:
+        SegmentMissing: The file is not a complete file of blocks.
+        SharedMemoryError: The file cannot be mapped, or its number is in use in this process.
+
     """
     mapped = MappedArena(path)
     taken = mapped.header.arena if number is None else number

@@ -1,4 +1,4 @@
-"""The readers' side of blocks: attach, verify, free. Any process, no lock shared with others."""
+"""Access to published blocks: attach, verify and free. Any process can do this without a shared lock."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class View(Mapping[str, "np.ndarray[Any, Any]"]):
-    """The arrays of a published block: read-only, over the arena's own pages. They keep the mapping alive.
+    """Read-only arrays of a published block, by name, without a copy.
 
-    Whoever consumes it calls `verify` after its copy, or leaves it as a context manager: until then the arrays may
-    already be another content's.
+    The arrays share the arena's pages and keep its mapping alive. After you have copied the data, call `verify` or
+    exit the view as a context manager. Otherwise the copy may contain data of another block that reused the pages.
     """
 
     __slots__ = ("_base", "_buffer", "_header", "arena", "digest", "ref")
 
     def __init__(self, arena: MappedArena, ref: Ref) -> None:
-        """For `attach`."""
+        """View a block. Callers use `attach` instead."""
         self._buffer, self._base, header = arena.block(ref)
         self.ref = ref
-        """The reference that was attached."""
+        """Reference of the block."""
         self.digest = header.digest
-        """Names the content and its preprocessing; None if the block is not to be cached."""
+        """Digest of the content and its preprocessing. None if the item must not be cached."""
         self.arena = arena
-        """Where the block lies."""
+        """Arena that contains the block."""
         self._header = header
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
@@ -42,7 +42,7 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
         return array
 
     def file_offset(self, name: str) -> tuple[MappedArena, int] | None:
-        """The arena, and where in its file the array lies; None where it lies there in pieces."""
+        """Return the arena and the array's offset in its file in bytes, or None if the block has several pieces."""
         if self._buffer is not self.arena.map:
             return None
         return self.arena, self._base + self._header.arrays[name].offset
@@ -55,11 +55,11 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Total size of the arrays in bytes."""
         return sum(spec.nbytes for spec, _ in self._header.arrays.values())
 
     def verify(self) -> None:
-        """StaleReference if the block was freed, or freed and used again, since it was attached."""
+        """Raise StaleReference if the block has been freed since it was attached."""
         fence()
         self.arena.check(self.ref)
 
@@ -76,16 +76,16 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
 
 
 class LooseView(Mapping[str, "np.ndarray[Any, Any]"]):
-    """The arrays of a block that may be freed before they are used again. Each use looks the block up.
+    """Arrays of a block that may be freed between uses. Each use looks the block up again.
 
-    A use raises StaleReference if the block was freed, and SegmentMissing if its arena is no longer mapped. A later
-    arena of the same number is not looked at.
+    A use raises StaleReference if the block was freed, and SegmentMissing if its arena has been unmapped. A later
+    arena with the same number is never used.
     """
 
     __slots__ = ("_arena", "digest", "nbytes", "ref")
 
     def __init__(self, view: View) -> None:
-        """For `View.loose`."""
+        """Keep a weak reference to the view's arena. Callers use `View.loose` instead."""
         self.ref = view.ref
         self.digest = view.digest
         self.nbytes = view.nbytes
@@ -101,7 +101,7 @@ class LooseView(Mapping[str, "np.ndarray[Any, Any]"]):
         return len(self._view())
 
     def verify(self) -> None:
-        """Raise StaleReference or SegmentMissing if the block was freed, or its arena is gone."""
+        """Raise StaleReference if the block was freed, or SegmentMissing if its arena has been unmapped."""
         self._view()
 
     def _view(self) -> View:
@@ -112,10 +112,14 @@ class LooseView(Mapping[str, "np.ndarray[Any, Any]"]):
 
 
 def attach(ref: Ref) -> View:
-    """The arrays of a published block, without a copy.
+    """Return the arrays of a published block without copying them.
 
-    StaleReference if it was freed since, SegmentMissing if its arena is gone, truncated, replaced or damaged,
-    CorruptReference if dtype or shape are not the block's, SharedMemoryError if the arena cannot be mapped.
+    Raises:
+        StaleReference: The block was freed.
+        SegmentMissing: The arena was removed, truncated or replaced, or is damaged.
+        CorruptReference: The dtype or shape differs from that of the block's first array.
+        SharedMemoryError: The arena cannot be mapped.
+
     """
     try:
         arena = mapped_arena(ref.arena)
@@ -127,7 +131,7 @@ def attach(ref: Ref) -> View:
 
 
 def release_block(ref: Ref) -> bool:
-    """Frees a block and says whether this call did it."""
+    """Free a block and return whether this call freed it. Raise SharedMemoryError if the arena cannot be mapped."""
     try:
         return mapped_arena(ref.arena).release(ref)
     except SegmentMissing:
@@ -135,5 +139,12 @@ def release_block(ref: Ref) -> bool:
 
 
 def free(ref: Ref) -> None:
-    """Frees a block. Idempotent, from any process; a missing arena or a block freed before is fine."""
+    """Free a block. Any process may call this.
+
+    Idempotent: the call does nothing if the arena is gone or if the block has been freed before.
+
+    Raises:
+        SharedMemoryError: The arena cannot be mapped.
+
+    """
     release_block(ref)

@@ -1,1 +1,1 @@
-"""A request's directory: its path file, which records its blocks, and its spooled media."""
+"""Directory of a request, with its spooled media and the path file that records its blocks."""

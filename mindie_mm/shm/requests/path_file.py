@@ -1,9 +1,9 @@
-r"""The path file of a request: one line for each block, or segment, that was ever allocated for it.
+r"""Path file of a request: one line for each block or segment that was ever allocated for the request.
 
-    mindie_mm-1f2a 17 1234567\n        an arena's file, block, generation
-    psm_8c9d4828\n                     a segment of MindIE's wire
+    mindie_mm-1f2a 17 1234567\n        name of the arena's file, block, generation
+    psm_8c9d4828\n                     name of a segment of MindIE's wire
 
-A line without its newline was cut short and names nothing.
+A line without a newline is incomplete. It refers to no block or segment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mindie_mm.shm.reader.view import release_block
 PATH_FILE_NAME = "shm_name.txt"
 MAX_BYTES = 16 << 20
 
-# Where no line is added any more: the rest is for those who add theirs at the same moment.
+# No line is added to a larger file. The margin up to MAX_BYTES is for processes that append at the same time.
 _FULL_BYTES = MAX_BYTES - (64 << 10)
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -38,37 +38,46 @@ _LINE = re.compile(rb"mindie_mm-([0-9a-f]{4}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a path file says."""
+    """Contents of a path file."""
 
     refs: list[Ref]
-    """Blocks, in order."""
+    """References to blocks, in file order."""
     segments: list[str]
-    """Segments of MindIE's wire by name, in order."""
+    """Names of segments of MindIE's wire, in file order."""
     damaged: list[int]
-    """Numbers, from 1, of the lines that are neither."""
+    """Line numbers, from 1, of invalid lines."""
 
     @property
     def damage(self) -> str:
-        """How errors tell of those lines, where there are any."""
+        """Description of the invalid lines, for an error message."""
         numbers = ", ".join(map(str, self.damaged[:10]))
         return f"{len(self.damaged)} lines are no reference (line {numbers})"
 
 
 def record(path_file: bytes, arena: int, block: int, generation: int) -> None:
-    """Appends a block's line in one write.
+    """Append a block's line in a single write.
 
-    InputError for what is no regular file of this user, LimitExceeded for a full one; SharedMemoryError if it cannot
-    be written.
+    Raises:
+        InputError: The path file is not a regular file of this user.
+        LimitExceeded: The path file is full.
+        SharedMemoryError: The path file cannot be written.
+
     """
     _append(path_file, b"mindie_mm-%04x %d %d\n" % (arena, block, generation))
 
 
 @contextmanager
 def recorded(path_file: Path, segment: str) -> Iterator[None]:
-    """Appends a segment's line, and takes it back if the body, which gives the segment its name, fails.
+    """Append a segment's line, and remove the line again if the body of the `with` statement raises.
 
-    So a segment that can be seen always has its line, and a line never names what another program made meanwhile.
-    Errors as `record`.
+    The body links the segment under its name. A visible segment therefore always has a line, and no line refers to a
+    segment that another program created under the same name.
+
+    Raises:
+        InputError: As for `record`.
+        LimitExceeded: As for `record`.
+        SharedMemoryError: As for `record`.
+
     """
     line = f"{segment}\n".encode()
     _append(os.fsencode(path_file), line)
@@ -98,7 +107,7 @@ def _append(path_file: bytes, line: bytes) -> None:
 
 
 def _take_back(path_file: Path, line: bytes) -> None:
-    """Removes the last line if it is this one."""
+    """Remove the last line of the file if it equals `line`."""
     with open(path_file, "r+b", 0, opener=_open_no_link) as file:
         start = file.seek(0, os.SEEK_END) - len(line)
         if start >= 0 and os.pread(file.fileno(), len(line), start) == line:
@@ -106,9 +115,10 @@ def _take_back(path_file: Path, line: bytes) -> None:
 
 
 def _require_own(path_file: str | Path, descriptor: int) -> int:
-    """Bytes of the file. InputError unless it is a regular file of this user.
+    """Return the size of the file in bytes. Raise InputError unless it is a regular file of this user.
 
-    Where others may write they can put a path file, and what it names would be freed as if this user had said so.
+    In a folder that other users can write, one of them could place a path file there. Its release would free the
+    blocks in it on behalf of this user.
     """
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
@@ -122,9 +132,12 @@ def _require_own(path_file: str | Path, descriptor: int) -> int:
 
 
 def read_contents(path_file: str | Path) -> Contents:
-    """All that a path file says; a missing file says nothing.
+    """Read a path file. A missing file counts as empty.
 
-    InputError if the path is no regular file of this user, LimitExceeded above 16 MiB.
+    Raises:
+        InputError: The file is not a regular file of this user, or cannot be read.
+        LimitExceeded: The file is larger than 16 MiB.
+
     """
     try:
         with open(path_file, "rb", opener=_open_no_link) as file:
@@ -132,14 +145,14 @@ def read_contents(path_file: str | Path) -> Contents:
             data = file.read(MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         return Contents([], [], [])
-    except ValueError as error:  # a NUL
+    except ValueError as error:  # the path contains a NUL character
         raise InputError(f"path file {os.fspath(path_file)!r} cannot be read: {error}") from error
     except OSError as error:
         raise InputError(f"path file {path_file} cannot be read: {error.strerror}") from error
     if len(data) > MAX_BYTES:
         raise LimitExceeded(f"path file {path_file} has more than {MAX_BYTES} bytes")
     contents = Contents([], [], [])
-    for number, line in enumerate(io.BytesIO(data), start=1):  # lines end with 0x0A and nothing else
+    for number, line in enumerate(io.BytesIO(data), start=1):  # BytesIO splits lines only at 0x0A
         if is_segment_name(line[:-1].decode("latin-1")) and line.endswith(b"\n"):
             contents.segments.append(line[:-1].decode())
         elif (ref := _parse(line)) is not None:
@@ -162,14 +175,24 @@ def _parse(line: bytes) -> Ref | None:
 
 
 def release(path_file: str | Path) -> int:
-    """Frees every block and segment that the file names; the number of those that this call freed.
+    """Free every block and segment in a path file.
 
-    Idempotent, from any process; a missing file, a missing arena or segment and a block freed before count nothing.
-    The lines stay: remove the file then, or the next release goes through all of them again.
+    Any process may call this. The call is idempotent: it ignores a missing file, missing arenas and segments, and
+    blocks that have been freed before. The lines stay in the file. Remove the file afterwards, or the next release
+    processes all lines again.
 
-    InputError for what is no regular file of this user, LimitExceeded above 16 MiB. Lines that are no reference are
-    skipped, and when all others are freed CorruptReference names them; SharedMemoryError if an arena could not be
-    mapped, or a segment not removed, likewise once the others are done.
+    Args:
+        path_file: The path file.
+
+    Returns:
+        Number of blocks and segments that this call freed.
+
+    Raises:
+        InputError: The file is not a regular file of this user, or cannot be read.
+        LimitExceeded: The file is larger than 16 MiB.
+        CorruptReference: The file has invalid lines. All blocks and segments in valid lines have been freed.
+        SharedMemoryError: An arena cannot be mapped, or a segment cannot be removed. All others have been freed.
+
     """
     contents = read_contents(path_file)
     freed, troubles = 0, []

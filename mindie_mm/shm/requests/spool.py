@@ -1,7 +1,7 @@
-"""The spool: a folder in which every living request has a directory, with its path file and its media.
+"""Spool: a folder in which every live request has a directory with its path file and its media.
 
-A directory is hidden, by its name, while it is made and while it is removed: under its own name it has a path file
-that its request holds locked, or its request is dead.
+A directory has a hidden name while it is being created and while it is being removed. Under its final name, it always
+has a path file. A live request holds a lock on its path file.
 """
 
 from __future__ import annotations
@@ -27,28 +27,33 @@ from mindie_mm.shm.requests.path_file import PATH_FILE_NAME, release
 
 _HIDDEN = ".mindie_mm-"
 
-# The sticky bit, which says nothing else in a folder of one user: what lacks it is not ours to remove. A data set may
-# look the same, `a/shm_name.txt` beside `a/image/`.
+# The sticky bit marks request directories. It has no other effect in a folder that only one user can write. Folders
+# without the mark are never removed: a data set can look the same, with `a/shm_name.txt` beside `a/image/`.
 _MARK = stat.S_ISVTX
 
-# A younger hidden directory may just be made: its path file, or the lock on that, is still to come.
+# Minimum ages in seconds before a hidden directory without a path file, or without a lock on it, counts as abandoned.
+# A younger one may still be under construction.
 _MAKING_S = 60.0
 _LOCKING_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDirectory:
-    """A living request's directory."""
+    """Directory of a live request."""
 
     path: Path
     path_file: Path
 
 
 def make_spool(root: Path) -> None:
-    """Makes the folder of request directories (0700) if it is missing.
+    """Create the folder of request directories with mode 0700, if it does not exist.
 
-    SharedMemoryError unless it then is a directory of this user that nobody else may write: where everybody can make
-    files, such as in /tmp, another user may have made it, or linked it elsewhere.
+    In a folder that all users can write, such as /tmp, another user may have created the spool or placed a symbolic
+    link in its place. Such a spool is rejected.
+
+    Raises:
+        SharedMemoryError: The folder cannot be created, is not a directory of this user, or is writable by others.
+
     """
     with os_errors_as(SharedMemoryError, f"spool {root} cannot be made"):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,11 +72,19 @@ def _require_private(root: Path) -> None:
 
 @contextmanager
 def request_directory(root: Path, request_id: str | None = None) -> Iterator[RequestDirectory]:
-    """Makes `<root>/<request>/` (1700) with an empty path file; on any exit frees what that names and removes it all.
+    """Create the directory `<root>/<request_id>/` with an empty path file, as a context manager.
 
-    A lock on the path file, held meanwhile, tells `collect` that the request lives. InputError for a request id that
-    is no file name or is in use; SharedMemoryError if the directory cannot be made or removed, or `root` cannot serve
-    as `make_spool` says.
+    The directory has mode 1700. On exit, the blocks and segments in the path file are freed and the directory is
+    removed. The context holds a lock on the path file, which shows `collect` that the request is alive.
+
+    Args:
+        root: The spool. It is created if it does not exist.
+        request_id: Name of the directory, 1 to 255 bytes. None chooses a random name.
+
+    Raises:
+        InputError: The request id is not a file name or is in use.
+        SharedMemoryError: The directory cannot be created or removed, or `make_spool` rejects the spool.
+
     """
     name = uuid4().hex if request_id is None else request_id
     if not name or name in {".", ".."} or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
@@ -91,7 +104,12 @@ def request_directory(root: Path, request_id: str | None = None) -> Iterator[Req
 
 
 def request_directories(root: Path) -> list[Path]:
-    """The request directories in a spool, hidden ones too. SharedMemoryError for what `make_spool` refuses."""
+    """Return the request directories in a spool, including hidden ones.
+
+    Raises:
+        SharedMemoryError: The spool is not a directory of this user, or is writable by others.
+
+    """
     if not os.path.lexists(root):
         return []
     _require_private(root)
@@ -100,9 +118,12 @@ def request_directories(root: Path) -> list[Path]:
 
 
 def require_spool(root: Path) -> None:
-    """InputError for a folder that holds somebody's data: a path file in a folder that is no request's.
+    """Check that a folder, if it exists, can serve as a spool.
 
-    SharedMemoryError for what `make_spool` refuses.
+    Raises:
+        InputError: A directory in it has a path file but is not a request directory, so it may hold other data.
+        SharedMemoryError: The folder is not a directory of this user, or is writable by others.
+
     """
     if not os.path.lexists(root):
         return
@@ -113,10 +134,10 @@ def require_spool(root: Path) -> None:
 
 
 def require_locks(folder: Path) -> None:
-    """Check that the file system of a folder has locks.
+    """Check that the file system of a folder supports locks.
 
     Raises:
-        SharedMemoryError: The file system has no locks.
+        SharedMemoryError: The file system does not support locks.
         OSError: The folder cannot be written to.
 
     """
@@ -137,41 +158,50 @@ def _no_locks(folder: Path, error: OSError) -> SharedMemoryError:
 
 
 def _is_marked(directory: Path) -> bool:
-    """Whether `request_directory` made it. False if it has gone meanwhile."""
+    """Return whether `request_directory` created the directory. Return False if it does not exist any more."""
     with suppress(FileNotFoundError):
         return bool(directory.lstat().st_mode & stat.S_ISVTX)
     return False
 
 
 def collect_request(path: Path, *, dry_run: bool = False) -> bool:
-    """Frees and removes a request directory; False if its request lives, or it has gone meanwhile.
+    """Free the blocks of a dead request and remove its directory.
 
-    Once it is removed, raises what could not be freed, as `release`. OSError if it cannot be removed. `dry_run` only
-    says whether it would be removed.
+    Args:
+        path: The request directory.
+        dry_run: Whether to report the result without changing anything.
+
+    Returns:
+        Whether the directory was removed. False if the request is alive or the directory does not exist any more.
+
+    Raises:
+        MindieMMError: Blocks could not be freed, as for `release`. The directory is removed nevertheless.
+        OSError: The directory cannot be removed.
+
     """
     hidden, path_file = path.name.startswith(_HIDDEN), path / PATH_FILE_NAME
     try:
         descriptor = os.open(path_file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:  # its maker or its remover died, unless it is just being made
+    except FileNotFoundError:  # the process that created or removed it died, or is still creating it
         return hidden and _is_older(path, _MAKING_S) and (dry_run or _remove(path))
     try:
         if hidden and not _is_older(path_file, _LOCKING_S):
             return False
-        # Once it is locked, another request may have that name.
+        # By the time the lock is acquired, another request may use this name.
         return lock_of_the_dead(descriptor) and is_same(path_file, descriptor) and (dry_run or _remove(path))
     finally:
         os.close(descriptor)
 
 
 def _is_older(path: Path, seconds: float) -> bool:
-    """False if it has gone meanwhile."""
+    """Return whether the file was last modified at least `seconds` ago. Return False if it does not exist."""
     with suppress(FileNotFoundError):
         return time.time() - path.lstat().st_mtime >= seconds
     return False
 
 
 def _make(path: Path) -> LivenessLock:
-    """The lock of a new request directory, which gets its name once it is locked."""
+    """Create a request directory and return its lock. The directory gets its final name once it is locked."""
     hidden = _hidden(path.parent)
     path_file = hidden / PATH_FILE_NAME
     try:
@@ -203,9 +233,10 @@ def _lock_new(path_file: Path) -> LivenessLock:
 
 
 def _remove(path: Path) -> bool:
-    """Frees what a request's path file names, and removes its directory even if that fails; whether it was there.
+    """Free the blocks of a request and remove its directory, even if a block cannot be freed.
 
-    Hidden first: a tokenizer that still works for the request then fails to record, and makes no file anew.
+    The directory is hidden first. A tokenizer that still works for the request then fails to record a block instead of
+    creating a new path file. Return False if the directory does not exist.
     """
     hidden = _hidden(path.parent)
     faults.point("before-remove")
@@ -213,7 +244,7 @@ def _remove(path: Path) -> bool:
         path.rename(hidden)
     except FileNotFoundError:
         return False
-    except OSError:  # read-only or broken file system; the shared memory is freed nevertheless
+    except OSError:  # for example, a read-only file system: free the shared memory nevertheless
         release(path / PATH_FILE_NAME)
         raise
     faults.point("hidden")
