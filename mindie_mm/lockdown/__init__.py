@@ -2,7 +2,7 @@
 
 A decoder parses untrusted files with large C libraries. After `lock_in`, a compromised decoder can do no more than send
 a wrong answer. Landlock blocks the file system, TCP and signals. A seccomp filter blocks all system calls that decoding
-does not need. Resource limits bound memory and CPU time.
+does not need; `seccomp.py` lists the others. Resource limits bound memory and CPU time.
 """
 
 from mindie_mm.lockdown.lock import Locks, lock_in, support
