@@ -20,7 +20,7 @@ class PictureModel(MediaModel):
     """
 
     normalizations: Mapping[Kind, Normalization]
-    """The normalizations of the processor."""
+    """The normalisations of the processor."""
 
     def pixels(self, items: Sequence[MediaItem]) -> Tensor:
         """Return the tower's input, [images of all items, 3, height, width], in the model's dtype."""
