@@ -15,19 +15,22 @@ from mindie_mm.device.transfer import download, upload
 from mindie_mm.errors import DeviceError, InputError
 
 KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
-"""Every kind, the one that auto prefers first."""
+"""All kinds of devices, in the order in which auto prefers them."""
 
 
 LIBRARIES = ("torch_npu",)
-"""Packages beside torch whose versions change what a device computes."""
+"""Packages other than torch whose versions affect the results of a device."""
 SLOW_DTYPE = "the {device} has no instructions for {dtype} and is several times slower than with float32"
-"""Warning about a dtype that the device does not multiply."""
+"""Warning about a dtype for which the device has no instructions."""
 
 
 def open_device(name: str = "auto") -> Device:
-    """Open the device `name`. auto is the first accelerator that is present, else the CPU.
+    """Open the device `name`. auto selects the first available accelerator, or else the CPU.
 
-    InputError for an unknown name, DeviceError with the reason for one that can't be used.
+    Raises:
+        InputError: The name is unknown.
+        DeviceError: The device cannot be used. The message gives the reason.
+
     """
     if name == "auto":
         return next(kind for kind in KINDS if kind.missing() is None)()
@@ -45,7 +48,7 @@ def kind_of(device: torch.device) -> type[Device]:
 
 
 def slow_dtype(module: torch.nn.Module) -> str | None:
-    """Return a warning if weights of `module` have a dtype for which their device has no instructions."""
+    """Return a warning if weights of `module` have a dtype for which their device has no instructions, else None."""
     for kind, dtype in {(kind_of(weight.device), weight.dtype) for weight in module.parameters()}:
         if not kind().multiplies(dtype):
             return SLOW_DTYPE.format(dtype=str(dtype).removeprefix("torch."), device=kind.name)
@@ -58,7 +61,7 @@ def kernels_of(device: torch.device) -> Kernels:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroes on `device`; on the host they take no memory until they are written."""
+    """Return zeros on `device`. On the CPU their pages take no memory until they are written."""
     if device.type == CPU.name:
         return host_memory.zeros(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Whether a device still computes after something on it has failed."""
+"""A check that a device still computes after a failure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _numbers = count(randbits(60))
 
 
 def require_alive(device: torch.device) -> None:
-    """DeviceError, or what the device raises, where it no longer computes: only another process can use it then.
+    """Raise DeviceError, or the device's own error, if the device no longer computes in this process.
 
-    A call that succeeds tells nothing: after a failure in torch_npu's queue (TASK_QUEUE_ENABLE is 1 by default) all do,
-    and do nothing. So a number is asked for that no memory holds from before.
+    A call without an error proves nothing. After a failure in torch_npu's queue (TASK_QUEUE_ENABLE is 1 by default) all
+    calls succeed without doing anything. The check therefore computes a number that is not in memory from earlier.
+    Only another process can use a device that fails the check.
     """
     if device.type == "cpu":
         return
     number = next(_numbers)
-    with suppress(torch.OutOfMemoryError):  # it is there, and full
+    with suppress(torch.OutOfMemoryError):  # a device that is out of memory still computes
         (answer,) = download(upload([number], device) + 1)
         if answer.tolist() != [number + 1]:
             raise DeviceError(f"{device} no longer computes: {number} + 1 is {answer.item()} there")

@@ -27,16 +27,16 @@ class Device(ABC):
     records: ClassVar[bool] = False
     """Whether work can be recorded and replayed as one launch."""
     kernels: ClassVar[Kernels] = Kernels()
-    """Its fused operators."""
+    """Fused operators of the device."""
     has_bitsandbytes: ClassVar[bool] = True
     """Whether bitsandbytes has operators for the device."""
     measure_s: ClassVar[float]
-    """Default time in seconds for measuring memory at the start of an engine."""
+    """Default time limit in seconds for measuring memory at the start of an engine."""
 
     @classmethod
     @abstractmethod
     def missing(cls) -> str | None:
-        """Return why the device cannot be used here, for an operator, or None if it can."""
+        """Return the reason why the device cannot be used on this machine, for an operator, or None if it can."""
 
     @classmethod
     def findings(cls, root: Path) -> Iterator[Finding]:
@@ -49,7 +49,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:
-        """The device of tensors."""
+        """The torch.device on which tensors are allocated."""
 
     @abstractmethod
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
@@ -92,8 +92,11 @@ class Device(ABC):
     def record(cls, work: Callable[[], object]) -> Callable[[], object]:
         """Record what `work` launches. Return a function that launches all of it at once, on the same memory.
 
-        Recording may or may not execute `work`. This needs `records`. Raises RuntimeError if `work` waits for the
-        device, which cannot be recorded, or if memory runs out.
+        The device must have `records`. Recording may or may not execute `work`.
+
+        Raises:
+            RuntimeError: `work` waits for the device, which cannot be recorded, or memory runs out.
+
         """
         raise NotImplementedError
 
@@ -111,7 +114,7 @@ def default_num_threads() -> int:
 
 
 def allocator_peak_bytes(runtime: Any, work: Callable[[], object]) -> int:
-    """`Device.peak_bytes` by the caching allocator of `runtime`, a module such as torch.cuda."""
+    """Implement `Device.peak_bytes` with the caching allocator of `runtime`, a module such as torch.cuda."""
     runtime.synchronize()
     runtime.empty_cache()
     runtime.reset_peak_memory_stats()

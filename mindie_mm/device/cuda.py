@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through torch's own build for them."""
+"""NVIDIA GPUs through the CUDA build of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindie_mm.device.base import Device, allocator_peak_bytes
 
 
 class CUDA(Device):
-    """The current CUDA device, in the checkpoint's own dtype."""
+    """The current CUDA device. Its default dtype is that of the checkpoint."""
 
     name: ClassVar[str] = "cuda"
     memory_share: ClassVar[float] = 0.9
@@ -30,7 +30,7 @@ class CUDA(Device):
         if torch.cuda.is_available():
             return None
         try:
-            torch.cuda.init()  # says why: an old driver, or none
+            torch.cuda.init()  # the error gives the reason, such as an old or missing driver
         except RuntimeError as error:
             return f"{error}; see nvidia-smi, and in a container whether it was given the GPUs (--gpus all)"
         return "no CUDA device is visible, see nvidia-smi and CUDA_VISIBLE_DEVICES"
@@ -50,7 +50,7 @@ class CUDA(Device):
         with suppress(Exception):  # raised if the runtime cannot be called
             if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
                 return True
-        with suppress(Exception):  # the driver reports the error to the next kernel, so launch one
+        with suppress(Exception):  # the next kernel reports the driver's error, so launch one here
             torch.zeros(1, device=torch.device("cuda"))
         return False
 
@@ -62,15 +62,16 @@ class CUDA(Device):
     def record(cls, work: Callable[[], object]) -> Callable[[], object]:
         current, aside = torch.cuda.current_stream(), _aside(torch.cuda.current_device())
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(current):  # torch.cuda.graph leaves its own one current where it fails
+        with torch.cuda.stream(current):  # torch.cuda.graph does not restore the current stream if it fails
             aside.wait_stream(current)
             try:
                 with torch.cuda.stream(aside):
-                    work()  # libraries set themselves up when they are first called, which no graph may hold
+                    work()  # libraries initialise themselves at their first call, which a graph must not record
             finally:
-                current.wait_stream(aside)  # also where it fails: what is queued there still reads
-            # One after another is launched, so all that live work in one memory, which ends with the last of them and
-            # is refused from then on. Another thread's calls end no recording.
+                current.wait_stream(aside)  # also after a failure, because queued work still reads its inputs
+            # Graphs are launched one after another, so all live graphs share one memory pool. The pool ends with the
+            # last of them and must not be used afterwards. In thread_local mode, calls of other threads do not abort
+            # the capture.
             memory = next((other.pool() for other in _graphs), None)
             with torch.cuda.graph(graph, pool=memory, stream=aside, capture_error_mode="thread_local"):
                 work()
@@ -85,10 +86,13 @@ class CUDA(Device):
 
 
 _graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
-"""The recordings that live."""
+"""The recorded graphs that are still referenced."""
 
 
 @cache
 def _aside(_: int) -> torch.cuda.Stream:
-    """The stream of a device where all is recorded: memory is one stream's, and cuBLAS keeps some for each."""
+    """Return the stream on which all graphs of a device are recorded.
+
+    Memory belongs to one stream, and cuBLAS keeps a workspace for each stream.
+    """
     return torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""What `mindie-mm doctor` says."""
+"""The result type of the checks of `mindie-mm doctor`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at."""
+    """The result of one check."""
 
     subject: str
     status: Literal["ok", "warning", "error"]
-    """error: it would keep the service from starting."""
+    """An error would keep the service from starting."""
     found: str
-    """What is there."""
+    """Description of the current state."""
     advice: str = ""
-    """What to do about it; empty where it is fine."""
+    """Advice for the operator. Empty if nothing needs to be done."""

@@ -1,4 +1,4 @@
-"""The host's memory: what is left of it for this process, what some work takes, and zeroes that take none yet."""
+"""Host memory: measurements of free and used memory, zeros without pages, and settings of the allocator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mindie_mm.settings import cgroup
 _MiB, _GiB = 2**20, 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
-# Version 2, then 1: the files of a group with its limit, its usage, and the part of the usage that can be dropped.
+# For cgroup version 2 and version 1: the files with the limit and the usage of a group, and the key in memory.stat for
+# the part of the usage that the kernel can reclaim.
 _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -26,9 +27,15 @@ _FILES = (
 
 
 def available_bytes(mount: Path = cgroup.MOUNT, own: Path = cgroup.OWN) -> int:
-    """Return how many bytes this process may allocate: the host's free memory, or less if a control group leaves less.
+    """Return the memory in bytes that this process may allocate, within the host's free memory and control groups.
 
-    `mount` and `own` are as in `cgroup.folders`. Raises DeviceError if /proc is not mounted.
+    Args:
+        mount: As in `cgroup.folders`.
+        own: As in `cgroup.folders`.
+
+    Raises:
+        DeviceError: /proc is not mounted.
+
     """
     with _reading_proc():
         available = psutil.virtual_memory().available
@@ -53,8 +60,11 @@ def _left(mount: Path, own: Path) -> Iterator[int]:
 def peak_bytes(work: Callable[[], object]) -> int:
     """Return the peak memory in bytes that `work` added to this process.
 
-    If the kernel does not reset the high-water mark, only growth above an earlier mark is measured. Raises DeviceError
-    if /proc is not mounted.
+    If the kernel cannot reset the high-water mark, only growth above the earlier mark is measured.
+
+    Raises:
+        DeviceError: /proc is not mounted.
+
     """
     _trim()
     before = mark = _resident("VmRSS")
@@ -70,25 +80,25 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeroes, whose pages take no memory until they are written."""
+    """Return zeros whose pages take no memory until they are written."""
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def keep_freed(kept_bytes: int = _GiB) -> None:
-    """Has the allocator keep what is freed for what comes next, up to `kept_bytes`, until it is asked to give it back.
+    """Make glibc's allocator keep up to `kept_bytes` of freed memory for later allocations instead of unmapping it.
 
-    Else each activation of more than 128 KiB is a mapping of its own, or the end of the heap that is given back: a
-    tower's call on a picture of 640x480 spent a tenth of its processor time on faulting in the same pages again.
+    By default, activations of more than 128 KiB get mappings of their own or are trimmed from the heap. Page faults on
+    the same pages then took a tenth of the CPU time of a tower on an image of 640x480 pixels.
     """
     with suppress(AttributeError):
         library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, 32 * _MiB)  # the most that glibc takes
+        library.mallopt(_M_MMAP_THRESHOLD, 32 * _MiB)  # the maximum of glibc
         library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
 
 
 def _trim() -> None:
-    """Gives back what the allocator keeps of freed memory: work that is served from it would seem to take nothing."""
-    with suppress(AttributeError):  # the C library's own, where it is glibc
+    """Return freed memory from the allocator to the kernel. Work that reuses it would seem to take no memory."""
+    with suppress(AttributeError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -1,4 +1,4 @@
-"""Operators that a device may have fused: nn/ asks here, and does in plain torch what is not taken."""
+"""The interface of fused operators. `nn/` uses plain torch for calls that a device does not take."""
 
 from __future__ import annotations
 
@@ -16,26 +16,34 @@ from mindie_mm.device.transfer import upload
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Whose the rows of a flat batch are, and where their keys and values lie: what fused attention is told."""
+    """The rows of a flat batch and their blocks in the KV cache, as fused attention takes them."""
 
     stops: list[int]
-    """The row behind each sequence's last, ascending."""
+    """Index after the last row of each sequence, ascending."""
     lengths: list[int]
-    """Tokens of each sequence whose keys and values are in the cache, those of the rows too."""
+    """Number of tokens of each sequence in the cache, including the rows of this batch."""
     blocks: Tensor
-    """int32 [sequences, most blocks of one], on the device; what a sequence does not have is any block."""
+    """Blocks of each sequence on the device, int32 [sequences, max_blocks]. Padding may be any block."""
     singles: list[int]
-    """The sequences with one row each."""
+    """Indices of the sequences with exactly one row."""
     single_rows: Tensor
-    """int64 [singles]: their rows, on the device."""
+    """Rows of the sequences in `singles`, int64 [singles], on the device."""
     single_sequences: Tensor
-    """int64 [singles]: `singles`, on the device."""
+    """Copy of `singles` on the device, int64 [singles]."""
 
     @classmethod
     def build(
         cls, counts: Sequence[int], lengths: Sequence[int], blocks: Sequence[Sequence[int]], device: torch.device
     ) -> Rows:
-        """For sequences with so many rows, so many tokens, and these blocks each."""
+        """Build the rows of a batch.
+
+        Args:
+            counts: Number of rows of each sequence.
+            lengths: Number of tokens of each sequence in the cache, including its rows.
+            blocks: Blocks of each sequence.
+            device: Where the tensors go.
+
+        """
         stops = [*accumulate(counts)]
         singles = [number for number, count in enumerate(counts) if count == 1]
         rows = torch.tensor([stops[number] - 1 for number in singles], dtype=torch.int64)
@@ -51,7 +59,7 @@ class Rows:
 
 
 def block_table(blocks: Sequence[Sequence[int]], padding: int) -> NDArray[np.int64]:
-    """The blocks of each sequence in a row, with `padding` behind them: int64 [sequences, most blocks of one]."""
+    """Return the blocks of each sequence in one row, padded on the right, int64 [sequences, max_blocks]."""
     table = np.full((len(blocks), max(map(len, blocks))), padding, np.int64)
     for row, held in zip(table, blocks, strict=True):
         row[: len(held)] = held
@@ -59,22 +67,44 @@ def block_table(blocks: Sequence[Sequence[int]], padding: int) -> NDArray[np.int
 
 
 class Kernels:
-    """A device's fused operators. This base has none: attention is then nn/'s, in plain torch."""
+    """The fused operators of a device. This base class has no fused attention, so `nn/` uses plain torch."""
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, num_sequences: int, longest: int) -> bool:
-        """Whether `attend` takes queries [heads, T, head_dim] over pages [blocks, block_size, kv_heads, head_dim].
+        """Return whether `attend` supports these arguments.
 
-        Of so many sequences, of which the longest has so many tokens.
+        Args:
+            query: [heads, T, head_dim].
+            keys: Pages of the keys, [blocks, block_size, kv_heads, head_dim].
+            values: Pages of the values, [blocks, block_size, kv_heads, value_head_dim].
+            num_sequences: Number of sequences in the batch.
+            longest: Number of tokens of the longest sequence.
+
         """
         return False
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
-        """Causal attention of each row to its own sequence's pages.
+        """Compute the causal attention of each row to the pages of its own sequence.
 
-        query [heads, T, head_dim]; keys and values [blocks, block_size, kv_heads, head_dim]; [T, heads, head_dim].
+        Args:
+            query: [heads, T, head_dim].
+            keys: Pages of the keys, [blocks, block_size, kv_heads, head_dim].
+            values: Pages of the values, of the same shape.
+            rows: Sequences of the rows, and their blocks.
+            scaling: Factor of the scores.
+
+        Returns:
+            [T, heads, head_dim].
+
         """
         raise NotImplementedError
 
     def store(self, pages: Tensor, slots: Tensor, new: Tensor) -> None:
-        """Writes new [T, kv_heads, head_dim] to slots int64 [T] of pages [blocks, block_size, kv_heads, head_dim]."""
+        """Write new keys or values to their slots in the pages.
+
+        Args:
+            pages: [blocks, block_size, kv_heads, head_dim], changed in place.
+            slots: Indices into the first two axes of `pages`, flattened. int64 [T].
+            new: [T, kv_heads, head_dim].
+
+        """
         pages.flatten(0, 1).index_copy_(0, slots, new)

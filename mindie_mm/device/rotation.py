@@ -1,4 +1,4 @@
-"""Where transformers' attention layers rotate queries and keys, for devices that do it otherwise."""
+"""Replacement of the rotary embedding functions of transformers, for devices with faster ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ import torch
 from torch import nn
 
 TEXT, TOWER = "apply_rotary_pos_emb", "apply_rotary_pos_emb_vision"
-"""transformers' functions, which layers look up by name: of [batch, heads, T, width] and angles [batch, T, width], and
-of [T, heads, width] and angles [T, width]."""
+"""Names of the functions of transformers, which layers look up as module globals.
+
+TEXT takes [batch, heads, T, width] and angles [batch, T, width]. TOWER takes [T, heads, width] and angles [T, width].
+"""
 
 
 def replace(module: nn.Module, name: str, rotate: Callable[..., Any]) -> None:
-    """Has the layers of `module` rotate by `rotate`, which is given transformers' own function before its arguments.
+    """Make the layers of `module` call `rotate` with transformers' own function as an additional first argument.
 
-    Only where that one rotates halves as pairs, which is tried. It counts for all layers of their modules in this
-    process, on whatever device; once, however often it is called.
+    The function is replaced only if a trial shows that it pairs the halves of a head. All layers of
+    the same Python modules in this process are affected, on any device. Repeated calls have no further effect.
+
+    Args:
+        module: The model.
+        name: TEXT or TOWER.
+        rotate: The replacement.
+
     """
     for source in {sys.modules[type(part).__module__] for part in module.modules()}:
         own: Any = getattr(source, name, None)
@@ -38,5 +46,5 @@ def _rotates_halves(own: Callable[..., Any], name: str) -> bool:
     halves = torch.cat([-values[..., 8:], values[..., :8]], -1)
     try:
         return all(map(torch.allclose, own(*values, *angles), values * cos + halves * sin))
-    except (TypeError, RuntimeError, ValueError):  # it takes other things
+    except (TypeError, RuntimeError, ValueError):  # the function takes other arguments
         return False

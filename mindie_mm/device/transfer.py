@@ -1,8 +1,7 @@
-"""Small tensors of every step, between the host and a device.
+"""Copies of the small tensors of each step between the host and a device.
 
-From memory that the driver has pinned a copy is queued behind the work that was queued before, and the host goes on;
-from other memory it waits until all of that is done. So what goes up is pinned first, and what comes down waits once
-for all of it.
+A copy from or to pinned memory is queued after earlier work, and the host continues. A copy from or to pageable memory
+makes the host wait for all earlier work. Uploads therefore pin their source first. Downloads wait once for all tensors.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from torch import Tensor
 
 
 def upload(values: Tensor | NDArray[Any] | Sequence[Any], device: torch.device) -> Tensor:
-    """`values` as a tensor on `device`, without a wait of the host's; on the host they are not copied."""
+    """Return `values` as a tensor on `device`. The host does not wait for the copy. On the CPU nothing is copied."""
     tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
     if device.type == "cpu":
         return tensor
-    # The caching allocator of pinned memory gives it to nobody else before the copy is done.
+    # The caching allocator of pinned memory does not reuse the block before the copy is complete.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def download(*tensors: Tensor) -> list[Tensor]:
-    """The tensors on the host, behind one wait of the host's for all of them; those of the host as they are."""
+    """Return the tensors on the host, after a single wait for all copies. Tensors on the CPU are not copied."""
     away = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
     if not away:
         return [*tensors]

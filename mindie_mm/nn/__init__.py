@@ -1,1 +1,1 @@
-"""Parts that model families share: the model contract, paged attention, splicing, weights."""
+"""The contract of model families, and code that families share: paged attention, splicing and weights."""

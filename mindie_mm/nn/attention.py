@@ -1,6 +1,6 @@
-"""Attention of a flat batch over a paged KV cache, plugged into transformers' own layers.
+"""Attention of a flat batch over a paged KV cache, for the attention layers of transformers.
 
-What attends to what, `PagedBatch`, reaches `attend` as the keyword argument `paged`, through the decoder's own forward.
+The `forward` methods of the decoder pass the keyword argument `paged`, a `PagedBatch`, through to `attend`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.paged_batch import Decode, PagedBatch, Prefill
 
 NAME = "mindie_mm_paged"
-"""The name under which transformers knows `attend`; give it to the text config alone, the towers keep sdpa."""
+"""Name under which `attend` is registered with transformers. Set it in the text config only. Towers keep sdpa."""
 
 
 def attend(
@@ -33,12 +33,27 @@ def attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of each row to its own sequence; transformers' AttentionInterface gives the signature.
+    """Compute the attention of each row to its own sequence, with the signature of transformers' AttentionInterface.
 
-    query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim]; returns [1, T, heads, head_dim].
-    Causality is in `paged`, so `attention_mask` is not looked at. `sliding_window` limits a token to itself, that many
-    - 1 before it, and those of its bidirectional span behind it. UnsupportedCheckpoint for layers with sinks (`s_aux`)
-    or with caps of their scores (`softcap`): no kernel here has them.
+    Args:
+        module: The attention layer.
+        query: [1, heads, T, head_dim].
+        key: [1, kv_heads, T, head_dim].
+        value: [1, kv_heads, T, head_dim].
+        attention_mask: Ignored, because `paged` determines the mask.
+        scaling: Factor of the scores.
+        paged: The attention of each row, and the KV cache.
+        sliding_window: Number of tokens, with the token itself, that a token attends to backwards. It does not limit
+            attention to later tokens of the same bidirectional span. None means no limit.
+        s_aux: Attention sinks. No kernel here supports them.
+        softcap: Cap of the scores. No kernel here supports it.
+
+    Returns:
+        [1, T, heads, head_dim], and None for the attention weights.
+
+    Raises:
+        UnsupportedCheckpoint: The layer has attention sinks or capped scores.
+
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     if s_aux is not None or softcap is not None:
@@ -57,10 +72,20 @@ def paged_attention(
     scaling: float,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """The same for one layer of a decoder without a batch axis, the layer's number given.
+    """Compute the attention of each row to its own sequence, and store the new keys and values in the cache.
 
-    query [heads, T, head_dim], key [kv_heads, T, head_dim], value [kv_heads, T, value_head_dim]; returns
-    [T, heads, value_head_dim].
+    Args:
+        layer: Index of the layer.
+        query: [heads, T, head_dim].
+        key: [kv_heads, T, head_dim].
+        value: [kv_heads, T, value_head_dim].
+        paged: The attention of each row, and the KV cache.
+        scaling: Factor of the scores.
+        sliding_window: As in `attend`.
+
+    Returns:
+        [T, heads, value_head_dim].
+
     """
     cached = None
     if paged.cache is not None and paged.slots is not None:
@@ -74,7 +99,7 @@ def paged_attention(
             and kernels.attends(query, *cached, paged.num_sequences, paged.longest)
         ):
             return kernels.attend(query, *cached, paged.rows, scaling)
-    match paged.prefills, paged.decodes:  # nothing to put together
+    match paged.prefills, paged.decodes:  # a single part needs no output buffer
         case [prefill], []:
             return _prefill(query, key, value, cached, prefill, scaling, sliding_window)
         case [], [decode]:
@@ -100,7 +125,10 @@ def _prefill(
     scaling: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """query (heads, n, head_dim) over key and value (kv_heads, n, head_dim) and the pages; (n, heads, head_dim)."""
+    """Attend from query [heads, n, head_dim] to key and value [kv_heads, n, head_dim] and the pages before them.
+
+    Return [n, heads, value_head_dim].
+    """
     if prefill.context:
         assert cached is not None
         length = prefill.context + query.shape[1]
@@ -114,11 +142,11 @@ def _prefill(
             own = span_ids[prefill.context :].unsqueeze(1)
             mask |= (own == span_ids) & (own >= 0)
         if sliding_window is not None:
-            # A span longer than the window is cut by it, on the side of the past alone, as in transformers' Gemma 3.
+            # The window cuts off the past of a longer span, but not its future, as in transformers' Gemma 3.
             mask &= to > at - sliding_window
     grouped = query.shape[0] != key.shape[0]
     if grouped and query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):
-        # No kernel of a GPU takes a mask, or float32, and grouped heads: all scores would be in memory at once.
+        # No GPU kernel takes grouped heads with a mask or in float32. The fallback would keep all scores in memory.
         key, value = (part.repeat_interleave(query.shape[0] // part.shape[0], dim=0) for part in (key, value))
         grouped = False
     return scaled_dot_product_attention(
@@ -135,9 +163,9 @@ def _prefill(
 def _decode(
     query: Tensor, keys: Tensor, values: Tensor, decode: Decode, scaling: float, sliding_window: int | None
 ) -> Tensor:
-    """query (heads, S, head_dim) over the pages keys and values; returns (S, heads, head_dim)."""
+    """Attend from query [heads, S, head_dim] to the pages. Return [S, heads, value_head_dim]."""
     count, kv_heads = query.shape[1], keys.shape[2]
-    # The heads that share a key-value head go in as its queries: no key is copied for a head.
+    # Heads that share a key-value head become its queries, so that no keys are copied.
     query = query.transpose(0, 1).reshape(count, kv_heads, -1, query.shape[-1])
     k, v = (
         pages.index_select(0, decode.blocks).view(count, -1, kv_heads, pages.shape[-1]).transpose(1, 2)
@@ -145,7 +173,7 @@ def _decode(
     )
     mask = decode.mask(sliding_window, query.dtype)
     if query.device.type != "cpu":
-        # Not every kernel takes a mask with one row for several queries (docs/npu.md); on the host it costs time.
+        # Not every kernel broadcasts a mask over queries (docs/npu.md). On the CPU the expanded mask would cost time.
         mask = mask.expand(-1, 1, query.shape[2], -1)
     out = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scaling)
     return out.reshape(count, -1, v.shape[-1])

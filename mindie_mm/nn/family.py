@@ -1,7 +1,7 @@
-"""What a model family answers: the contract between a file in `mindie_mm/models` and everything else.
+"""The contract of a model family, between a file in `mindie_mm/models` and the rest of the package.
 
-A family file defines one subclass of `Family`. Its `Processor` runs in the tokenizer and its decoders (no weights, no
-device, cheap to import); its `Model` runs next to the accelerator.
+A family file defines one subclass of `Family`. Its `Processor` runs in the tokenizer and the decoder processes. It
+needs no weights and no device, and is cheap to import. Its `Model` runs next to the accelerator.
 """
 
 from __future__ import annotations
@@ -35,168 +35,223 @@ class Placeholder:
     """The ids that stand for one media item: `before`, then `token` once per feature, then `after`."""
 
     before: tuple[int, ...]
-    """Ids in front of the item, such as `<|vision_start|>`; put there by `tokenize`, by the template in chat."""
+    """Ids in front of the item, such as `<|vision_start|>`. The chat template adds them, or `tokenize` without one."""
     token: int
-    """The id repeated once per feature; words stand on the first ones of an item."""
+    """The id repeated once per feature. Handle words replace the first of these ids."""
     after: tuple[int, ...]
     """Ids behind the item."""
     marker: str | None = None
-    """What spells one item in a rendered prompt, a control token or plain text; None: the spelling of `token`."""
+    """Text of one item in a rendered prompt: a control token or plain text. None means the spelling of `token`."""
     caption: tuple[str, str] = ("", "")
-    """Text before and after an item in a prompt that no template makes. `{}` is its number of its kind, from 1."""
+    """Text before and after an item in a prompt without a template. `{}` is the item's number in its kind, from 1."""
     control_ids: tuple[int, ...] = ()
-    """Ids that text must not make although they are pieces of the vocabulary, not added tokens."""
+    """Ids that text must never encode to, although they are ordinary pieces of the vocabulary, not added tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What stands in a prompt for one item, in place of its marker."""
+    """The text and ids that replace the marker of one item in a prompt."""
 
     text: str | None = None
-    """Replaces the marker before the prompt is encoded, and spells the placeholder's token once per run.
+    """Text that replaces the marker before the prompt is encoded. It spells the placeholder's token once per run.
 
-    None: the marker stays.
+    None keeps the marker.
     """
     runs: Sequence[Sequence[int]] | None = None
-    """The ids of each run. Those that are the placeholder's token take a feature, others keep their own embedding.
+    """Ids of each run. The placeholder's token takes a feature. Other ids keep their own embedding.
 
-    None: one run, the token once per feature.
+    None means a single run that repeats the token once per feature.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one media item becomes arrays in shared memory, known before anything is allocated."""
+    """A plan for turning one media item into arrays in shared memory. It is made before anything is allocated."""
 
     num_features: int
-    """Features of the item, and so slots that take one."""
+    """Number of features of the item, and so of its slots."""
     specs: Mapping[str, ArraySpec]
-    """Arrays of the block, the first one is the one whose dtype and shape the words carry."""
+    """Arrays of the block. The handle words carry the dtype and shape of the first one."""
     settings: str
-    """Every preprocessing setting that shapes the arrays, as text; hashed with the source bytes into the digest."""
+    """Every preprocessing setting that shapes the arrays, as text. It is hashed with the source into the digest."""
     write: Callable[[Mapping[str, np.ndarray[Any, Any]]], None]
-    """Decodes and preprocesses the item in place: into the arrays of `specs`, or those of `mindie_specs`."""
+    """Function that decodes and preprocesses the item into the arrays of `specs`, or into those of `mindie_specs`."""
     grid: tuple[int, ...] = ()
-    """The family's own geometry, such as patches (t, h, w): the model finds it in `MediaShape.grid`."""
+    """The family's own geometry, such as patches (t, h, w). The model reads it from `MediaShape.grid`."""
     mindie_specs: Mapping[str, ArraySpec] = field(default_factory=dict)
-    """Arrays on MindIE's wire, each field of the kind's layout by its name."""
+    """Arrays on MindIE's wire. The keys are the field names of the kind's layout."""
 
 
 class Processor(ABC):
-    """A family's half on the tokenizer's side."""
+    """The half of a family that runs in the tokenizer and the decoder processes."""
 
     traits: ClassVar[Traits] = Traits()
-    """How it differs from most."""
+    """Traits in which this family differs from most."""
 
     feature_width: int
-    """Columns of a feature: as many as `ModelSpec.hidden_size` and `extra_width`."""
+    """Columns of a feature: the sum of `ModelSpec.hidden_size` and `ModelSpec.extra_width`."""
     placeholders: Mapping[Kind, Placeholder]
-    """The ids of an item of each kind that the family takes."""
+    """Placeholder of each kind of media that the family takes."""
 
     @abstractmethod
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """UnsupportedCheckpoint if the checkpoint asks for what the family does not serve."""
+        """Read the settings of the checkpoint.
+
+        Raises:
+            UnsupportedCheckpoint: The checkpoint needs a feature that the family does not serve.
+
+        """
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
-        """Jinja for a conversation with items of `kinds`, where the checkpoint's processor has the template `own`.
+        """Return the chat template for a conversation with media. Choose the same template as the reference.
 
-        `tokenizers` is its tokenizer's; None: the conversation has no template. Of both a family takes what the
-        reference takes.
+        Args:
+            own: Jinja source in the checkpoint's processor. None if it has none.
+            tokenizers: Jinja source in the checkpoint's tokenizer. None if it has none.
+            kinds: Kinds of the items in the conversation.
+
+        Returns:
+            Jinja source, or None if the conversation has no template.
+
         """
         return own or tokenizers or self.traits.chat_template
 
     @abstractmethod
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        """What the item `media` becomes. Reads headers where it can; MediaError, LimitExceeded.
+        """Plan the arrays of one item. Read no more than the headers of the source where that is enough.
 
-        `data` is the source's bytes, or what was handed in decoded: pixels in RGB, uint8 [height, width, 3], of a
-        video [frames, height, width, 3], or a tuple of its frames; samples of sound, float32 [samples]. `counts` are
-        the items of each kind in the prompt.
+        Args:
+            media: The item.
+            data: Bytes of the source, or decoded media. Images are RGB, uint8 [height, width, 3]. Videos are uint8
+                [frames, height, width, 3] or a tuple of frames. Audio is float32 [samples].
+            counts: Number of items of each kind in the prompt.
+
+        Raises:
+            MediaError: The source cannot be decoded.
+            LimitExceeded: The item is larger than a limit allows.
+
         """
 
     @abstractmethod
     def max_tokens(self, kind: Kind) -> int:
-        """Most features that one item of `kind` can take."""
+        """Return the maximum number of features of one item of `kind`."""
 
     @abstractmethod
     def worst_case(self, kind: Kind) -> Data:
-        """Data of an item of `kind` that takes `max_tokens`, or nearly: what start-up measures with."""
+        """Return data of an item of `kind` with `max_tokens` features or nearly as many.
+
+        Start-up measures memory with it.
+        """
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        """Return what stands in the prompt for an item of `kind` with so many features and this `Plan.grid`.
+        """Return the spelling of an item in the prompt, or None if the model never produces such an item.
 
-        None: the model makes no such item. Features handed in are held to this. Unless the family says otherwise, all
-        items of a kind have `max_tokens` features and no grid.
+        Precomputed embeddings are checked against this method. By default, every item of a kind has `max_tokens`
+        features and no grid.
+
+        Args:
+            kind: Kind of the item.
+            num_features: Number of features of the item.
+            grid: The item's `Plan.grid`.
+
         """
         return Spelling() if not grid and num_features == self.max_tokens(kind) else None
 
     def prompt_text(self, text: str) -> str:
-        """A rendered prompt's text as the reference's processor words it, before it is encoded; InputError."""
+        """Return the text of a rendered prompt as the reference processor rewrites it before encoding.
+
+        Raises:
+            InputError: The reference processor does not accept the text.
+
+        """
         return text
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
-        """`ids` of an encoded prompt, items not expanded, with what the reference's processor puts around them."""
+        """Add the ids that the reference processor puts around an encoded prompt. Its items are not yet expanded."""
         return ids
 
     def pictures(self, arrays: Mapping[str, NDArray[Any]], grid: tuple[int, ...]) -> list[NDArray[np.uint8]]:
-        """What an item's arrays show, for people: uint8 [height, width, 3] each; none where they hold no pixels."""
+        """Return the pixels of an item for display.
+
+        Args:
+            arrays: Arrays of the item's block.
+            grid: The item's `Plan.grid`.
+
+        Returns:
+            Images, uint8 [height, width, 3] each. Empty if the arrays hold no pixels.
+
+        """
         shown = [array for array in arrays.values() if array.ndim >= 3 and array.shape[-1] == 3]
         return [picture for array in shown for picture in _as_bytes(array).reshape(-1, *array.shape[-3:])]
 
 
 class Family(ABC):
-    """One model family: the classes of this contract are found by it."""
+    """A model family, and the entry point to the other classes of this contract."""
 
     model_types: ClassVar[tuple[str, ...]]
     """Values of `model_type` in config.json that this family serves."""
     published: ClassVar[str] = ""
-    """A repository of huggingface.co that is laid out as the family reads it; others of its name may not be."""
+    """Repository on the Hugging Face Hub in the layout that the family reads. Similar names may have other layouts."""
     kinds: ClassVar[tuple[Kind, ...]]
-    """Media that it takes."""
+    """Kinds of media that the family takes."""
     reference: ClassVar[str]
-    """What its tests hold it against, such as `transformers' LlavaForConditionalGeneration`."""
+    """Implementation that the tests compare with, such as `transformers' LlavaForConditionalGeneration`."""
     processor: ClassVar[type[Processor]]
-    """The tokenizer's half."""
+    """The half that runs in the tokenizer."""
 
     @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
-        """Return the keys of config.json that the family does not use, those of a section as `section.key`."""
+        """Return the keys of config.json that the family does not use. A key in a section is `section.key`."""
         return []
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint with this config.json is of this family; False unless sure."""
+        """Return whether a checkpoint with this config.json certainly belongs to this family."""
         return config.get("model_type") in cls.model_types
 
     @classmethod
     def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint as the family reads it. One in its authors' own layout is translated in memory.
+        """Return the checkpoint as the family reads it, translated in memory if its layout is its authors' own.
 
-        Whoever reads other files of a family's checkpoint reads them here. UnsupportedCheckpoint.
+        Code that reads further files of the checkpoint must read them from the translated one.
+
+        Raises:
+            UnsupportedCheckpoint: The checkpoint cannot be translated.
+
         """
         return checkpoint
 
     @classmethod
     @abstractmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
-        """The model's half, weights loaded on `device` as `dtype`.
+        """Return the model with its weights loaded.
 
-        `processor` is the other half, a `cls.processor`: what the family refuses, it has refused by now.
+        Args:
+            checkpoint: Where the weights are.
+            processor: An instance of `cls.processor`. Its constructor has already refused unsupported settings.
+            device: Where the model runs.
+            dtype: The dtype of the weights.
+
         """
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        """transformers' fast tokenizer of the checkpoint; UnsupportedCheckpoint where it has none."""
-        from transformers import AutoTokenizer  # late: it takes a second, and those who only send requests do without
+        """Return the checkpoint's fast tokenizer of transformers.
+
+        Raises:
+            UnsupportedCheckpoint: The checkpoint has no such tokenizer.
+
+        """
+        from transformers import AutoTokenizer  # late: the import takes a second, and mere clients do not need it
 
         checkpoint.check_tokenizer()
         try:
             tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-            checkpoint.json("tokenizer.json")  # which names the file if it is cut
+            checkpoint.json("tokenizer.json")  # raises an error that names the file if it is truncated
             raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
         if not tokenizer.is_fast:
-            checkpoint.tokenizer_json()  # which says what to do if it is missing
+            checkpoint.tokenizer_json()  # raises an error with advice if the file is missing
             raise UnsupportedCheckpoint(
                 f"{checkpoint.path}: its tokenizer, {type(tokenizer).__name__}, does not read tokenizer.json; correct "
                 "tokenizer_class in tokenizer_config.json"
@@ -205,26 +260,26 @@ class Family(ABC):
 
 
 class PretrainedFamily(Family):
-    """A family whose network is a class of transformers': it names that, and its own two halves."""
+    """A family whose network is a class of transformers. A subclass names that class, its processor and its model."""
 
     module_name: ClassVar[str]
-    """transformers' class of the whole model."""
+    """Name of the transformers class of the whole model."""
     model_class: ClassVar[type[Any]]
-    """The model's half, a `Model` made of the loaded module, its sizes and the processor."""
+    """The `Model` subclass. It is constructed with the loaded module, its `ModelSpec` and the processor."""
     unused_weights: ClassVar[tuple[str, ...]] = ()
-    """Patterns (fnmatch) of weights that published checkpoints have and the module does not."""
+    """Patterns (fnmatch) of weights in published checkpoints that the module does not have."""
     default_theta: ClassVar[float | None] = None
-    """Base of rotary frequencies where config.json states none; None: that of the installed transformers."""
+    """Base of the rotary frequencies if config.json has none. None means the default of the installed transformers."""
     other_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys of config.json that transformers' class lacks: the family reads them itself, or they change no answer."""
+    """Keys of config.json that the transformers class lacks. The family reads them, or they change no answer."""
 
     def __init_subclass__(cls) -> None:
-        """`reference` is that class, unless the family says otherwise."""
+        """Set `reference` to the transformers class unless the subclass sets it."""
         cls.reference = vars(cls).get("reference", f"transformers' {cls.module_name}")
 
     @classmethod
     def module_class(cls) -> type[Any]:
-        """The class `module_name`."""
+        """Return the transformers class named `module_name`."""
         import transformers  # late: its layers take seconds to import, and a tokenizer process never needs them
 
         found: type[Any] = getattr(transformers, cls.module_name)
@@ -232,11 +287,14 @@ class PretrainedFamily(Family):
 
     @classmethod
     def config_class(cls) -> type[Any]:
-        """The configuration class of `module_class`, found without its layers where transformers maps a model type."""
+        """Return the configuration class of `module_class`.
+
+        The layers are imported only if transformers maps none of the family's model types to a configuration.
+        """
         from transformers import CONFIG_MAPPING  # late, as above
 
         found: type[Any]
-        for model_type in reversed(cls.model_types):  # the last one is that of the module, if there are several
+        for model_type in reversed(cls.model_types):  # the last of several is the module's own
             if model_type in CONFIG_MAPPING:
                 found = CONFIG_MAPPING[model_type]
                 return found
@@ -276,8 +334,8 @@ class PretrainedFamily(Family):
 
 
 def _untranslated(family: type[Family], checkpoint: Checkpoint, translated: Checkpoint) -> Iterator[str]:
-    """Yield the keys of the original config.json of `translated` that change nothing in it."""
-    files = {"tokenizer.json": translated.json("tokenizer.json")}  # made once: that may take a second
+    """Yield the keys of the original config.json that have no effect on `translated`."""
+    files = {"tokenizer.json": translated.json("tokenizer.json")}  # made once, because it may take a second
 
     def translate(stated: dict[str, Any]) -> Any:
         return family.translated(replace(checkpoint.with_files(files), config=stated)).contents
@@ -286,7 +344,7 @@ def _untranslated(family: type[Family], checkpoint: Checkpoint, translated: Chec
 
 
 def _published(name: str, checkpoint: Checkpoint, translated: Checkpoint) -> str:
-    """Return a key of a translated config.json as the original calls it, whose sections may have other names."""
+    """Return the original name of a key of the translated config.json. Its section may have another name there."""
     section, _, key = name.partition(".")
     if not key or section in checkpoint.config:
         return name
@@ -296,7 +354,7 @@ def _published(name: str, checkpoint: Checkpoint, translated: Checkpoint) -> str
 
 
 def _as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:
-    """Pixels that were normalised before they were stored, from their least to their greatest value."""
+    """Scale pixels that were stored normalised, so that their minimum becomes 0 and their maximum 255."""
     if pixels.dtype == np.uint8:
         return pixels
     least, most = pixels.min(), pixels.max()

@@ -1,4 +1,7 @@
-"""What a checkpoint asks of its answers' tokens, whatever a request says: transformers' own logits processors."""
+"""Constraints of a checkpoint on the tokens of its answers, by logits processors of transformers.
+
+They apply to every request, whatever its parameters.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from mindie_mm.errors import UnsupportedCheckpoint
 
 _log = logging.getLogger(__name__)
 
-# Settings that change the answers of transformers' `generate`, and the values at which they do not.
+# Settings that change the answers of transformers' `generate`, with the values that change nothing.
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "constraints": (None,),
     "diversity_penalty": (None, 0.0),
@@ -31,15 +34,22 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 
 
 class GenerationRules:
-    """The tokens that a checkpoint forces or bars.
+    """The tokens that a checkpoint forces or suppresses.
 
-    Of its sampling settings and lengths nothing is taken: those are the request's.
+    The checkpoint's sampling settings and lengths are ignored, because each request sets its own.
     """
 
     def __init__(self, configs: Sequence[Any], where: str, device: torch.device) -> None:
-        """`configs` are transformers' GenerationConfig, the first one that states a setting counts.
+        """Read the generation settings.
 
-        UnsupportedCheckpoint for one that would change the answers, and is not served.
+        Args:
+            configs: Objects of transformers' GenerationConfig. The first one that has a setting takes precedence.
+            where: Path of the checkpoint, for messages.
+            device: Where the logits are.
+
+        Raises:
+            UnsupportedCheckpoint: A setting would change the answers and is not served.
+
         """
         from transformers.generation import logits_process as rules
 
@@ -54,9 +64,9 @@ class GenerationRules:
         self.start_token_id: int = bos if start is None else start
         """The decoder's first input."""
         self.eos_token_ids = _ids(stated("eos_token_id"))
-        """What ends an answer."""
+        """Tokens that end an answer."""
         self.forced_eos_token_ids = _ids(stated("forced_eos_token_id"))
-        """What the last token is one of, where an answer is as long as it may be."""
+        """Tokens allowed as the last token of an answer of maximum length. If empty, all are allowed."""
         forced_bos = stated("forced_bos_token_id")
         self._rules = rules.LogitsProcessorList()
         if size := stated("no_repeat_ngram_size"):
@@ -73,9 +83,13 @@ class GenerationRules:
             self._barred.append(rules.SuppressTokensAtBeginLogitsProcessor(tokens, begin, device=str(device)))
 
     def constrain(self, row: Tensor, output_ids: Sequence[int], *, last: bool) -> None:
-        """Changes the logits float32 [vocabulary] of the token behind `output_ids`, in place.
+        """Apply the constraints to the logits of the next token, in place.
 
-        `last`: it is the last one that the answer may have.
+        Args:
+            row: Logits, float32 [vocabulary].
+            output_ids: Tokens of the answer so far.
+            last: Whether the next token is the last one that the answer may have.
+
         """
         scores = row.unsqueeze(0)
         if self._rules or self._barred:
@@ -83,7 +97,7 @@ class GenerationRules:
             scores = self._rules(ids, scores)
         if last and self.forced_eos_token_ids:
             scores = torch.full_like(scores, -torch.inf)
-            for token in self.forced_eos_token_ids:  # a list of them would be copied, behind a wait for the device
+            for token in self.forced_eos_token_ids:  # a list as the index would be copied, with a wait for the device
                 scores[:, token] = 0
         if self._barred:
             scores = self._barred(ids, scores)
@@ -95,7 +109,7 @@ def _check(settings: Mapping[str, Any], where: str) -> None:
         if (value := settings[name]) not in neutral:
             raise UnsupportedCheckpoint(f"{where}: its generation config has {name} {value!r}, which is not served")
     if (beams := settings["num_beams"] or 1) > 1:
-        # A better answer for more work: a request's own choice, and the answer is the model's without it, too.
+        # Beams only improve the answer at a higher cost, so a checkpoint that wants them can be served without them.
         _log.warning("%s: its generation config has num_beams %d; answers are decoded without beams", where, beams)
 
 

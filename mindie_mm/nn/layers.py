@@ -1,4 +1,4 @@
-"""Layers that models share."""
+"""Layers and functions that several models share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis, the statistics in float32."""
+    """RMS normalisation over the last axis, `x / rms(x) * weight`. The statistics are computed in float32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -15,16 +15,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., width], of any float dtype, which the result has too."""
+        """Normalise [..., width] of any float dtype. The result has the same dtype."""
         values = hidden.float()
         values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * values.to(hidden.dtype)
 
 
 class PatchProjection(nn.Module):
-    """A convolution over patches that lie apart, one output each, as what it is: a matrix product.
+    """A convolution over separate patches with one output each, computed as a matrix product.
 
-    oneDNN takes several times as long for the convolution (docs/decisions/0020-cpu-speed.md).
+    In oneDNN the convolution takes several times as long (docs/decisions/0020-cpu-speed.md).
     """
 
     def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:
@@ -37,19 +37,25 @@ class PatchProjection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The linear layer's: transformers reads its dtype."""
+        """The weight of the linear layer. transformers reads its dtype."""
         return self.linear.weight
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[n, channels, *kernel] -> [n, width]."""
+        """Project patches [n, channels, *kernel] to [n, width]."""
         projected: Tensor = self.linear(patches.flatten(1))
         return projected
 
 
 def rotary_angles(positions: Tensor, width: int, base: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [T, width // 2], of positions int64 [T].
+    """Return the cosines and sines of rotary embeddings, float32 [T, width // 2] each.
 
-    `base` is one number, or float [T], one for each position. All in float32, as the references have it.
+    All arithmetic is in float32, as in the reference implementations.
+
+    Args:
+        positions: int64 [T].
+        width: Width of a head.
+        base: Base of the frequencies, one number or float [T] with one for each position.
+
     """
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
     bases = torch.as_tensor(base, device=positions.device, dtype=torch.float32).reshape(-1, 1)
@@ -58,11 +64,21 @@ def rotary_angles(positions: Tensor, width: int, base: float | Tensor) -> tuple[
 
 
 def rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates [heads, T, width], halves as pairs, by angles [T, width // 2]; in float32, the dtype is kept."""
+    """Apply rotary embeddings. The first half of each head pairs with the second half.
+
+    Args:
+        values: [heads, T, width].
+        cos: Cosines of the angles, float32 [T, width // 2].
+        sin: Sines of the angles, float32 [T, width // 2].
+
+    Returns:
+        [heads, T, width], computed in float32 and converted to the dtype of `values`.
+
+    """
     first, second = values.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(values.dtype)
 
 
 def split_heads(hidden: Tensor, width: int) -> Tensor:
-    """[T, heads * width] -> [heads, T, width]."""
+    """Reshape [T, heads * width] to [heads, T, width]."""
     return hidden.view(len(hidden), -1, width).transpose(0, 1)

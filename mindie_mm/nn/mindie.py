@@ -1,7 +1,7 @@
-"""The slots that MindIE gives a family on its wire, and a run's arrays read back from them.
+"""Layouts of media items on MindIE's wire, and the arrays read back from them.
 
-MindIE's words carry neither a dtype nor what they are of: writer and reader must know. A family states it once, in
-its own file, as a `Layout` per kind of medium.
+MindIE's words carry neither dtypes nor names of arrays, so writer and reader must agree on them. A family states them
+in its own file as one `Layout` per kind of media.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mindie_mm.shm.mindie import (
 
 @dataclass(frozen=True, slots=True)
 class InSegment:
-    """An array in a segment of its own. Two slots: its name word, then its shape word."""
+    """An array in a segment of its own. It takes two slots, for its name word and its shape word."""
 
     name: str
     dtype: str
@@ -32,24 +32,33 @@ class InSegment:
 
 @dataclass(frozen=True, slots=True)
 class InWord:
-    """One to five integers, in one slot, packed as if they were a shape; int64 [n] to those who write and read them."""
+    """An array of one to five integers, int64 [n]. They are packed into one slot as if they were a shape."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What stands on the first slots of a run of one kind, in order."""
+    """The fields on the first slots of an item of one kind, in order."""
 
     fields: tuple[InSegment | InWord, ...]
 
     @property
     def num_slots(self) -> int:
-        """Words of an item; it needs as many features."""
+        """Number of words of an item. An item must have at least as many features."""
         return sum(2 if isinstance(field, InSegment) else 1 for field in self.fields)
 
     def words(self, segments: Mapping[str, str], arrays: Mapping[str, NDArray[Any]]) -> Iterator[int]:
-        """The words of an item, by the names of its segments and by its arrays. LimitExceeded for what does not fit."""
+        """Yield the words of an item.
+
+        Args:
+            segments: Name of the segment of each `InSegment` field.
+            arrays: Array of each field.
+
+        Raises:
+            LimitExceeded: A shape, or the integers of an `InWord` field, do not fit into one word.
+
+        """
         for field in self.fields:
             if isinstance(field, InSegment):
                 yield encode_shm_name_to_int64(segments[field.name])
@@ -59,9 +68,17 @@ class Layout:
 
 
 def attach_words(words: Sequence[int], layouts: Iterable[Layout]) -> SegmentsView:
-    """The arrays of an item whose run begins with `words`; their number tells which of `layouts` it has.
+    """Attach the arrays of an item. The number of its words selects its layout.
 
-    CorruptReference for a damaged word, or a number that is no layout's; SegmentMissing, LimitExceeded.
+    Args:
+        words: All words of the item.
+        layouts: Layouts of the model's family, each with a different number of words.
+
+    Raises:
+        CorruptReference: A word is damaged, or no layout has this number of words.
+        SegmentMissing: A segment does not exist.
+        LimitExceeded: A segment is larger than a limit allows.
+
     """
     lengths = {layout.num_slots: layout for layout in layouts}
     if len(words) not in lengths:

@@ -1,4 +1,7 @@
-"""The model's half of a family: ids with words in, logits out. `seq2seq.py` has that of an encoder-decoder."""
+"""The half of a family that runs the model, from ids with handle words to logits.
+
+`seq2seq.py` has the same for encoder-decoders.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +24,31 @@ from mindie_mm.processes import faults
 from mindie_mm.shm.mindie import SegmentsView
 
 EMBEDDINGS = "embeddings"
-"""The array, float [num_features, width], of an item whose features were handed in instead of media."""
+"""Name of the array with the features of an item that was given as embeddings: float [num_features, width]."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Sizes that the engine needs of a loaded model."""
+    """Sizes of a loaded model that the engine needs."""
 
     vocab_size: int
     """Width of the logits."""
     hidden_size: int
     max_model_len: int
-    """Most positions, from the checkpoint's config."""
+    """Maximum number of positions, from the checkpoint's config."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a sequence, from generation_config.json or config.json; those that have no logits end none."""
+    """Tokens that end a sequence. Tokens outside the logits are dropped, because the model cannot produce them."""
     device: torch.device
     dtype: torch.dtype
     value_head_dim: int | None = None
-    """Width of the values, where it is not that of the keys, `head_dim`."""
+    """Width of the values if it differs from that of the keys, `head_dim`."""
     embedding_size: int | None = None
-    """Ids that a prompt may hold, where they are more than `vocab_size`."""
+    """Number of ids that a prompt may hold if it is greater than `vocab_size`."""
     extra_width: int = 0
-    """Columns of the features behind the hidden ones, which `decode` is given apart."""
+    """Number of columns of a feature after the first `hidden_size`. `decode` takes them as `extra`."""
 
     def __post_init__(self) -> None:
         known = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
@@ -53,17 +56,24 @@ class ModelSpec:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of the KV cache that one token takes."""
+        """Size of one token in the KV cache, in bytes."""
         widths = self.head_dim + (self.value_head_dim or self.head_dim)
         return self.num_layers * self.num_kv_heads * widths * self.dtype.itemsize
 
     @property
     def feature_bytes(self) -> int:
-        """Bytes of one of a tower's features."""
+        """Size of one feature of a tower, in bytes."""
         return (self.hidden_size + self.extra_width) * self.dtype.itemsize
 
     def allocate_cache(self, num_blocks: int, block_size: int, num_layers: int | None = None) -> PagedCache:
-        """Return a KV cache of `num_blocks` blocks of `block_size` tokens on the device, for all layers if None."""
+        """Allocate a KV cache on the device.
+
+        Args:
+            num_blocks: Number of blocks.
+            block_size: Tokens in a block.
+            num_layers: Number of layers. None means all layers of the model.
+
+        """
         return PagedCache.allocate(
             num_layers=num_layers or self.num_layers,
             num_blocks=num_blocks,
@@ -78,20 +88,20 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Where a sequence's tokens stand, on one axis or several."""
+    """Positions of a sequence's tokens on one or several axes."""
 
     prompt: Tensor
-    """int64 [axes, length], of the prompt's tokens."""
+    """Positions of the prompt's tokens, int64 [axes, length]."""
     delta: int = 0
-    """Added to a later token's index it gives its position."""
+    """Difference between the position and the index of each token after the prompt."""
     held_axes: int = 0
-    """As many axes, the last ones, keep for later tokens what they are for the prompt's last."""
+    """Number of trailing axes whose position stays fixed after the prompt."""
 
     def of(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Positions of tokens [start, stop), of prompt or output: int64 [axes, stop - start]."""
+        """Return the positions of tokens [start, stop) of prompt and output, int64 [axes, stop - start]."""
         axes, length = self.prompt.shape
         if start >= length and stop - start == 1 and not self.held_axes:
-            return np.full((axes, 1), start + self.delta)  # being decoded: every step comes here for every sequence
+            return np.full((axes, 1), start + self.delta)  # fast path, taken in every decode step for every sequence
         prompt: NDArray[np.int64] = self.prompt.numpy()
         known = prompt[:, start : min(stop, length)]
         if stop <= length:
@@ -103,48 +113,64 @@ class Positions:
 
 
 class MediaModel(ABC):
-    """The part of a loaded model that reads media: from words to features."""
+    """The part of a loaded model that turns handle words into features."""
 
     spec: ModelSpec
     module: Any
-    """All of it, an nn.Module."""
+    """The nn.Module of the whole model."""
     traits: ClassVar[Traits] = Traits()
-    """How it differs from most."""
+    """Traits in which this model differs from most."""
 
     @abstractmethod
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """Features of each item, [num_features, hidden and `extra_width` columns], in the order of its slots.
+        """Copy the items' arrays to the device and run the tower on them.
 
-        Copies the arrays to the device first.
+        Returns:
+            Features of each item, [num_features, hidden_size + extra_width], in the order of its slots.
+
         """
 
     def describe_segments(self, view: SegmentsView) -> MediaShape:
-        """What the arrays of an item on MindIE's wire are; CorruptReference if they are none of the family's."""
+        """Return the shape of an item on MindIE's wire.
+
+        Raises:
+            CorruptReference: The arrays do not belong to this family.
+
+        """
         raise CorruptReference(f"the segments hold {', '.join(view)}, none of this model's")
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
-        """The media items that the words in ids, int64 [T], name; errors as `read_media`."""
+        """Return the media items that the handle words in `ids` refer to. `ids` is int64 [T].
+
+        It raises the errors of `read_media`.
+        """
         return read_media(ids, self._describe, self.traits.mindie_layouts.values())
 
     def _describe(self, view: ItemView) -> MediaShape:
-        """What the arrays of an item are; CorruptReference if they do not say."""
         return self.describe_segments(view) if isinstance(view, SegmentsView) else MediaShape.of(view)
 
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """The features of each item; StaleReference if a block was freed or reused while it was read."""
+        """Return the features of each item.
+
+        Raises:
+            StaleReference: A block was freed or reused during reading.
+            FeatureCountMismatch: An item has more or fewer features than slots.
+            CorruptReference: Given embeddings have the wrong width.
+
+        """
         try:
             features = self._features(items)
             faults.point("mid-tower")
         finally:
             settle(self.spec.device)
-            # Also where the tower failed: bytes of another content may be why.
+            # Verify even if the tower failed: a block with other content may be the cause.
             for item in items:
                 item.view.verify()
         return features
 
     def _features(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        """Each item's features, from the tower; where embeddings were handed in instead of media, these."""
+        """Return the features of each item, from the tower or from the embeddings that were given."""
         through_tower = [item for item in items if EMBEDDINGS not in item.view]
         encoded = iter(self.tower(through_tower) if through_tower else ())
         features = [next(encoded) if EMBEDDINGS not in item.view else self._given(item) for item in items]
@@ -163,42 +189,64 @@ class MediaModel(ABC):
 
 
 class Model(MediaModel):
-    """A loaded decoder. A family says how its media are described, placed and encoded, and runs its layers."""
+    """A loaded decoder-only model. Each family implements its tower, positions and layers."""
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
-        """Positions of a prompt of `length` tokens: the index, unless the family says otherwise."""
+        """Return the positions of a prompt of `length` tokens. By default they are the token indices."""
         return Positions(torch.arange(length).unsqueeze(0))
 
     def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """int64 [length]: number, from 0, of the span whose tokens attend to each other both ways; -1: causal alone.
+        """Return the bidirectional spans of a prompt of `length` tokens.
 
-        None: all causal. Positions from a span's first token to its last are computed in one step.
+        All tokens from the first to the last of a span are computed in one step.
+
+        Returns:
+            int64 [length], the number of each token's span, from 0, or -1 for causal attention. Tokens of one span
+            attend to each other in both directions. None if all attention is causal.
+
         """
         return None
 
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:
-        """int64 [T] -> [T, hidden]; ids are plain."""
+        """Return the embeddings [T, hidden] of ids, int64 [T], that contain no handle words."""
 
     @abstractmethod
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
-        """The decoder's layers and last norm over a flat batch: [T, hidden] and [axes, T] -> [T, hidden].
+        """Run the decoder's layers and its final norm over a flat batch.
 
-        `extra` [T, extra_width], zero where no feature stands; None where the family has none, or the batch no media.
+        Args:
+            hidden: Embeddings, [T, hidden].
+            positions: int64 [axes, T].
+            paged: The attention of each row, and the KV cache.
+            extra: Further columns of the features, [T, extra_width], zero in rows without a feature. None if
+                `extra_width` is 0 or the batch has no media.
+
+        Returns:
+            Hidden states, [T, hidden].
+
         """
 
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> logits float32 [rows, vocabulary]."""
+        """Return the logits, float32 [rows, vocabulary], of hidden states [rows, hidden]."""
 
     @torch.inference_mode()
     def states(
         self, input_ids: Tensor, positions: Tensor, splices: Sequence[Splice], paged: PagedBatch, rows: Tensor | None
     ) -> Tensor:
-        """What `head` takes, [rows, hidden], of a flat batch.
+        """Compute the final hidden states of a flat batch.
 
-        input_ids int64 [T]; a word among them stands on a slot that `splices` overwrites. positions int64 [axes, T];
-        rows int64, or None for all.
+        Args:
+            input_ids: int64 [T]. Handle words may stand on slots that `splices` overwrites.
+            positions: int64 [axes, T].
+            splices: Features and their rows.
+            paged: The attention of each row, and the KV cache.
+            rows: int64 [rows], the rows to return. None means all.
+
+        Returns:
+            Input of `head`, [rows, hidden].
+
         """
         hidden = splice(self.embed(input_ids.clamp(min=0)), splices, add=self.traits.splice_adds)
         hidden = self.decode(hidden, positions, paged, self._extra(hidden, splices))
@@ -212,13 +260,16 @@ class Model(MediaModel):
         return splice(extra, [Splice(piece.rows, piece.features[:, width:]) for piece in splices])
 
     def logits(self, input_ids: Tensor) -> Tensor:
-        """Logits float32 [T, vocabulary] of one whole sequence of ids, int64 [T] with words, no cache."""
+        """Return the logits, float32 [T, vocabulary], of one whole sequence of ids with handle words, int64 [T].
+
+        No KV cache is used.
+        """
         return packed_logits(self, [input_ids])[0]
 
 
 @torch.inference_mode()
 def packed_logits(model: Model, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits of several whole sequences, as `Model.logits` returns them, computed in one flat batch."""
+    """Return the logits of several whole sequences, as `Model.logits` does. They are computed in one flat batch."""
     plain: list[Tensor] = []
     positions: list[Tensor] = []
     chunks: list[Chunk] = []

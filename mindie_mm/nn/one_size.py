@@ -1,4 +1,4 @@
-"""The tokenizer's half of families to which every picture is one of one size."""
+"""The processor of families that resize every image to one size."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from mindie_mm.shm import ArraySpec
 
 
 class OneSizeProcessor(Processor):
-    """A block holds `pixel_values`, uint8 [1, height, width, 3]. A family's constructor sets what stands here."""
+    """A processor that resizes every image to one size. A family's constructor sets the attributes.
+
+    A block holds `pixel_values`, uint8 [1, height, width, 3].
+    """
 
     normalizations: Mapping[Kind, Normalization]
-    """How the model has its pixels normalised."""
+    """Normalisation that the model applies to the pixels of each kind."""
     num_features: int
-    """Features of every picture."""
+    """Number of features of every image."""
     steps: Preprocess
-    """What makes `size` of a picture."""
+    """Preprocessing that resizes an image to `size`."""
     size: tuple[int, int]
-    """Height and width that the tower takes."""
+    """Height and width that the tower takes, in pixels."""
 
     def max_tokens(self, kind: Kind) -> int:
         return self.num_features

@@ -1,6 +1,6 @@
-"""A flat batch of sequences over a paged KV cache: which rows belong together, where their keys and values are kept.
+"""A flat batch of sequences over a paged KV cache.
 
-A flat batch lays the tokens of all its sequences in one row: transformers' decoder sees a batch of one, [1, T].
+A flat batch concatenates the tokens of all its sequences. The decoder of transformers receives a batch of one, [1, T].
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mindie_mm.device import Rows, block_table, upload, zeros
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """Keys and values of every layer, in blocks that sequences hold in any order."""
+    """Keys and values of every layer, in blocks. A sequence may hold any blocks in any order."""
 
     keys: tuple[Tensor, ...]
-    """Per layer: [blocks + 1, block_size, kv_heads, head_dim]; the last one pads, and stays zero."""
+    """Keys of each layer, [blocks + 1, block_size, kv_heads, head_dim]. The last block is padding and stays zero."""
     values: tuple[Tensor, ...]
-    """The same for the values, which can be of another width."""
+    """Values of each layer, [blocks + 1, block_size, kv_heads, value_head_dim]."""
     block_size: int
     """Tokens in a block."""
 
@@ -41,7 +41,11 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PagedCache:
-        """Zeroed pages: a block's unused tail is read (masked), so it must hold numbers. See `clear`."""
+        """Allocate zeroed pages.
+
+        Attention reads the unused tail of a block, under a mask. The tail must therefore hold finite values. See
+        `clear`.
+        """
         shape = (num_blocks + 1, block_size, num_kv_heads)
         keys, values = (
             tuple(zeros((*shape, width), dtype, device) for _ in range(num_layers))
@@ -51,18 +55,19 @@ class PagedCache:
 
     @property
     def padding(self) -> int:
-        """The block that no sequence holds."""
+        """Index of the padding block, which no sequence holds."""
         return len(self.keys[0]) - 1
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zeroes blocks that are about to be filled in part.
+        """Zero blocks that are about to be filled in part.
 
-        What an earlier sequence left behind the part would be masked, but its weight of nought times a NaN is a NaN.
+        An earlier sequence may have left NaN in the rest of a block. The mask gives these values the weight 0, but 0
+        times NaN is NaN.
         """
         if blocks:
             which = upload(torch.tensor(blocks, dtype=torch.int64), self.keys[0].device)
             for pages in (*self.keys, *self.values):
-                # Not index_fill_: CANN's writes a copy of the whole tensor, and that back into it.
+                # Avoid index_fill_, which in CANN copies the whole tensor and writes the copy back.
                 pages.index_copy_(0, which, pages.new_zeros(len(blocks), *pages.shape[1:]))
 
 
@@ -71,47 +76,49 @@ class Chunk:
     """Consecutive tokens of one sequence in a flat batch."""
 
     start: int
-    """Position of the first token in its sequence: as many tokens are in the cache already."""
+    """Index of the first token in its sequence. It equals the number of tokens in the cache."""
     stop: int
-    """Position behind the last one."""
+    """Index after the last token."""
     blocks: Sequence[int]
-    """Blocks of the sequence, enough for `stop` tokens; empty where no cache is kept."""
+    """Blocks of the sequence, enough for `stop` tokens. Empty without a cache."""
     span_ids: Tensor | None = None
-    """int64 [n], n >= stop: number of the bidirectional span of each token of the sequence, -1: none.
+    """Number of the bidirectional span of each token of the sequence, or -1. int64 [n].
 
-    Tokens of one span attend to each other both ways. A chunk holds the first and the last token of a span, or neither.
+    Tokens of one span attend to each other in both directions. A chunk holds a span completely or not at all. If n is
+    less than `stop`, the remaining tokens are in no span.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Rows of a chunk of several tokens."""
+    """The rows of a chunk whose attention is computed on its own."""
 
     rows: slice
     context: int
-    """Tokens before the chunk, to be read from the pages."""
+    """Number of tokens before the chunk, which are read from the pages."""
     blocks: Tensor | None
-    """int64 [blocks] of the sequence; None without a context."""
+    """Blocks of the sequence, int64 [blocks]. None without a context."""
     span_ids: Tensor | None
-    """int64 [context + rows]: as Chunk's; None where the rows have none."""
+    """As in `Chunk`, int64 [context + rows]. None if no row is in a span."""
 
 
 class Decode:
-    """Rows of sequences with one new token each and contexts of similar length, attended to in one call."""
+    """Rows of S sequences with one new token each and contexts of similar length. One call computes their attention."""
 
     def __init__(self, rows: Tensor, blocks: Tensor, lengths: Tensor, num_slots: int) -> None:
         self.rows = rows
         """int64 [S]."""
         self.blocks = blocks
-        """int64 [S * blocks], padded with the cache's block for that."""
+        """Blocks of all sequences, padded to the same number with the cache's padding block. int64 [S * blocks]."""
         self._lengths = lengths.view(-1, 1, 1, 1)
         self._num_slots = num_slots
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
-        """[S, 1, 1, slots]: which tokens of its blocks a row attends to, made once for all layers.
+        """Return the attention mask [S, 1, 1, slots] of the rows over the slots of their blocks.
 
-        bool; on the host numbers of `dtype` to be added to the scores, which its kernel else makes in every layer.
+        The mask is bool and is shared by all layers. On the CPU it has `dtype` and is added to the scores, because the
+        CPU kernel would otherwise convert a bool mask in every layer.
         """
         key = sliding_window, dtype
         if key not in self._masks:
@@ -126,27 +133,31 @@ class Decode:
 
 
 class PagedBatch:
-    """Which rows of a flat batch attend to what. Built once a step, read by every layer."""
+    """The attention of each row of a flat batch. It is built once per step and read by every layer."""
 
     def __init__(self, chunks: Sequence[Chunk], cache: PagedCache | None, device: torch.device) -> None:
-        """The batch of `chunks`, whose tokens lie one behind another in the flat row.
+        """Describe a flat batch.
 
-        `cache` None: nothing is kept, every chunk is a whole sequence.
+        Args:
+            chunks: Chunks in the order of their tokens in the batch.
+            cache: The KV cache. Without one, every chunk is a whole sequence.
+            device: Where the model runs.
+
         """
         self.cache = cache
         self.num_sequences = len(chunks)
         self.longest = max((chunk.stop for chunk in chunks), default=0)
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         self._chunks = chunks
         self._device = device
         self.slots = None if cache is None else upload(_slots(chunks, cache.block_size), device)
-        """int64 [T]: the token's place in the flattened cache."""
+        """Index of each token in the flattened cache, int64 [T]."""
         self.is_causal = all(not _is_in_span(chunk) for chunk in chunks)
-        """Whether no row attends to one behind it."""
+        """Whether no row attends to a later row."""
 
     @cached_property
     def rows(self) -> Rows:
-        """As fused attention takes them."""
+        """The rows in the form that fused attention takes."""
         chunks = self._chunks
         return Rows.build(
             [chunk.stop - chunk.start for chunk in chunks],
@@ -157,23 +168,23 @@ class PagedBatch:
 
     @cached_property
     def prefills(self) -> list[Prefill]:
-        """The chunks that are attended to one by one."""
+        """The chunks whose attention is computed one by one."""
         return [_prefill_of(chunk, row, self._device) for chunk, row in self._placed() if not self._is_decode(chunk)]
 
     @cached_property
     def decodes(self) -> list[Decode]:
-        """The chunks of one new token each, together where their contexts are of similar length."""
+        """The chunks of one new token each, grouped by similar context length."""
         groups: dict[int, list[tuple[int, Chunk]]] = {}
         for chunk, row in self._placed():
             if self._is_decode(chunk):
-                # Powers of two bound what padding to the longest of a group costs to a factor of two.
+                # Groups by powers of two limit the cost of padding to a factor of two.
                 groups.setdefault(len(chunk.blocks).bit_length(), []).append((row, chunk))
         if self.cache is None:
             return []
         return [_decode_group(group, self.cache, self._device) for group in groups.values()]
 
     def _placed(self) -> Iterator[tuple[Chunk, int]]:
-        """Each chunk with its first row."""
+        """Yield each chunk with its first row."""
         row = 0
         for chunk in self._chunks:
             yield chunk, row
@@ -184,10 +195,18 @@ class PagedBatch:
 
 
 class GraphBatch(PagedBatch):
-    """One new token of each sequence, in tensors that are written anew before each launch of a captured graph."""
+    """A batch with one new token per sequence. Its tensors are overwritten before each launch of a captured graph."""
 
     def __init__(self, cache: PagedCache, slots: Tensor, blocks: Tensor, lengths: Tensor) -> None:
-        """slots int64 [S]; blocks int64 [S, n], padded with the cache's block for that; lengths int64 [S]."""
+        """Describe a batch of S sequences.
+
+        Args:
+            cache: The KV cache.
+            slots: Index of each new token in the flattened cache, int64 [S].
+            blocks: Blocks of each sequence, int64 [S, n], padded with the cache's padding block.
+            lengths: Number of tokens of each sequence with the new one, int64 [S].
+
+        """
         self.cache = cache
         self.num_sequences = len(slots)
         self.longest = blocks.shape[1] * cache.block_size
@@ -202,7 +221,7 @@ def _slots(chunks: Sequence[Chunk], block_size: int) -> NDArray[np.int64]:
     slots: list[NDArray[np.int64] | list[int]] = []
     for chunk in chunks:
         first, within = divmod(chunk.start, block_size)
-        if chunk.stop - chunk.start == 1:  # a token being decoded: every step comes here for every sequence
+        if chunk.stop - chunk.start == 1:  # fast path, taken in every decode step for every sequence
             slots.append([chunk.blocks[first] * block_size + within])
         else:
             own = np.asarray(chunk.blocks[first : -(-chunk.stop // block_size)], np.int64)
@@ -225,10 +244,10 @@ def _prefill_of(chunk: Chunk, row: int, device: torch.device) -> Prefill:
 
 
 def _span_ids(chunk: Chunk, device: torch.device) -> Tensor | None:
-    """Numbers of the chunk's context and rows; None for rows that attend causally alone, as decodes do."""
+    """Return the span ids of the chunk's context and rows. None if all rows are causal, as in decode steps."""
     if chunk.span_ids is None or not _is_in_span(chunk):
         return None
-    missing = max(0, chunk.stop - len(chunk.span_ids))  # output tokens, where a preempted sequence comes again
+    missing = max(0, chunk.stop - len(chunk.span_ids))  # output tokens of a preempted sequence that is recomputed
     return upload(torch.nn.functional.pad(chunk.span_ids[: chunk.stop], (0, missing), value=-1), device)
 
 

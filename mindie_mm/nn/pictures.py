@@ -1,4 +1,4 @@
-"""The model's half of families whose towers take pictures as their processors made them, and normalised."""
+"""Normalisation of images in models whose towers take the processor's images unchanged otherwise."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from mindie_mm.nn.staging import to_device
 
 
 class PictureModel(MediaModel):
-    """Goes before the other base. A block holds `pixel_values`, uint8 [pictures, height, width, 3]."""
+    """A mixin for models whose towers take normalised images. List it before the other base class.
+
+    A block holds `pixel_values`, uint8 [images, height, width, 3].
+    """
 
     normalizations: Mapping[Kind, Normalization]
-    """The processor's."""
+    """The normalisations of the processor."""
 
     def pixels(self, items: Sequence[MediaItem]) -> Tensor:
-        """[pictures of all items, 3, height, width], as the tower takes them."""
+        """Return the tower's input, [images of all items, 3, height, width], in the model's dtype."""
         return joined([self.normalized(item) for item in items]).to(self.spec.dtype)
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """float32 [pictures, 3, height, width], on the device."""
+        """Return the normalised images of one item on the device, float32 [images, 3, height, width]."""
         return self.normalizations[item.shape.kind](to_device(item.view, "pixel_values", self.spec.device))

@@ -1,4 +1,4 @@
-"""From the uint8 patches of shared memory to what a patch embedding takes; runs on the device, pure torch."""
+"""Normalisation of uint8 pixels from shared memory for a patch embedding. It runs on the device in plain torch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,37 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5)
-"""Mean, and standard deviation, of SigLIP's pictures and of others."""
+"""Mean and standard deviation for SigLIP and some other towers."""
 
 
 def normalize_patches(
     patches: torch.Tensor, mean: Sequence[float], std: Sequence[float], rescale_factor: float = 1 / 255
 ) -> torch.Tensor:
-    """uint8 [n, k * channels] -> float32 [n, channels * k], each channel by its mean and standard deviation.
+    """Normalise patches whose channels are interleaved.
 
-    To the last bit what transformers' torchvision backend computes: `(x - mean / rescale) / (std / rescale)`.
+    The result equals that of transformers' torchvision backend bit for bit: `(x - mean / rescale) / (std / rescale)`.
+
+    Args:
+        patches: uint8 [n, k * channels].
+        mean: Mean of each channel.
+        std: Standard deviation of each channel.
+        rescale_factor: Factor of the bytes before normalisation.
+
+    Returns:
+        float32 [n, channels * k].
+
     """
     planes = patches.view(len(patches), -1, len(mean)).transpose(1, 2)
-    return normalize_planes(planes.contiguous(), mean, std, rescale_factor)  # bytes: cheaper to sort than floats
+    return normalize_planes(planes.contiguous(), mean, std, rescale_factor)  # transposing bytes is cheaper than floats
 
 
 def normalize_planes(
     planes: torch.Tensor, mean: Sequence[float], std: Sequence[float], rescale_factor: float = 1 / 255
 ) -> torch.Tensor:
-    """The same of patches whose channels lie apart: uint8 [n, channels * k] or [n, channels, k]."""
+    """Normalise patches whose channels are separate, uint8 [n, channels * k] or [n, channels, k].
+
+    The result equals that of `normalize_patches`.
+    """
     channels = (1, len(mean), 1)
     scaled_mean = upload(torch.tensor(mean) * (1.0 / rescale_factor), planes.device)
     scaled_std = upload(torch.tensor(std) * (1.0 / rescale_factor), planes.device)
@@ -41,36 +54,53 @@ def normalize_planes(
 
 
 def normalize_pictures(pictures: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """uint8 [n, H, W, 3] -> float32 [n, 3, H, W], to the last bit what torchvision's ToTensor and Normalize compute."""
+    """Normalise images as torchvision's ToTensor and Normalize do, bit for bit.
+
+    Args:
+        pictures: uint8 [n, H, W, 3].
+        mean: Mean of each channel.
+        std: Standard deviation of each channel.
+
+    Returns:
+        float32 [n, 3, H, W].
+
+    """
     planes = pictures.permute(0, 3, 1, 2)
     own_mean, own_std = (upload(values, planes.device).view(1, 3, 1, 1) for values in (mean, std))
     return planes.float().div_(255).sub_(own_mean).div_(own_std)
 
 
 def repeat_frames(patches: torch.Tensor, temporal_patch_size: int) -> torch.Tensor:
-    """[n, 3 * k] -> [n, 3 * temporal_patch_size * k]: an image as a video that stands still."""
+    """Repeat the patches of an image in time, from [n, 3 * k] to [n, 3 * temporal_patch_size * k]."""
     planes = patches.view(len(patches), 3, 1, -1)
     return planes.expand(-1, -1, temporal_patch_size, -1).reshape(len(patches), -1)
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[n, ...] of each item -> those of all, one behind another; one item's are not copied."""
+    """Concatenate the tensors of all items along the first axis. The tensor of a single item is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """How a checkpoint has its pictures rescaled and normalised."""
+    """The rescaling and normalisation of images for a checkpoint."""
 
     mean: tuple[float, ...]
-    """One number a channel, or one for all, as of `std`; empty: not normalised."""
+    """One number per channel, or one for all channels. Empty if images are not normalised."""
     std: tuple[float, ...]
+    """The same for the standard deviation."""
     rescale_factor: float
-    """What bytes are multiplied by; 1.0: not rescaled."""
+    """Factor of the bytes. 1.0 if they are not rescaled."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any], prefix: str = "") -> Normalization:
-        """From a preprocessor configuration, completed by its defaults; `prefix` goes before image_mean's name."""
+        """Read the settings of an image processor, in which defaults are filled in.
+
+        Args:
+            config: Settings of the image processor.
+            prefix: Prefix of the keys `image_mean` and `image_std`.
+
+        """
         factor = config.get("rescale_factor", 1 / 255) if config.get("do_rescale", True) else 1.0
         if not config.get("do_normalize", True):
             return cls((), (), factor)
@@ -79,20 +109,26 @@ class Normalization:
         return cls(mean, std, factor)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, H, W, channels] -> float32 [n, channels, H, W], to the last bit as the torchvision backend.
+        """Normalise images as transformers' torchvision backend does, bit for bit.
 
-        A view whose channels lie last, as they come: convolutions take it, and no byte is moved.
+        Args:
+            pixels: uint8 [n, H, W, channels].
+
+        Returns:
+            float32 [n, channels, H, W], a view in channels-last memory format. Convolutions accept it, so no bytes are
+            moved.
+
         """
         values = pixels.to(torch.float32)
         if self.mean:
-            # A whole row's worth of each, since an operation over three numbers at a time is a slow one.
+            # Repeat mean and std over a whole row, because broadcasting over three numbers at a time is slow.
             rows, (width, channels) = values.flatten(2), pixels.shape[2:]
             scale = 1.0 / self.rescale_factor
             mean, std = (
                 upload((torch.tensor(v) * scale).expand(channels).repeat(width), pixels.device)
                 for v in (self.mean, self.std)
             )
-            values = rows.sub_(mean).div_(std).view(pixels.shape)  # `rows` is a copy where the pixels lie otherwise
+            values = rows.sub_(mean).div_(std).view(pixels.shape)  # `rows` is a copy if the pixels are not contiguous
         elif self.rescale_factor != 1.0:
             values.mul_(self.rescale_factor)
         return values.permute(0, 3, 1, 2)

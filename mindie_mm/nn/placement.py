@@ -1,6 +1,6 @@
-"""The vision tower and the projector on a device, or in a precision, of their own.
+"""Placement of the vision tower and the projector on another device or in another precision.
 
-Hooks bring what a part is called with to the part, and what it gives back to its caller: a family only names it.
+Hooks move the inputs of a part to its device and its outputs back to the caller's. A family only names its parts.
 """
 
 from __future__ import annotations
@@ -19,32 +19,41 @@ from mindie_mm.nn.model import MediaModel
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a part runs, and in what precision."""
+    """The device and precision of a part."""
 
     device: str | None = None
-    """As `open_device` takes it; None: where the rest runs."""
+    """Name of the device for `open_device`. None means the device of the rest of the model."""
     bits: int | None = None
-    """32 or 16; None: as the rest."""
+    """32 or 16. None means the precision of the rest of the model."""
 
     def dtype(self, own: torch.dtype) -> torch.dtype:
-        """What the dtype of a part becomes that has been loaded as `own`."""
+        """Return the dtype for a part whose weights were loaded as `own`."""
         if self.bits is None or self.bits == own.itemsize * 8:
             return own
         return torch.float32 if self.bits == 32 else torch.bfloat16
 
 
 TOGETHER = Placement()
-"""A part that runs with the rest of the model."""
+"""The placement of a part that stays with the rest of the model."""
 
 
 def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
-    """Moves the tower and the projector of `model`.
+    """Move the tower and the projector of `model`.
 
-    Weights and pixels are rounded to the model's dtype before; what counts in 32 bits is the arithmetic.
-    InputError where it has no such part, or a quantised one; DeviceError where the device is not there.
+    Weights and pixels have already been rounded to the model's dtype. 32 bits only make the arithmetic more precise.
+
+    Args:
+        model: The loaded model.
+        vision: Placement of the tower.
+        projector: Placement of the projector.
+
+    Raises:
+        InputError: The model has no such part, or the part is quantised.
+        DeviceError: The device is not available.
+
     """
     moves: list[tuple[nn.Module, str, torch.device, torch.dtype]] = []
-    # The projector after the tower, which it may lie in.
+    # The projector moves last, because it may be inside the tower.
     for what, names, placement in (
         ("vision", model.traits.vision_parts, vision),
         ("projector", model.traits.projector_parts, projector),
@@ -60,12 +69,12 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
 
 
 def devices_of(model: MediaModel) -> set[torch.device]:
-    """Return the devices on which `model` computes. Its towers may have others than the rest."""
+    """Return all devices on which `model` computes. Its towers may run on another device than its decoder."""
     return {model.spec.device, *(parameter.device for parameter in model.module.parameters())}
 
 
 def parts(model: MediaModel, names: Iterable[str]) -> Iterator[nn.Module]:
-    """The modules of these names, of a ModuleList those in it."""
+    """Yield the modules of these names. A ModuleList is replaced by the modules in it."""
     for name in names:
         part = model.module.get_submodule(name)
         yield from part if isinstance(part, nn.ModuleList) else (part,)
@@ -74,11 +83,11 @@ def parts(model: MediaModel, names: Iterable[str]) -> Iterator[nn.Module]:
 def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) -> None:
     first = next(part.parameters())
     outer = (first.device, first.dtype)
-    # bitsandbytes may store 4 bits as floats, such as two bytes of them as one bfloat16.
+    # bitsandbytes may store 4-bit weights in a float dtype, such as four of them in one bfloat16.
     if any(not tensor.is_floating_point() or hasattr(tensor, "quant_state") for tensor in part.parameters()):
         raise InputError(f"{what}_device or {what}_bits is given, but that part is quantised, and stays as it is")
     stored = part.state_dict().keys()
-    # Made, not loaded, such as rotary frequencies: transformers leaves them in 32 bits, whatever the weights are in.
+    # Computed buffers, such as rotary frequencies. transformers keeps them in float32 for weights of any dtype.
     made = {name: buffer for name, buffer in part.named_buffers() if name not in stored}
     part.to(device, dtype)
     for name, buffer in made.items():
@@ -101,7 +110,7 @@ def _brought(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with its tensors changed, in whatever containers transformers hands them about."""
+    """Apply `change` to the tensors in `value`, which may be nested in any containers that transformers uses."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The model's half of an encoder-decoder: a prompt is encoded once, its answer decoded from that token by token."""
+"""The half of an encoder-decoder family that runs the model."""
 
 from __future__ import annotations
 
@@ -22,21 +22,30 @@ from mindie_mm.nn.weights.pretrained import load_module
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoding:
-    """One sequence in the midst of its answer."""
+    """The state of a sequence whose answer is being decoded."""
 
     prompt: Tensor
-    """The encoder's hidden states, [1, T, hidden]."""
+    """Hidden states of the encoder, [1, T, hidden]."""
     cache: Any
-    """transformers' EncoderDecoderCache: keys and values of the prompt and of the answer's tokens so far."""
+    """EncoderDecoderCache of transformers, with the keys and values of the prompt and of the answer so far."""
 
 
 class Seq2SeqModel(MediaModel):
-    """An encoder-decoder of transformers': a family adds its tower."""
+    """An encoder-decoder of transformers. It encodes a prompt once. Each family implements its tower."""
 
     def __init__(
         self, module: Any, spec: ModelSpec, text_model: Any, lm_head: Callable[[Tensor], Tensor], rules: GenerationRules
     ) -> None:
-        """`text_model` has the encoder and the decoder, in `module`, which is the whole."""
+        """Wrap a loaded module.
+
+        Args:
+            module: The whole model.
+            spec: Sizes of the decoder.
+            text_model: Part of `module` that has the encoder and the decoder.
+            lm_head: Function from the decoder's hidden states to logits.
+            rules: Tokens that the checkpoint forces or suppresses.
+
+        """
         self.spec = spec
         self.module = module
         self.text_model = text_model
@@ -45,12 +54,18 @@ class Seq2SeqModel(MediaModel):
 
     @property
     def prompt_token_bytes(self) -> int:
-        """Bytes that one token of a prompt takes while its answer is decoded; one of the answer `kv_token_bytes`."""
+        """Memory in bytes per token of the prompt during decoding. A token of the answer takes `kv_token_bytes`."""
         return self.spec.kv_token_bytes + self.spec.hidden_size * self.spec.dtype.itemsize
 
     @torch.inference_mode()
     def encode_prompt(self, input_ids: Tensor, splices: Sequence[Splice]) -> Decoding:
-        """The start of an answer to plain ids int64 [T], whose rows that `splices` name take features."""
+        """Encode a prompt and return the state in which decoding begins.
+
+        Args:
+            input_ids: Ids without handle words, int64 [T].
+            splices: Features and the rows of the embeddings that they replace.
+
+        """
         from transformers import DynamicCache, EncoderDecoderCache
 
         embeddings = self.text_model.get_input_embeddings()
@@ -60,9 +75,14 @@ class Seq2SeqModel(MediaModel):
 
     @torch.inference_mode()
     def decode(self, decoding: Decoding, token_ids: Sequence[int]) -> Tensor:
-        """Logits float32 [n, vocabulary] behind each of the next n ids of an answer, the start token's first."""
+        """Append the next n ids of an answer. The first id of an answer is the start token.
+
+        Returns:
+            Logits after each of the ids, float32 [n, vocabulary].
+
+        """
         mask = None
-        if len(token_ids) == 1:  # sees all before it: BART's decoder, given no mask, makes one and waits to read it
+        if len(token_ids) == 1:  # without a mask, BART's decoder makes one and waits for the device to read it
             num_tokens = decoding.cache.get_seq_length() + 1
             mask = torch.zeros(1, 1, 1, num_tokens, dtype=self.spec.dtype, device=self.spec.device)
         out = self.text_model.decoder(
@@ -75,7 +95,16 @@ class Seq2SeqModel(MediaModel):
         return self.lm_head(out.last_hidden_state[0]).float()
 
     def logits(self, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:
-        """Logits float32 [n, vocabulary] of a decoder's ids int64 [n], to a prompt of ids int64 [T] with words."""
+        """Return the logits of a whole answer.
+
+        Args:
+            input_ids: Ids of the prompt with handle words, int64 [T].
+            decoder_input_ids: Ids of the answer with the start token, int64 [n].
+
+        Returns:
+            float32 [n, vocabulary].
+
+        """
         ids = input_ids.cpu().numpy()
         items = self.read(ids)
         features = self.encode(items) if items else []
@@ -92,16 +121,28 @@ def load_seq2seq(
     max_model_len: int,
     renamed: RenamedWeights | None = None,
 ) -> tuple[Any, ModelSpec, GenerationRules]:
-    """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, its decoder's sizes and its rules.
+    """Load an encoder-decoder of transformers.
 
-    `max_model_len` is how long prompt and answer may each be; `renamed` are the weights of a translated checkpoint.
-    UnsupportedCheckpoint as `load_module`, and for rules that are not served.
+    Args:
+        cls: A subclass of PreTrainedModel.
+        checkpoint: Where the weights are.
+        device: Where the module runs.
+        dtype: The dtype of the weights.
+        max_model_len: Maximum number of tokens of the prompt, and of the answer.
+        renamed: Weights of a translated checkpoint. None if the checkpoint was not translated.
+
+    Returns:
+        The module, the sizes of its decoder, and the tokens that the checkpoint forces or suppresses.
+
+    Raises:
+        UnsupportedCheckpoint: `load_module` refuses the checkpoint, or its generation settings are not served.
+
     """
     module = load_module(cls, checkpoint, device, dtype, renamed)
-    # What config.json says of generating is with the part that it says it of.
+    # Generation settings in config.json belong to the submodule of their section.
     configs = [config for part in (module, *module.children()) if (config := getattr(part, "generation_config", None))]
     if renamed is not None:
-        from transformers import GenerationConfig  # late, like all of its modelling
+        from transformers import GenerationConfig  # late, like all modelling code of transformers
 
         configs = [GenerationConfig(**checkpoint.json("generation_config.json"))]
     if (eos := checkpoint.json("generation_config.json").get("eos_token_id")) is not None:

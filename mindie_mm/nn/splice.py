@@ -1,4 +1,4 @@
-"""Finding media in flat ids by their words, and overwriting hidden states with a tower's features."""
+"""Media items found by the handle words in token ids, and their features in place of placeholder rows."""
 
 from __future__ import annotations
 
@@ -19,32 +19,37 @@ from mindie_mm.shm.mindie import SegmentsRef, SegmentsView, is_segment_word
 
 ItemRef = Ref | SegmentsRef
 ItemView = View | LooseView | SegmentsView
-"""An item's arrays, read-only and in place, whichever wire its words are of."""
+"""The arrays of an item, read-only and not copied. The type depends on the wire of the item's words."""
 
 
 ITEM = "item"
-"""The array that every block of the native wire has beside the family's own: `describe` of it."""
+"""Name of the array that describes a block of the native wire. Every such block has it beside the family's arrays."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaShape:
-    """What a block's arrays are to the model."""
+    """The kind, placeholder and geometry of a media item."""
 
     kind: Kind
     token: int
-    """The placeholder id under the words."""
+    """Placeholder id that the handle words replace."""
     num_features: int
-    """Features that the tower will give."""
+    """Number of features that the tower returns."""
     grid: tuple[int, ...] = ()
     """The family's own geometry, such as patches (t, h, w)."""
 
     def to_array(self) -> NDArray[np.int64]:
-        """int64 [3 + len(grid)]: the block's `item`."""
+        """Return the block's `item` array, int64 [3 + len(grid)]."""
         return np.array([KINDS.index(self.kind), self.token, self.num_features, *self.grid], np.int64)
 
     @classmethod
     def of(cls, view: Mapping[str, NDArray[Any]]) -> MediaShape:
-        """From a block's `item`; CorruptReference where it has none, or one that cannot be."""
+        """Read the `item` array of a block.
+
+        Raises:
+            CorruptReference: The array is missing, or its values are out of range.
+
+        """
         if ITEM not in view:
             raise CorruptReference(f"the block holds {', '.join(view)}, and no {ITEM} that says what they are")
         kind, token, num_features, *grid = view[ITEM].tolist()
@@ -55,39 +60,39 @@ class MediaShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
-    """One media item in one sequence's ids."""
+    """A media item in the ids of one sequence."""
 
     slots: NDArray[np.int64]
-    """int64 [num_features], ascending: the slots that take its features. Ids between them keep their embeddings."""
+    """Slots that take the features, int64 [num_features], ascending. Ids between them keep their embeddings."""
     view: ItemView
-    """Its arrays; once attached, they outlive the file that they lie in."""
+    """Arrays of the item. Attached arrays stay readable after their file is unlinked."""
     shape: MediaShape
     placeholders: NDArray[np.int64] | None = None
-    """int64 [num_features]: the slots of its words and placeholders, where they are not `slots`."""
+    """Slots of the handle words and placeholders, int64 [num_features]. None means `slots`."""
 
     @property
     def start(self) -> int:
-        """Its first slot."""
+        """The first slot."""
         return int(self.slots[0])
 
     @property
     def stop(self) -> int:
-        """The slot behind its last one."""
+        """The slot after the last one."""
         return int(self.slots[-1]) + 1
 
     def features_in(self, start: int, stop: int) -> tuple[int, int]:
-        """Which of its features, [first, last), have slots in [start, stop)."""
+        """Return the range [first, last) of the features whose slots are in [start, stop)."""
         first, last = np.searchsorted(self.slots, (start, stop)).tolist()
         return first, last
 
     @property
     def ref(self) -> ItemRef:
-        """What the words refer to: two items of one ref have the same features, as long as either is held."""
+        """The reference in the handle words. Items with equal references have equal features while one is held."""
         return self.view.ref
 
     @property
     def digest(self) -> bytes | None:
-        """Names the content: two items with one digest have the same features. None: never cached."""
+        """Digest of the content. Items with equal digests have equal features. Items without one are never cached."""
         return self.view.digest
 
     def loose(self) -> MediaItem:
@@ -96,12 +101,12 @@ class MediaItem:
 
     @property
     def key(self) -> bytes | ItemRef:
-        """Two items of one key have the same features: its digest, or what the words refer to where it has none."""
+        """The digest, or the reference if there is no digest. Items with equal keys have equal features."""
         return self.ref if self.digest is None else self.digest
 
 
 def split_features(features: Tensor, items: Sequence[MediaItem]) -> list[Tensor]:
-    """[..., width], the rows of all items one behind another -> each item's [num_features, width]."""
+    """Split the concatenated features [..., width] of all items into one [num_features, width] per item."""
     return list(features.flatten(0, -2).split([item.shape.num_features for item in items]))
 
 
@@ -112,17 +117,30 @@ class Splice:
     rows: NDArray[np.int64]
     """int64 [n], ascending."""
     features: Tensor
-    """[n, hidden], and further columns where the family has them."""
+    """[n, hidden_size + extra_width]."""
 
 
 def read_media(
     ids: NDArray[np.int64], describe: Callable[[ItemView], MediaShape], layouts: Iterable[Layout] = ()
 ) -> list[MediaItem]:
-    """The media items of one sequence's ids int64 [T], in order; on MindIE's wire they have one of `layouts`.
+    """Attach the media items of one sequence.
 
-    An item's words stand on its first slots; its further slots hold its placeholder's id.
-    CorruptReference for a negative id that is no word, or a word on a slot that is not its item's; StaleReference and
-    SegmentMissing as `attach`; FeatureCountMismatch, with both numbers, where slots and features differ in number.
+    The handle words of an item stand on its first slots. Its other slots hold the id of its placeholder.
+
+    Args:
+        ids: Token ids and handle words, int64 [T].
+        describe: Function that returns the shape of an item.
+        layouts: Layouts that items may have on MindIE's wire.
+
+    Returns:
+        The items in the order of their slots.
+
+    Raises:
+        CorruptReference: A negative id is not a handle word, or a word is not on a slot of its item.
+        StaleReference: A block was freed or reused.
+        SegmentMissing: An arena or a segment does not exist.
+        FeatureCountMismatch: An item has more or fewer slots than features. The message gives both numbers.
+
     """
     items: list[MediaItem] = []
     words = np.flatnonzero(ids < 0)
@@ -146,7 +164,10 @@ def read_media(
 
 
 def _attach(ids: NDArray[np.int64], words: NDArray[np.int64], layouts: Iterable[Layout]) -> tuple[ItemView, int]:
-    """The arrays of the item whose words begin at slot words[0], and how many of `words`, ascending slots, are its."""
+    """Attach the item whose handle words begin at slot words[0]. Return its arrays and the number of its words.
+
+    `words` are the slots of all remaining words, ascending.
+    """
     start = int(words[0])
     name = int(ids[start])
     if is_name_word(name):
@@ -163,7 +184,7 @@ def _attach(ids: NDArray[np.int64], words: NDArray[np.int64], layouts: Iterable[
 
 
 def plain_ids(ids: NDArray[np.int64], items: Sequence[MediaItem]) -> NDArray[np.int64]:
-    """`ids` with every word replaced by the placeholder id on which it stands."""
+    """Return a copy of `ids` in which the placeholder ids of `items` replace all handle words."""
     plain = ids.copy()
     for item in items:
         plain[item.slots if item.placeholders is None else item.placeholders] = item.shape.token
@@ -171,9 +192,16 @@ def plain_ids(ids: NDArray[np.int64], items: Sequence[MediaItem]) -> NDArray[np.
 
 
 def splice(hidden: Tensor, splices: Sequence[Splice], *, add: bool = False) -> Tensor:
-    """Overwrites rows of `hidden` [T, width] in place, or adds to them, and returns it.
+    """Overwrite rows of hidden states with features, or add the features to them.
 
-    Of features that are wider the first columns are taken.
+    Args:
+        hidden: Hidden states, [T, width], changed in place.
+        splices: Features with their rows. Only the first `width` columns of the features are used.
+        add: Whether to add instead of overwriting.
+
+    Returns:
+        `hidden`.
+
     """
     for piece in splices:
         features = piece.features[:, : hidden.shape[1]].to(hidden.dtype)

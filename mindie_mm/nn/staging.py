@@ -1,8 +1,8 @@
-"""Media from shared memory to a device: read by the device itself, on a stream of its own beside the computation.
+"""Copies of media from shared memory to a device, by DMA on a separate stream.
 
-An arena's pages are registered with the driver once, when the first item in it is taken. Where that cannot be done, and
-for what lies elsewhere, the bytes go through pinned memory, one copy more. What a later step needs is fetched while the
-device computes this one.
+The driver registers the pages of an arena once, when the first item in that arena is copied. Media in other places, or
+in an arena that the driver cannot register, need one more copy through pinned memory. Media of a later step are fetched
+while the device computes the current one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ _log = logging.getLogger(__name__)
 
 
 def to_device(view: ItemView, name: str, device: torch.device) -> Tensor:
-    """The array `name` of an item on `device`, in the order of its current stream; on the host without a copy.
+    """Copy one array of an item to `device`, ordered with its current stream. On the CPU, return it without a copy.
 
-    Its bytes may still be read when this returns: call `settle` before the view is verified.
+    The device may still read the bytes when this function returns. Call `settle` before verifying the view.
+
+    Args:
+        view: Arrays of the item.
+        name: Name of the array.
+        device: Where the array goes.
+
     """
     if device.type == "cpu":
         return from_dlpack(view[name])
@@ -36,45 +42,45 @@ def to_device(view: ItemView, name: str, device: torch.device) -> Tensor:
 
 
 def fetch(views: Iterable[ItemView], device: torch.device) -> None:
-    """Queues copies of the items' arrays to `device`, where `to_device` finds them; on the host there are none.
+    """Queue copies of the items' arrays to `device` for later calls of `to_device`. On the CPU, do nothing.
 
-    What was fetched else is let go of. `settle` waits for these copies, too.
+    Copies that were fetched earlier for other items are dropped. `settle` also waits for the queued copies.
     """
     if device.type != "cpu":
         _staging(device).fetch(views)
 
 
 def settle(device: torch.device) -> None:
-    """Waits until all that `to_device` and `fetch` were asked for has been read."""
+    """Wait until the device has read the sources of all copies that `to_device` and `fetch` queued."""
     if device.type != "cpu":
         _staging(device).settle()
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """An array on its way to the device, or there."""
+    """A copy of an array to the device, queued or complete."""
 
     target: Tensor
     copied: torch.Event
-    """Behind the copy, on the stream of copies."""
+    """Event recorded after the copy on the copy stream."""
 
 
 class Staging:
-    """Brings media to one device: over a stream for copies, and from arenas that the device reads by itself."""
+    """The copy stream of one device and the arenas registered for DMA."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
         self._registered: dict[MappedArena, mmap.mmap | None] = {}
         self._reading: list[Tensor] = []
-        """Arrays that the device is reading by itself."""
+        """Registered arrays that the device may still be reading."""
         self._names: set[str] = set()
-        """Arrays that towers have asked for: of a block's others the host makes use."""
+        """Names of the arrays that towers have requested. Only the host uses the other arrays of a block."""
         self._fetched: dict[MappedArena, dict[Ref, dict[str, _Copy]]] = {}
-        """Only as long as the arena is mapped: the same words may lead to another content in a later one."""
+        """Fetched copies while their arena is mapped. In a later arena the same words may refer to other content."""
 
     def bring(self, view: ItemView, name: str) -> Tensor:
-        """As `to_device`."""
+        """Implement `to_device`."""
         self._names.add(name)
         ahead = self._fetched.get(view.arena, {}).get(view.ref, {}) if isinstance(view, View) else {}
         copy = ahead.pop(name, None) or self._copy(view, name)
@@ -84,7 +90,7 @@ class Staging:
         return copy.target
 
     def fetch(self, views: Iterable[ItemView]) -> None:
-        """As `fetch`, of what lies in arenas; files on disk and segments are read when they are needed."""
+        """Implement `fetch` for items in arenas. Files on disk and segments are read on demand."""
         known, self._fetched = self._fetched, {}
         for view in views:
             if isinstance(view, View) and self._hears_of(view.arena):
@@ -105,13 +111,13 @@ class Staging:
         return _Copy(target, self._stream.record_event())
 
     def settle(self) -> None:
-        """As `settle`."""
+        """Implement `settle`."""
         if self._reading:
             self._stream.synchronize()
             self._reading.clear()
 
     def _registered_memory(self, view: ItemView, name: str, array: Tensor) -> Tensor | None:
-        """The array `name`, as `array`, in memory that the driver reads by itself; None where it is in none."""
+        """Return `array`, named `name`, as a tensor in registered memory. None if its memory is not registered."""
         found = view.file_offset(name) if isinstance(view, View) else None
         pages = self._pages(found[0]) if found is not None else None
         if found is None or pages is None or not array.numel():
@@ -120,12 +126,12 @@ class Staging:
         return flat.view(array.shape)
 
     def _hears_of(self, arena: MappedArena) -> bool:
-        """Whether it is told when the arena is given up."""
+        """Return whether this object is notified before the arena is closed."""
         self._pages(arena)
         return arena in self._registered
 
     def _pages(self, arena: MappedArena) -> mmap.mmap | None:
-        """The arena's file as registered memory; None where it cannot be."""
+        """Return the arena's pages, registered with the driver. None if they cannot be registered."""
         if arena not in self._registered:
             pages = arena.writable_pages()
             if pages is None:

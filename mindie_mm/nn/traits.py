@@ -1,4 +1,4 @@
-"""How a family differs from most: what its two halves state about themselves, and what everything else reads."""
+"""Traits by which a family tells the rest of the package how it differs from most."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindie_mm.nn.mindie import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """The traits of a family. Each half states those that concern it."""
+    """The traits of a family. `Processor` and `Model` each state the traits that concern them."""
 
     chat_template: str | None = None
     """Processor: Jinja source for a checkpoint that has no template of its own."""
@@ -24,19 +24,23 @@ class Traits:
     mixes_kinds: bool = True
     """Processor: whether one prompt may hold items of several kinds."""
     mindie_layouts: Mapping[Kind, Layout] = field(default_factory=dict)
-    """Both: slots of each kind on MindIE's wire. If empty, that wire is refused."""
+    """Both: first slots of an item of each kind on MindIE's wire. If empty, that wire is refused."""
     vision_parts: tuple[str, ...] = ()
-    """Model: names of the modules that `vision_device` and `vision_bits` move. If empty, both are refused.
+    """Model: names of the tower's modules, which `vision_device` and `vision_bits` move. If empty, both are refused.
 
-    The modules themselves must be called, not their methods. Of a ModuleList, its modules are moved.
+    The model must call these modules themselves, not methods of theirs, because hooks move the tensors. A ModuleList
+    stands for the modules in it.
     """
     projector_parts: tuple[str, ...] = ()
-    """Model: the same for the modules that bring features to the width of the decoder, in the tower or behind it."""
+    """Model: names of the modules that project features to the decoder's width, inside the tower or after it.
+
+    `projector_device` and `projector_bits` move them in the same way.
+    """
     splice_adds: bool = False
     """Model: whether features are added to the embedding of the placeholder instead of replacing it."""
     joins_items: bool = False
-    """Model: whether a group may reach from one item to another, so that one step must compute all tokens between."""
+    """Model: whether a bidirectional span may cover several items. One step then computes all tokens between them."""
     prefix_sees_later_media: bool = False
-    """Model: whether the hidden states of prompt tokens depend on media behind them."""
+    """Model: whether the hidden states of prompt tokens depend on media after them."""
     prefix_sees_length: bool = False
     """Model: whether the hidden states of prompt tokens depend on the length of the prompt."""

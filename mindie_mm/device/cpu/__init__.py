@@ -1,4 +1,4 @@
-"""The CPU: always there."""
+"""The CPU, which is always available."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mindie_mm.device.cpu.packed_linear import pack
 
 
 class CPU(Device):
-    """The host's processor, in float32 unless asked otherwise."""
+    """The host's processor. Its default dtype is float32."""
 
     name: ClassVar[str] = "cpu"
-    memory_share: ClassVar[float] = 0.5  # other processes live in the same memory, and shared memory does
+    memory_share: ClassVar[float] = 0.5  # other processes and shared memory need the same memory
     measure_s: ClassVar[float] = 0.5
 
     @classmethod
@@ -31,7 +31,7 @@ class CPU(Device):
         return torch.device("cpu")
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        # bfloat16 is slower than float32 on most hosts, and less exact on all
+        # bfloat16 is slower than float32 on most hosts, and less precise on all.
         return torch.float32
 
     def multiplies(self, dtype: torch.dtype) -> bool:

@@ -1,7 +1,7 @@
-"""The attention of towers in bfloat16, a few queries at a time by plain products.
+"""Attention of towers in bfloat16, computed for blocks of queries with plain matrix products.
 
-torch's own multiplies bfloat16 on the CPU as slowly as float32, unless the processor has AMX; a product of matrices
-takes the processor's instructions for bfloat16 (docs/decisions/0020-cpu-speed.md).
+On a CPU without AMX, torch's attention is as slow in bfloat16 as in float32. Matrix products use the processor's
+bfloat16 instructions (docs/decisions/0020-cpu-speed.md).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from mindie_mm.device.cpu.packed_linear import multiplies_bfloat16
 
 NAME = "mindie_mm_blocks"
-"""Under which transformers knows `attend`."""
+"""Name under which `attend` is registered with transformers."""
 
 _QUERIES = 128
-"""Their scores stay in the processor's cache: 1.2 MiB where there are 5,000 keys."""
+"""Number of queries in a block. The scores of a block stay in the processor's cache: 1.2 MiB with 5,000 keys."""
 
 
 def pays() -> bool:
-    """Whether this processor gains by it."""
+    """Return whether `attend` is faster on this processor than torch's attention."""
     return multiplies_bfloat16() and not torch.cpu._is_amx_tile_supported()  # noqa: SLF001
 
 
 def replace(module: nn.Module) -> None:
-    """Has the towers of `module` that are in bfloat16 attend by `attend`, where the processor gains by it."""
+    """Make the bfloat16 towers of `module` use `attend` if it is faster on this processor."""
     from transformers import AttentionInterface, AttentionMaskInterface  # late: not every process has a model
     from transformers.masking_utils import sdpa_mask
 
@@ -36,7 +36,7 @@ def replace(module: nn.Module) -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
     for part in module.modules():
         config: Any = getattr(part, "config", None)
-        # A setting of the whole model's would be that of its parts.
+        # A setting of the whole model would also apply to its parts, so set it on configs without sub-configs only.
         if getattr(config, "_attn_implementation", None) != "sdpa" or config.sub_configs:
             continue
         weight = next(part.parameters(), None)
@@ -47,9 +47,9 @@ def replace(module: nn.Module) -> None:
 def attend(
     layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What `sdpa` of transformers does; [batch, heads, n, width] each -> [batch, n, heads, width].
+    """Compute attention like transformers' "sdpa", from [batch, heads, n, width] to [batch, n, heads, width].
 
-    Scores are rounded to bfloat16, as they are where transformers attends in plain operators ("eager").
+    Scores are rounded to bfloat16, as in transformers' "eager" attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -1,7 +1,7 @@
-"""What transformers writes out operator by operator, with fewer passes over memory.
+"""Replacements for layers of transformers, with fewer passes over memory.
 
-An operator over a tower's activations takes as long as what it reads and writes: a rotation in five operators a tenth
-of what it belongs to.
+The memory traffic of an elementwise operator over a tower's activations determines its time. Rotary embeddings in five
+separate operators take a tenth of the time of a tower.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _Rotated = tuple[Tensor, Tensor]
 
 
 class QuickGELU(nn.Module):
-    """As transformers', with one new tensor instead of three."""
+    """The QuickGELU activation of transformers, with one new tensor instead of three."""
 
     def forward(self, values: Tensor) -> Tensor:
-        """`values` may have any shape."""
+        """Apply the activation to a tensor of any shape."""
         return torch.mul(values, 1.702).sigmoid_().mul_(values)
 
 
 def lighten(module: nn.Module) -> None:
-    """Replaces what `module` has of activations and rotations; what is not on the host is done as it was."""
+    """Replace the activations and rotary embeddings of `module`. Rotary embeddings on other devices do not change."""
     from transformers.activations import (
         QuickGELUActivation,
-    )  # late: it takes seconds, and not every process has a model
+    )  # late: the import takes seconds, and not every process has a model
 
     for parent in [*module.modules()]:
         for name, child in [*parent.named_children()]:
@@ -62,7 +62,7 @@ def _takes(*values: Tensor) -> bool:
 
 
 def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Halves as pairs."""
+    """Rotate pairs of one element from each half of the last axis."""
     half = values.shape[-1] // 2
     out = values * cos
     out[..., :half].addcmul_(values[..., half:], sin[..., :half], value=-1)

@@ -1,8 +1,8 @@
-"""Linear layers whose weights lie as oneDNN multiplies with them fastest.
+"""Linear layers with weights in the layout that oneDNN multiplies fastest.
 
-torch multiplies float32 on the CPU by MKL, which takes a slower path on processors that are not Intel's. Weights that
-were laid out for oneDNN once are up to 2.2 times as fast there, and on Intel's own as fast, less what the call costs:
-which it is here is tried (docs/decisions/0020-cpu-speed.md).
+torch multiplies float32 on the CPU with MKL, which takes a slower path on processors that are not Intel's. There,
+weights packed for oneDNN are up to 2.2 times as fast. On Intel processors they only add the overhead of the call. A
+trial decides (docs/decisions/0020-cpu-speed.md).
 """
 
 from __future__ import annotations
@@ -17,32 +17,35 @@ import torch
 from torch import Tensor, nn
 
 _LEAST_ELEMENTS = 2**17
-"""A weight of fewer elements is not packed: the call costs more than it saves where few rows go in, as in decoding."""
+"""Minimum number of elements of a packed weight. For smaller ones the overhead of a call with few rows is too large."""
 
 _TRIALS = ((1536, 16, 1.1), (8, 256, 1.0))
-"""Rows of a product (a small tower's, and a decode step's), turns, and how much faster it must be. Intel's processors
-were seen at 1.0 and less than that, AMD's at 1.15 and 1.3 or more."""
+"""Number of rows (of a small tower, and of a decode step), number of repetitions, and minimum speedup of each trial.
+
+Intel processors reached speedups of 1.0 in the first trial and less in the second. AMD processors reached 1.15 and at
+least 1.3.
+"""
 _WIDTH, _OUTPUTS = 256, 1024
 
 
 class PackedLinear(nn.Module):
-    """As the nn.Linear that it is made from, for inference alone. Its weight can be multiplied with, not read."""
+    """An nn.Linear with a packed weight, for inference only. The weight cannot be read, only multiplied."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())  # noqa: SLF001 - it has no other name
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())  # noqa: SLF001 - there is no public name
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., width] -> [..., outputs], of the weight's dtype."""
+        """Map [..., width] to [..., outputs]. The dtype must be that of the weight."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")  # noqa: SLF001
         return out
 
 
 @cache
 def pays(dtype: torch.dtype) -> bool:
-    """Whether packed weights are clearly faster on this processor: a trial of some 100 ms."""
+    """Return whether packed weights are clearly faster on this processor. The trial takes about 100 ms."""
     if not (multiplies_bfloat16() if dtype == torch.bfloat16 else dtype == torch.float32 and _has_onednn()):
         return False
     plain = nn.Linear(_WIDTH, _OUTPUTS, dtype=dtype)
@@ -54,20 +57,20 @@ def pays(dtype: torch.dtype) -> bool:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether oneDNN has instructions of the processor for it."""
+    """Return whether oneDNN can use bfloat16 instructions of this processor."""
     return _has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
 
 
 def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and platform.machine() == "x86_64"  # on others it was never run
+    return torch.backends.mkldnn.is_available() and platform.machine() == "x86_64"  # not tested on others
 
 
 def pack(module: nn.Module, pays: Callable[[torch.dtype], bool] = pays) -> None:
-    """Replaces the linear layers in `module` that are on the host and gain by it, each judged by `pays`.
+    """Replace the linear layers of `module` on the CPU by packed ones if `pays` returns True for their dtype.
 
-    Those that share their weight stay: it would be there twice. So do subclasses, which know more of their weight,
-    and those with hooks (nn/placement.py) or a forward of their own (tensor parallel), which a replacement would not
-    have.
+    Layers with a shared weight stay, because the weight would be in memory twice. Subclasses of nn.Linear stay, because
+    they may use their weight in other ways. Layers with hooks (nn/placement.py) or a replaced `forward` (tensor
+    parallelism) stay, because the packed layer would lose them.
     """
     holders = Counter(id(weight) for one in module.modules() for weight in one.parameters(recurse=False))
     for parent in [*module.modules()]:
@@ -81,8 +84,8 @@ def pack(module: nn.Module, pays: Callable[[torch.dtype], bool] = pays) -> None:
 
 
 def _ratio(plain: nn.Module, packed: nn.Module, rows: Tensor, turns: int) -> float:
-    """How many times as fast `packed` is."""
-    # In turns, and the shortest of each: what else the processor does only makes it longer.
+    """Return the speedup of `packed` over `plain`."""
+    # Alternate between the layers and take the minimum of each, because other load only adds time.
     times = [(_seconds(plain, rows), _seconds(packed, rows)) for _ in range(turns)]
     return min(took for took, _ in times) / min(took for _, took in times)
 

@@ -1,4 +1,7 @@
-"""Ascend NPUs through torch_npu; fused operators are in `npu_kernels.py` and `npu_layers.py`, why: docs/npu.md."""
+"""Ascend NPUs through torch_npu.
+
+Fused operators are in `npu_kernels.py` and `npu_layers.py`. docs/npu.md gives the reasons.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,24 @@ _log = logging.getLogger(__name__)
 
 _HOST_TO_DEVICE = 1
 _REGISTER = (0x1000_0000 | 0x2, 0x2)
-"""ACL_HOST_REG_PINNED and _MAPPED, or the latter alone: what is only pinned is read more slowly (docs/npu.md)."""
+"""Flags to try in order: ACL_HOST_REG_PINNED with ACL_HOST_REG_MAPPED, then the latter alone.
+
+The device reads memory that is only pinned more slowly (docs/npu.md).
+"""
 _KERNEL_THAT_FAILS = (5, 10)
-"""Up to this one, CANN says of aclrtHostRegisterV2, memory that it did not allocate itself leads to exceptions."""
+"""Last Linux version on which registration may fail.
+
+CANN documents that aclrtHostRegisterV2 leads to exceptions up to this version for memory not allocated by CANN.
+"""
 
 
 class NPU(Device):
-    """The current NPU, in the checkpoint's own dtype."""
+    """The current NPU. Its default dtype is that of the checkpoint, or float16 if the NPU has no bfloat16."""
 
     name: ClassVar[str] = "npu"
     memory_share: ClassVar[float] = 0.9
     measure_s: ClassVar[float] = 10.0
-    kv_block_size: ClassVar[int] = 128  # the least that fused attention takes
+    kv_block_size: ClassVar[int] = 128  # the minimum of fused attention
     kernels: ClassVar[Kernels] = NPUKernels()
     has_bitsandbytes: ClassVar[bool] = False
 
@@ -48,7 +57,7 @@ class NPU(Device):
             return f"torch_npu is not installed: pip install torch_npu=={release} beside CANN"
         try:
             importlib.import_module("torch_npu")
-        except Exception as error:  # noqa: BLE001 - beside another torch it looks in vain for what it replaces
+        except Exception as error:  # noqa: BLE001 - beside another release of torch it fails to patch torch, in various ways
             return f"torch_npu does not load ({error}); source CANN's set_env.sh first"
         return None if _npu().is_available() else "no NPU is visible, see npu-smi info"
 
@@ -67,7 +76,7 @@ class NPU(Device):
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
-        runtime = getattr(_npu(), "npurt", None)  # torch_npu of 2026 brought it, and torch the other
+        runtime = getattr(_npu(), "npurt", None)  # releases of torch_npu and torch before 2026 lack these attributes
         if runtime is None or not hasattr(torch.Stream, "native_handle") or not registers(platform.release()):
             return False
         try:
@@ -78,7 +87,7 @@ class NPU(Device):
 
     @classmethod
     def read(cls, source: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
-        # torch_npu waits for a copy from memory that its own allocator has not pinned: CANN is asked itself.
+        # Call CANN directly, because torch_npu waits for copies from memory that its own allocator has not pinned.
         with stream:
             target = torch.empty_like(source, device=stream.device)
         size, handle = source.nbytes, stream.native_handle  # type: ignore[attr-defined]
@@ -94,7 +103,7 @@ class NPU(Device):
         npu_layers.fuse(module)
 
     def free_bytes(self) -> int:
-        torch.zeros(1, device=self.torch_device)  # starts it: CANN says nothing of one that is not
+        torch.zeros(1, device=self.torch_device)  # initialises the NPU, which CANN requires for the query
         return int(_npu().mem_get_info()[0])
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
@@ -102,14 +111,14 @@ class NPU(Device):
 
 
 def registers(kernel: str) -> bool:
-    """Whether CANN registers shared memory where the host's kernel has this release, such as 5.10.0-136.oe2203."""
+    """Return whether CANN can register shared memory on a Linux kernel of this release, such as 5.10.0-136.oe2203."""
     found = re.match(r"(\d+)\.(\d+)", kernel)
     return found is not None and (int(found[1]), int(found[2])) > _KERNEL_THAT_FAILS
 
 
 @cache
 def _acl() -> ctypes.CDLL:
-    """CANN's runtime, which torch_npu has loaded."""
+    """Return CANN's runtime library, which torch_npu has loaded."""
     library = ctypes.CDLL("libascendcl.so")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     library.aclrtMemcpyAsync.argtypes = [pointer, size, pointer, size, ctypes.c_int, pointer]
@@ -117,4 +126,4 @@ def _acl() -> ctypes.CDLL:
 
 
 def _npu() -> Any:
-    return torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there
+    return torch.npu  # type: ignore[attr-defined]  # torch_npu adds it

@@ -1,8 +1,8 @@
-"""torch_npu's fused operators: attention over pages, cache writes, and the layers that transformers writes out.
+"""Fused operators of torch_npu: attention over pages, cache writes, RMS normalisation and rotary embeddings.
 
-Which shapes, dtypes and layouts they take is in docs/npu.md, with its sources. An operator that this torch_npu, CANN or
-chip lacks shows in a trial of a few numbers, when a shape is first asked for: one line in the log, and plain torch
-takes its place.
+docs/npu.md lists the supported shapes, dtypes and layouts with their sources. A small trial at the first use of a shape
+shows whether this torch_npu, CANN and chip have an operator. If not, one line is logged, and plain torch takes its
+place.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _ATTENTION = "npu_fused_infer_attention_score"
 _PACKED_ATTENTION = "npu_fused_infer_attention_score (TND)"
 PACKED = "npu_fusion_attention"
 _PACKED_WIDTH = 128
-"""Width of the heads that attention takes with the rows of all sequences in one row (TND)."""
+"""Width of a head in packed attention (layout TND)."""
 _MAX_PACKED = 4096
-"""Most sequences whose rows are in one row."""
+"""Maximum number of sequences in packed attention."""
 _MAX_WIDTH = 512
 _MAX_KEYS = 262144
 _MAX_ELEMENTS = 2**31 - 1
-"""Most tokens that a single row attends to where the rows are apart, and most elements of the cache."""
+"""Maximum number of elements of the cache in layout BSH. `_MAX_KEYS` is the maximum number of tokens of a sequence."""
 _MAX_SHARE = 64
-"""Most heads that may share a key-value head."""
+"""Maximum number of heads that share a key-value head."""
 _MASK_SIZE = 2048
-"""Side of the triangle that stands for every causal mask (sparse_mode 3)."""
+"""Side of the triangular mask that represents every causal mask (sparse_mode 3)."""
 _BLOCK_STEP, _MAX_BLOCK = 128, 512
-"""A block's tokens must be a multiple of the one, and at most the other; in TND the one alone is taken for sure."""
+"""A block must have a multiple of `_BLOCK_STEP` tokens, up to `_MAX_BLOCK`. For TND only `_BLOCK_STEP` is certain."""
 
 
 class NPUKernels(Kernels):
-    """What an Ascend NPU has, as far as torch_npu and CANN bring it."""
+    """The fused operators of an Ascend NPU that torch_npu and CANN provide."""
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, num_sequences: int, longest: int) -> bool:
         (heads, _, width), (_, block_size, kv_heads, _) = query.shape, keys.shape
@@ -76,7 +76,7 @@ class NPUKernels(Kernels):
 
 
 def _packs(query: Tensor, keys: Tensor, num_sequences: int) -> bool:
-    """Whether all rows go into one call; an older CANN has that for other heads alone, or without pages."""
+    """Return whether one call can take all rows. An older CANN supports TND only for other heads or without pages."""
     heads, kv_heads = query.shape[0], keys.shape[2]
     return (
         query.shape[-1] == _PACKED_WIDTH
@@ -87,7 +87,7 @@ def _packs(query: Tensor, keys: Tensor, num_sequences: int) -> bool:
 
 
 def _attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
-    """All rows in one call."""
+    """Compute all rows in one call."""
     return _fused(
         query.transpose(0, 1).contiguous(),
         *_pages(keys, values),
@@ -102,7 +102,7 @@ def _attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scal
 
 
 def _attend_apart(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
-    """The rows that are single ones in one call, each longer chunk in one of its own."""
+    """Compute all single rows in one call, and each longer chunk in a call of its own."""
     flat, pages, settings = query.transpose(0, 1).contiguous(), _pages(keys, values), _settings(query, keys, scaling)
     out = torch.empty_like(flat)
     if rows.singles:
@@ -141,7 +141,7 @@ def _settings(query: Tensor, keys: Tensor, scaling: float) -> dict[str, Any]:
 def _attend_singles(
     flat: Tensor, pages: tuple[Tensor, Tensor], rows: Rows, settings: dict[str, Any], out: Tensor
 ) -> None:
-    """Fills the rows in `out` of the sequences that have one row each, all of them in one call."""
+    """Compute the rows of all sequences with one row in one call, and write them to `out`."""
     alone = len(rows.singles) == len(rows.stops)
     query = flat if alone else flat.index_select(0, rows.single_rows)
     blocks = rows.blocks if alone else rows.blocks.index_select(0, rows.single_sequences)
@@ -167,7 +167,7 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, **settings: Any) -> Tens
 
 @cache
 def _triangle(device: torch.device) -> Tensor:
-    """bool [2048, 2048], True above the diagonal: what is not attended to."""
+    """Return the causal mask, bool [2048, 2048]. True, above the diagonal, marks masked positions."""
     return upload(torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool).triu(1), device)
 
 
@@ -177,13 +177,13 @@ def _try_packed(device: torch.device, dtype: torch.dtype, width: int) -> None:
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """hidden [..., width] over its root mean square, times weight [width]; the statistics in float32."""
+    """Apply RMS normalisation with `weight` [width] to `hidden` [..., width]. The statistics are in float32."""
     out: Tensor = torch.ops.npu.npu_rms_norm(hidden, weight, eps)[0]
     return out
 
 
 def rotary(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """values [B, N, S, D] rotated, halves as pairs, by cos and sin [B or 1, 1, S, D]."""
+    """Apply rotary embeddings to values [B, N, S, D], with cos and sin [B or 1, 1, S, D]. Halves of a head pair up."""
     out: Tensor = torch.ops.npu.npu_rotary_mul(values, cos, sin)
     return out
 
@@ -197,7 +197,7 @@ def _try(
     width: int,
     block_size: int,
 ) -> None:
-    """Attention of a single row and of a longer chunk: what steps are made of."""
+    """Run `attend` on a single row and on a longer chunk."""
     query = torch.zeros(heads, 3, width, dtype=dtype, device=device)
     pages = torch.zeros(3, block_size, kv_heads, width, dtype=dtype, device=device)
     attend(query, pages, pages, Rows.build([1, 2], [1, 2], [[1], [2]], device), 1.0)
@@ -231,13 +231,21 @@ _TRIALS: dict[str, Callable[..., None]] = {
 
 @cache
 def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) -> bool:
-    """Whether the operator of that name runs on `device` with `dtype`: tried once, with a wait for the device.
+    """Return whether an operator runs on `device`. The result of a trial, which waits for the device, is cached.
 
-    `shape` are the sizes that it is asked for, as its trial takes them.
+    Args:
+        operator: Name of the operator.
+        device: The NPU.
+        dtype: The dtype of the tensors.
+        shape: Sizes that the trial of this operator takes.
+
+    Raises:
+        DeviceError: The device no longer computes after the trial.
+
     """
-    torch.accelerator.synchronize(device)  # what failed before is not this operator's
-    npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there
-    past_queue = npu.SyncLaunchStream(device)  # torch_npu's queue runs nothing any more once an operator failed in it
+    torch.accelerator.synchronize(device)  # earlier failures must not count against this operator
+    npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
+    past_queue = npu.SyncLaunchStream(device)  # bypasses torch_npu's queue, which stops after a failure
     try:
         with npu.stream(past_queue):
             _TRIALS[operator](device, dtype, *shape)
@@ -253,6 +261,6 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
 
 @cache
 def _tell(operator: str, device: torch.device, dtype: torch.dtype, reason: str) -> None:
-    """Once: one that is missing is so at every shape that a model asks it for."""
+    """Log that an operator is missing. The cache limits this to one line for all shapes."""
     instead = "its layout BSH" if operator == _PACKED_ATTENTION else "plain torch"
     _log.warning("%s does not run on %s in %s, %s takes its place: %s", operator, device, dtype, instead, reason)

@@ -1,6 +1,7 @@
-"""Layers that transformers writes out operator by operator, as torch_npu's fused ones.
+"""Replacement of layers of transformers by fused operators of torch_npu.
 
-A layer is replaced because a fused one gives the same numbers, whatever its name: each kind is tried on random values.
+A trial on random values shows for each kind of layer whether the fused operator gives the same results. The name of a
+layer does not decide.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from mindie_mm.device.npu import npu_towers
 from mindie_mm.device.npu.npu_kernels import rms_norm, rotary, works
 
 _LANE_BYTES = 32
-"""A head's width in bytes must be a multiple of this, or the fused rotation is slower than the parts."""
+"""The width of a head in bytes must be a multiple of this number. Otherwise the fused operator is slower."""
 _MAX_ROTATED = 896
-"""Width of a head below which values are rotated by the fused operator."""
+"""Exclusive upper limit on the width of a head for the fused operator."""
 
 
 class FusedRMSNorm(nn.Module):
-    """As the layer that it is made from."""
+    """An RMS normalisation layer with the fused operator."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -29,15 +30,15 @@ class FusedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., width], of the weight's dtype."""
+        """Normalise [..., width], which must have the dtype of the weight."""
         return rms_norm(hidden, self.weight, self.eps)
 
 
 def fuse(module: nn.Module) -> None:
-    """Replaces what `module` has of norms and rotations on an NPU; others stay as they are."""
+    """Replace the RMS normalisation, tower attention and rotary embeddings of `module` on an NPU by fused operators."""
     _fuse_norms(module)
     npu_towers.pack(module)
-    # The operator takes cosines of up to 1; YaRN's are multiplied.
+    # The operator requires cosines up to 1, but YaRN scales them.
     if all(getattr(part, "attention_scaling", 1.0) == 1.0 for part in module.modules()):
         rotation.replace(module, rotation.TEXT, _rotate)
 
@@ -68,7 +69,7 @@ def _agree(layer: nn.Module, fused: nn.Module, weight: Tensor) -> bool:
         values = torch.randn(4, *weight.shape, dtype=torch.float32).to(weight)
         try:
             return _close(layer(values), fused(values))
-        except (TypeError, AttributeError):  # it takes more than values
+        except (TypeError, AttributeError):  # the layer takes further arguments
             return False
 
 

@@ -1,4 +1,4 @@
-"""The attention of towers that take a step's pictures packed: npu_fusion_attention over all of them."""
+"""Attention of towers that take the images of a step as one packed sequence, by npu_fusion_attention."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from mindie_mm.device.npu.npu_kernels import HALF, PACKED, works
 
 NAME = "mindie_mm_flash_packed"
-"""Under which transformers knows `attend`; by "flash" in it, towers do not take their pictures apart before."""
+"""Name under which `attend` is registered with transformers. With "flash" in it, towers do not split the images."""
 
 MOST_SEQUENCES = 1024
-"""Sequences of one call (docs/npu.md): of a large picture windows are more, of a long video thrice as many."""
+"""Maximum number of sequences in one call (docs/npu.md).
+
+A large image has more windows than that. A long video has three times as many.
+"""
 
 
 def pack(module: nn.Module) -> None:
-    """Has the towers of `module` attend to all of a step's pictures at once, where they take them packed."""
+    """Make the towers of `module` that take packed images compute the attention of all images of a step together."""
     from transformers import AttentionInterface, AttentionMaskInterface  # late: not every process has a model
     from transformers.masking_utils import flash_attention_mask
 
@@ -45,10 +48,19 @@ def attend(
     cu_seq_lens_q: Tensor,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of each sequence to itself, both ways; transformers' AttentionInterface gives the signature.
+    """Compute bidirectional attention within each sequence, with the signature of transformers' AttentionInterface.
 
-    [1, heads, T, width] each -> [1, T, heads, width]. `cu_seq_lens_q` [sequences + 1], on the host: where they begin
-    and end.
+    Args:
+        query: [1, heads, T, width].
+        key: [1, heads, T, width].
+        value: [1, heads, T, width].
+        attention_mask: None.
+        scaling: Factor of the scores.
+        cu_seq_lens_q: Bounds of the sequences, [sequences + 1], on the host.
+
+    Returns:
+        [1, T, heads, width], and None for the attention weights.
+
     """
     assert attention_mask is None
     bounds = cu_seq_lens_q.tolist()

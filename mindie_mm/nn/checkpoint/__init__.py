@@ -1,1 +1,1 @@
-"""A checkpoint directory: its files, its configuration and the tokens that end an answer."""
+"""A checkpoint directory: files, configuration, published weight names, and the tokens that end an answer."""

@@ -1,4 +1,4 @@
-"""The keys of a configuration that a family with layers of its own knows, and what becomes of each."""
+"""The configuration keys that a family with layers of its own knows, and the treatment of each key."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mindie_mm.errors import UnsupportedCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class Required:
-    """Stands for the default of a key that the original code does not do without."""
+    """A marker in place of a default, for a key that the original code requires."""
 
     kind: type
-    """Type of its value; float takes integers, too."""
+    """Type of the value. float also accepts integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,17 @@ class Nullable:
     """The default of a key that may be null."""
 
     kind: type
-    """Type of its value otherwise; float takes integers, too."""
+    """Type of a value that is not null. float also accepts integers."""
     default: Any = None
 
 
 def words(*texts: str) -> frozenset[str]:
-    """Return the words of `texts`, which blanks part: a list of keys that can be read."""
+    """Return the words of `texts`, separated by spaces. Long lists of keys are easier to read in this form."""
     return frozenset(" ".join(texts).split())
 
 
 HOUSEKEEPING = words(
-    # What describes the file, how the original is run, or its training.
+    # Keys about the file, the way the original runs, or its training.
     "_attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path add_cross_attention architectures",
     "attn_implementation auto_map chunk_size_feed_forward cross_attention_hidden_size dtype experts_implementation",
     "finetuning_task gradient_checkpointing id2label ignore_index initializer_factor initializer_range is_decoder",
@@ -41,14 +41,14 @@ HOUSEKEEPING = words(
     "pretraining_tp problem_type processor_class pruned_heads return_dict task_specific_params tf_legacy_loss",
     "tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers.js_config transformers_version",
     "use_bfloat16 use_cache use_return_dict",
-    # What `generate` and the loaders of weights read.
+    # Keys that `generate` and the loaders of weights read.
     "bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample",
     "early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty forced_bos_token_id",
     "forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups",
     "num_beams num_return_sequences output_scores pad_token_id quantization_config quantize remove_invalid_values",
     "repetition_penalty return_dict_in_generate sep_token_id suppress_tokens temperature top_k top_p typical_p",
 )
-"""Keys of any configuration of transformers' that change no logits, or are read elsewhere."""
+"""Keys of any transformers configuration that do not change the logits, or are read elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +56,31 @@ class Keys:
     """The keys of a configuration file, or of one section of it."""
 
     read: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that the family honours, with the original code's defaults, whose types their values must have.
+    """Keys that the family honours, with the defaults of the original code. A value must have the default's type.
 
-    A float takes integers, too. A bool takes null, which is false to the original code. The values of a list are as the
-    first one of the default, and a tuple has as many values as the default.
+    A float key also accepts integers. A bool key also accepts null, which the original code treats as false. The
+    elements of a list have the type of the default's first element. A tuple has the length of the default.
     """
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys that change the answers, with the values that are served.
 
-    A null is the same as no key, except where true is served: to the original code it is false.
+    A null counts as an absent key unless true is served, because the original code treats null as false.
     """
     unused: frozenset[str] = frozenset()
-    """Keys that change no answer, besides HOUSEKEEPING."""
+    """Keys that do not change the answers, besides `HOUSEKEEPING`."""
     sections: Mapping[str, Keys] = field(default_factory=dict)
-    """Keys that hold an object, with the keys of that object."""
+    """Keys whose value is an object, with the keys of that object."""
 
     def complete(self, config: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
-        """Return `config` with the defaults of the keys that it lacks.
+        """Return a copy of `config` in which missing keys have their defaults.
+
+        Args:
+            config: Contents of the file or section.
+            where: Path of the file, for messages.
+            prefix: Names of the enclosing sections, for messages, such as `text_config.`.
 
         Raises:
-            UnsupportedCheckpoint: A key has a value that is not served or of another type, or is missing and has no
-                default. `where` is the file, which the message names.
+            UnsupportedCheckpoint: The value of a key is not served or has the wrong type, or a required key is missing.
 
         """
         for name, served in self.only.items():
@@ -103,7 +107,7 @@ class Keys:
         return completed
 
     def unknown(self, config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-        """Yield the keys of `config` that are not known, those of a section as `section.key`."""
+        """Yield the unknown keys of `config`. A key in a section is yielded as `section.key`."""
         known = {*self.read, *self.only, *self.unused, *self.sections, *HOUSEKEEPING}
         for name, value in config.items():
             if name not in known:
@@ -113,7 +117,7 @@ class Keys:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Return whether a value is of the type of its key's default."""
+    """Return whether a value has the type of its key's default."""
     if value is None:
         return default is None or isinstance(default, Nullable | bool)
     if isinstance(default, list | tuple):
@@ -131,7 +135,7 @@ def _kind(default: Any) -> type:
 
 
 def _described(default: Any) -> str:
-    """Return in words the values that `_fits` takes."""
+    """Return a description of the values that `_fits` accepts."""
     if isinstance(default, list | tuple):
         count = f" of {len(default)}" if isinstance(default, tuple) else ""
         return f"a list{count}, each {_described(default[0])}"

@@ -1,4 +1,4 @@
-"""A checkpoint directory in Hugging Face layout, read once."""
+"""A checkpoint directory in Hugging Face layout. Each file is read once."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _PARTS: Mapping[Kind, Sequence[str]] = {
     "video": ("video_processor",),
     "audio": ("feature_extractor", "audio_processor"),
 }
-"""Keys of processor_config.json that hold the preprocessing settings of a kind, the first one first."""
+"""Keys of processor_config.json for the preprocessing settings of each kind, in order of precedence."""
 _FILES: Mapping[Kind, Sequence[str]] = {
     "image": ("preprocessor_config.json",),
     "video": ("video_preprocessor_config.json", "preprocessor_config.json"),
     "audio": ("preprocessor_config.json",),
 }
-"""Files that hold them where processor_config.json does not, the first one first."""
+"""Files with the preprocessing settings if processor_config.json has none, in order of precedence."""
 _CLASS_KEYS: Mapping[Kind, str] = {
     "image": "image_processor_type",
     "video": "video_processor_type",
     "audio": "feature_extractor_type",
 }
-"""Key of the settings of a kind that names the class of transformers that reads them."""
+"""Key that names the transformers class for the preprocessing settings of each kind."""
 VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "qwen.tiktoken"),
 )
-"""Files of which transformers makes a tokenizer, the first one first."""
+"""Files from which transformers makes a tokenizer, in order of precedence."""
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt")
 
@@ -56,18 +56,19 @@ class Checkpoint:
     path: Path
     """Absolute path of the directory."""
     config: Mapping[str, Any]
-    """config.json."""
+    """Contents of config.json."""
     _files: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
-    """Files that `json` has read. A tokenizer.json takes a second to parse."""
+    """Contents of the files that `json` has read. They are kept because a tokenizer.json takes a second to parse."""
     renamings: Sequence[Renaming] | None = field(default=None, repr=False, compare=False)
-    """Rules that give a weight's published name. None if the weights have the names of transformers' module."""
+    """Rules for the published names of weights. None if the weights have the names of the transformers module."""
 
     @classmethod
     def open(cls, path: str | Path | None = None) -> Checkpoint:
         """Open a checkpoint and read its config.json. None opens the embedded checkpoint.
 
         Raises:
-            UnsupportedCheckpoint: There is no readable config.json, or the name of the directory is not UTF-8.
+            UnsupportedCheckpoint: There is no readable config.json, an adapter lies beside it, or the name of the
+                directory is not UTF-8.
             InputError: The path is relative, and the working directory was removed.
 
         """
@@ -82,41 +83,50 @@ class Checkpoint:
     def translated(
         self, config: Mapping[str, Any], files: Mapping[str, dict[str, Any]], renamings: Sequence[Renaming]
     ) -> Checkpoint:
-        """Return this checkpoint as transformers lays it out, for weights that are published under other names.
+        """Return this checkpoint in the layout of transformers. No files are written.
 
-        `config` and `files` are what transformers' config.json and other JSON files would hold. Nothing is written.
+        Args:
+            config: Contents of config.json in the layout of transformers.
+            files: Contents of other JSON files in that layout, by name.
+            renamings: Rules for the published names of the weights.
+
         """
         return replace(self, config=config, _files={**self._files, **files}, renamings=renamings)
 
     @property
     def contents(self) -> tuple[Mapping[str, Any], Mapping[str, dict[str, Any]]]:
-        """config.json and the other files that were read or made, to compare translations by."""
+        """Contents of config.json, and of the other files that were read or translated. For comparing translations."""
         return self.config, self._files
 
     def with_files(self, files: Mapping[str, dict[str, Any]]) -> Checkpoint:
-        """Return this checkpoint with other contents of JSON files. Nothing is written."""
+        """Return this checkpoint with other contents of some JSON files. No files are written."""
         return replace(self, _files={**self._files, **files})
 
     def json(self, name: str) -> dict[str, Any]:
-        """The file `name` parsed, once, or {} where the checkpoint has none. Not to be changed."""
+        """Return the contents of a JSON file, or {} if the checkpoint does not have it. Do not change the result.
+
+        Raises:
+            UnsupportedCheckpoint: The file cannot be read, or is not a JSON object.
+
+        """
         if name not in self._files:
             file = self.path / name
             self._files[name] = _read(file) if _is_file(file) else {}
         return self._files[name]
 
     def preprocessor(self, kind: Kind, classes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the settings that items of `kind` are preprocessed by, completed by the defaults of their class.
+        """Return the preprocessing settings of a kind of media, with the defaults of their class filled in.
 
-        The settings come from where transformers takes them: the part of processor_config.json, else the file of the
-        kind (see `_FILES`). A null is none, as in transformers.
+        As in transformers, the settings come from processor_config.json or else from the file of the kind (see
+        `_FILES`), and a null counts as absent.
 
         Args:
-            kind: The kind of medium.
-            classes: transformers' classes of processors that are served, with their defaults. The first one is that of
-                a checkpoint that names none. A name that ends in Fast or Pil is a backend of the same class.
+            kind: The kind of media.
+            classes: Names of the transformers classes that are served, with their defaults. The first one applies if
+                the settings name no class. The suffixes Fast and Pil denote backends of the same class.
 
         Raises:
-            UnsupportedCheckpoint: No file states the settings, or they are those of a class that is not served.
+            UnsupportedCheckpoint: No file has the settings, or their class is not served.
 
         """
         found, source = self._stated(kind)
@@ -152,7 +162,7 @@ class Checkpoint:
         )
 
     def require(self, name: str, keys: Collection[str]) -> dict[str, Any]:
-        """Parse the file `name`. Raise UnsupportedCheckpoint if it is missing or lacks one of `keys`."""
+        """Return the contents of a JSON file. Raise UnsupportedCheckpoint if it is missing or lacks one of `keys`."""
         settings = self.json(name)
         if missing := [key for key in keys if settings.get(key) is None]:
             what = f"its {name} has no {', '.join(missing)}" if self.has(name) else f"it has no {name}"
@@ -163,18 +173,23 @@ class Checkpoint:
         return settings
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file `name`. Raise UnsupportedCheckpoint if the folder cannot be searched."""
+        """Return whether the checkpoint has the file. Raise UnsupportedCheckpoint if the folder cannot be searched."""
         return bool(self._files.get(name)) or _is_file(self.path / name)
 
     def token_id(self, token: str) -> int:
-        """The id of an added token of tokenizer.json; UnsupportedCheckpoint where it has none of that name."""
+        """Return the id of an added token of tokenizer.json. Raise UnsupportedCheckpoint if the token is missing."""
         for added in self.tokenizer_json().get("added_tokens", ()):
             if added["content"] == token:
                 return int(added["id"])
         raise UnsupportedCheckpoint(f"{self.path}: tokenizer.json has no added token {token}")
 
     def tokenizer_json(self) -> dict[str, Any]:
-        """tokenizer.json parsed; UnsupportedCheckpoint where there is none. Not to be changed."""
+        """Return the contents of tokenizer.json. Do not change the result.
+
+        Raises:
+            UnsupportedCheckpoint: The file is missing or cannot be read.
+
+        """
         if not self.has("tokenizer.json"):
             raise UnsupportedCheckpoint(
                 f"{self.path} has no tokenizer.json; take it from the repository that the checkpoint was made of, or "
@@ -183,10 +198,10 @@ class Checkpoint:
         return self.json("tokenizer.json")
 
     def check_tokenizer(self) -> None:
-        """Raise UnsupportedCheckpoint if no file has a vocabulary, or one of the tokenizer's files is damaged."""
+        """Raise UnsupportedCheckpoint if there is no vocabulary file, or one of the tokenizer's files is damaged."""
         vocabularies = [name for name in VOCABULARIES if self.has(name)]
         if not vocabularies:
-            self.tokenizer_json()  # which says what to do
+            self.tokenizer_json()  # raises an error with advice
         for name in (*vocabularies[:1], *_TOKENIZER_SETTINGS, *_TOKENIZER_TEXTS):
             if _is_file(file := self.path / name):
                 check_pointer(file)
@@ -194,22 +209,35 @@ class Checkpoint:
                     self.json(name)
 
     def tokenizer(self, is_special: Callable[[Mapping[str, Any]], bool]) -> Tokenizer:
-        """tokenizer.json, which there is, with those of its added tokens special whose entries `is_special` takes."""
-        from tokenizers import Tokenizer  # late: most who read a checkpoint make none
+        """Return the tokenizer of tokenizer.json, with other added tokens marked as special.
+
+        Args:
+            is_special: Function that returns whether the entry of an added token is special.
+
+        Raises:
+            UnsupportedCheckpoint: tokenizer.json is missing or cannot be read.
+
+        """
+        from tokenizers import Tokenizer  # late: few processes that read a checkpoint need it
 
         described = self.tokenizer_json()
         added = [{**token, "special": is_special(token)} for token in described.get("added_tokens", ())]
         return Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
 
     def special_token(self, name: str) -> str | None:
-        """The spelling of what tokenizer_config.json calls `name`, such as sep_token; None where it has none."""
+        """Return the spelling of a special token in tokenizer_config.json by its key, such as sep_token, or None."""
         config = self.json("tokenizer_config.json")
         extra = config.get("extra_special_tokens")
         token = config.get(name) or (extra.get(name) if isinstance(extra, dict) else None)
         return token["content"] if isinstance(token, dict) else token
 
     def require_special_token(self, *names: str) -> str:
-        """Return the spelling of the first of `names` that tokenizer_config.json has. UnsupportedCheckpoint if none."""
+        """Return the spelling of the first special token of `names` that tokenizer_config.json has.
+
+        Raises:
+            UnsupportedCheckpoint: It has none of them.
+
+        """
         for name in names:
             if (token := self.special_token(name)) is not None:
                 return token
@@ -224,9 +252,9 @@ class Checkpoint:
 
 
 def with_special_tokens(described: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    """Return a tokenizer.json that has all of `tokens` as special tokens.
+    """Return the contents of a tokenizer.json with `tokens` added as special tokens.
 
-    New ones get the ids behind the last one, in order, as transformers' `add_special_tokens` gives them.
+    New tokens get the next free ids, in order, as in transformers' `add_special_tokens`.
     """
     added = {token["content"]: token for token in described.get("added_tokens", ())}
     vocabulary = described["model"]["vocab"]
@@ -245,7 +273,7 @@ def with_special_tokens(described: Mapping[str, Any], tokens: Sequence[str]) -> 
 
 
 def tokenizer_length(described: Mapping[str, Any]) -> int:
-    """Return the number of ids of a tokenizer.json, as `len` of transformers' tokenizer counts them."""
+    """Return the number of ids of a tokenizer.json, as `len` of a transformers tokenizer does."""
     added = (int(token["id"]) + 1 for token in described.get("added_tokens", ()))
     return max(len(described["model"]["vocab"]), *added, 0)
 
@@ -261,11 +289,11 @@ def _require_utf8(root: Path) -> None:
 
 
 def _implied_class(kind: Kind, settings: Mapping[str, Any]) -> str | None:
-    """Return the class that transformers derives from the class of another kind in the same settings, or None."""
+    """Return the class that transformers derives from the class named for another kind, or None."""
     if kind == "image":
         return str(settings.get("feature_extractor_type", "")).replace("FeatureExtractor", "ImageProcessor") or None
     if kind == "video" and (image := settings.get("image_processor_type")):
-        import transformers  # late: most who read a checkpoint need none of it
+        import transformers  # late: few processes that read a checkpoint need it
 
         name = str(image).removesuffix("Fast").removesuffix("Pil").replace("ImageProcessor", "VideoProcessor")
         return name if name in dir(transformers) else None
@@ -273,7 +301,7 @@ def _implied_class(kind: Kind, settings: Mapping[str, Any]) -> str | None:
 
 
 def _is_file(file: Path) -> bool:
-    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):  # its folder may be another user's
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):  # its folder may belong to another user
         check_link(file)
         return file.is_file()
 

@@ -16,10 +16,14 @@ _TEXT_MODELS = ("text_config", "llm_config", "language_config")
 
 
 def eos_token_ids(checkpoint: Checkpoint, default: Collection[int] = ()) -> tuple[int, ...]:
-    """Return the ids that end a sequence: those of generation_config.json or config.json, and the tokenizer's.
+    """Return the ids that end a sequence, from generation_config.json or config.json, and from the tokenizer.
 
-    vLLM takes the tokenizer's too. A chat model may name the end of its text in generation_config.json, and the end of
-    its turns in tokenizer_config.json. `default` are the ids that the family's own code ends with if no file names any.
+    A chat model may name the end of its text in generation_config.json and the end of its turns in
+    tokenizer_config.json. vLLM uses both, too.
+
+    Args:
+        checkpoint: The checkpoint.
+        default: Ids of the family's original code, for checkpoints whose files name no such token.
 
     Raises:
         UnsupportedCheckpoint: An id is not an integer.
@@ -39,7 +43,7 @@ def eos_token_ids(checkpoint: Checkpoint, default: Collection[int] = ()) -> tupl
 
 
 def _stated(checkpoint: Checkpoint) -> Iterator[int]:
-    """Yield the ids in the first configuration that states any."""
+    """Yield the ids in the first configuration that has any."""
     config = checkpoint.config
     texts = [text for name in _TEXT_MODELS if isinstance(text := config.get(name), Mapping)]
     for source in (checkpoint.json("generation_config.json"), config, *texts):
@@ -49,7 +53,7 @@ def _stated(checkpoint: Checkpoint) -> Iterator[int]:
 
 
 def ids_of(value: Any, where: Path) -> tuple[int, ...]:
-    """Return the ids that an eos_token_id states. Raise UnsupportedCheckpoint if one is not an integer."""
+    """Return the ids in a value of eos_token_id. Raise UnsupportedCheckpoint if one is not an integer."""
     ids = value if isinstance(value, list) else [value]
     if not all(type(token_id) is int for token_id in ids):
         raise UnsupportedCheckpoint(f"{where}: eos_token_id is {value!r}, it must be an integer or a list of integers")
@@ -59,8 +63,8 @@ def ids_of(value: Any, where: Path) -> tuple[int, ...]:
 def tokenizers_eos(checkpoint: Checkpoint) -> int | None:
     """Return the id of the tokenizer's end-of-sequence token, or None if it has none.
 
-    Beside a tokenizer_config.json of an older release, special_tokens_map.json comes first, as in transformers. If
-    neither file names a token, the tokenizer's class may.
+    As in transformers, special_tokens_map.json takes precedence over a tokenizer_config.json of an older release. If
+    neither file names a token, the default of the tokenizer's class applies.
     """
     settings = checkpoint.json("tokenizer_config.json")
     entry = checkpoint.json("special_tokens_map.json").get("eos_token")
@@ -78,7 +82,7 @@ def tokenizers_eos(checkpoint: Checkpoint) -> int | None:
 
 
 def _of_class(checkpoint: Checkpoint) -> int | None:
-    """Return the id of the end-of-sequence token that the class of the tokenizer has by default, such as Qwen2's."""
+    """Return the id of the default end-of-sequence token of the tokenizer's class. Qwen2's class has one."""
     if not checkpoint.json("tokenizer_config.json").get("tokenizer_class"):
         return None
     from transformers import AutoTokenizer  # late: nearly all checkpoints name the token
@@ -93,6 +97,6 @@ def _of_class(checkpoint: Checkpoint) -> int | None:
 
 
 def _vocabulary(described: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return the ids in a tokenizer.json by token. Unigram models list tokens with their scores."""
+    """Return the id of each token in a tokenizer.json. Unigram models store a list of tokens and scores."""
     tokens = (described.get("model") or {}).get("vocab") or {}
     return tokens if isinstance(tokens, Mapping) else {token: at for at, (token, *_) in enumerate(tokens)}

@@ -1,7 +1,7 @@
-"""Errors for paths that are no checkpoint directory, and for files of one that are damaged.
+"""Errors for paths that are not checkpoint directories, and for damaged files in a checkpoint directory.
 
-Downloads go wrong in a few ways: Git leaves pointers in the place of large files, a cache keeps folders of its own
-layout, other programs have other formats. Each message names the file and what to do.
+Downloads fail in a few typical ways. Git leaves pointers in place of large files. A cache has folders in a layout of
+its own. Other programs use other formats. Each message names the file and says what to do.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.settings.paths import working_directory
 
 POINTER = b"version https://git-lfs.github.com/spec/"
-"""Beginning of the file that Git-LFS leaves in the place of a large one."""
+"""Beginning of the file that Git-LFS leaves in place of a large file."""
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-"""Pattern of a repository on the Hugging Face Hub, owner/name. A relative path may match it too."""
+"""Pattern of a repository name on the Hugging Face Hub, owner/name. A relative path may match it too."""
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
-"""Folder of a repository in the cache of the Hugging Face Hub."""
+"""Pattern of a repository's folder in the Hugging Face cache."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _SHOWN = 3
-"""Folders or files of which a message names as many."""
+"""Maximum number of folders that a message names."""
 
 
 def check_link(file: Path) -> None:
-    """Raise UnsupportedCheckpoint if a file is a link to one that does not exist, as in a cache copied in part."""
+    """Raise UnsupportedCheckpoint if a file is a dangling link, as in a partial copy of a cache."""
     if file.is_symlink() and not file.exists():
         raise UnsupportedCheckpoint(
             f"{file} is a link to {file.readlink()}, which does not exist: the folder was copied without the files "
@@ -35,7 +35,7 @@ def check_link(file: Path) -> None:
 
 
 def check_pointer(file: Path) -> None:
-    """Raise UnsupportedCheckpoint if a file, which exists, is a Git-LFS pointer."""
+    """Raise UnsupportedCheckpoint if an existing file is a Git-LFS pointer."""
     with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
         start = opened.read(len(POINTER))
     if start == POINTER:
@@ -48,7 +48,7 @@ def check_pointer(file: Path) -> None:
 def check_adapter(root: Path) -> None:
     """Raise UnsupportedCheckpoint if a checkpoint directory has an adapter beside its weights.
 
-    The answers would be those of the base model.
+    Without this check, the answers would come from the base model.
     """
     with os_errors_as(UnsupportedCheckpoint, f"{root} cannot be read"):
         names = sorted(name for name in _ADAPTER_FILES if (root / name).is_file())
@@ -64,7 +64,7 @@ def check_adapter(root: Path) -> None:
 
 
 def no_checkpoint(root: Path) -> UnsupportedCheckpoint:
-    """Return the error for a path that is no directory with a config.json, with the path to give instead."""
+    """Return the error for a path that is not a directory with a config.json, with advice on the path to give."""
     message = f"{root} is no checkpoint directory: it has no config.json"
     if root.is_file():
         return UnsupportedCheckpoint(f"{root} is no checkpoint directory: {_file(root)}")
@@ -94,7 +94,7 @@ def _incomplete(root: Path, names: list[str]) -> str | None:
 
 
 def _download(root: Path) -> str:
-    """Return the advice for a path that does not exist and may be the name of a repository, or an empty string."""
+    """Return advice if a path that does not exist may be the name of a repository, or an empty string."""
     # Settings make the path absolute, so recover the relative one that may have been given.
     relative = str(root).removeprefix(f"{working_directory()}/")
     if not _REPOSITORY.fullmatch(relative):
@@ -130,7 +130,7 @@ def _adapter(root: Path) -> str:
 
 
 def _adapter_settings(root: Path) -> dict[str, Any]:
-    """Return adapter_config.json, or nothing if it cannot be read."""
+    """Return the contents of adapter_config.json, or {} if it cannot be read."""
     try:
         settings = json.loads((root / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -139,7 +139,7 @@ def _adapter_settings(root: Path) -> dict[str, Any]:
 
 
 def _cached(root: Path, names: list[str]) -> str | None:
-    """The folder to give instead of one of the Hugging Face cache's own; None where `root` is none of these."""
+    """Return advice if `root` is a folder of the Hugging Face cache, or None."""
     if root.name == "snapshots" and _CACHED.fullmatch(root.parent.name):
         root, names = root.parent, ["snapshots"]
     if (found := _CACHED.fullmatch(root.name)) and "snapshots" in names:
@@ -157,7 +157,7 @@ def _cached(root: Path, names: list[str]) -> str | None:
 
 
 def _snapshot(repository: Path) -> Path | None:
-    """Return the snapshot of the branch main, else the latest one, or None if none has a config.json."""
+    """Return the snapshot of the branch main, or else the latest snapshot. None if no snapshot has a config.json."""
     complete = [folder for folder in (repository / "snapshots").glob("*") if (folder / "config.json").is_file()]
     main = repository / "refs" / "main"
     commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else None

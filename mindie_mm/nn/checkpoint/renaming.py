@@ -1,4 +1,4 @@
-"""Names and shapes that the weights of transformers' modules have in their authors' own checkpoints."""
+"""Published names and shapes of weights in checkpoints whose layout is not that of transformers."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The conversion of a published weight into one of the module."""
+    """The conversion of a published weight into a weight of the module."""
 
     apply: Callable[[Tensor], Tensor]
-    """The weight, where it can be a view of the published one."""
+    """Function that converts the published weight, without a copy if possible."""
     published: Callable[[Shape], Shape]
-    """Shape of the published weight, given the module's."""
+    """Function from the shape of the module's weight to that of the published weight."""
 
 
 SAME = Change(lambda weight: weight, lambda shape: shape)
 TRANSPOSED = Change(lambda weight: weight.T, lambda shape: shape[::-1])
 UNBATCHED = Change(lambda weight: weight[0], lambda shape: (1, *shape))
-"""For published weights with an additional first axis of length 1."""
+"""Conversion of published weights that have an additional first axis of length 1."""
 
 
 def third(index: int) -> Change:
-    """Return the change that takes one of three equal parts: the query, key or value of one matrix for all three."""
+    """Return the change that selects the query (0), key (1) or value (2) part of a fused projection matrix."""
     return Change(lambda weight: weight.chunk(3)[index], lambda shape: (3 * shape[0], *shape[1:]))
 
 
 def grouped(part: slice, queries: int, width: int) -> Change:
-    """Return the change that takes one part of each group of a matrix for all of attention, as InternLM2 has it.
+    """Return the change that selects one part of each head group of a fused projection matrix, as in InternLM2.
 
     Args:
-        part: Which heads of a group: the first `queries`, the next one, its key, or the last one, its value.
-        queries: Query heads of a group, which has as many as share a key.
-        width: Rows of a head.
+        part: Heads to select from a group. A group has `queries` query heads, then a key head, then a value head.
+        queries: Number of query heads in a group. They share the key head.
+        width: Number of rows of a head.
 
     """
     heads = queries + 2
@@ -55,30 +55,37 @@ class Renaming:
     """A rule for the published names of some weights."""
 
     pattern: str
-    """Regular expression of whole names in transformers' module."""
+    """Regular expression that must match the full name in the transformers module."""
     published: str
-    """The published name, with groups of the pattern as `re.Match.expand` takes them."""
+    """Template of the published name for `re.Match.expand`."""
     change: Change = SAME
 
 
 @dataclass(frozen=True, slots=True)
 class RenamedWeights:
-    """A checkpoint's weights for transformers' module, by the module's names."""
+    """The weights of a checkpoint under their names in a transformers module."""
 
     weights: dict[str, Any]
     """Tensors by their names in the module."""
     published: Mapping[str, str]
     """Published names by names in the module."""
     others: dict[str, Tensor]
-    """Weights of the checkpoint that have no name in the module, by their published names."""
+    """Weights of the checkpoint that the module does not have, by their published names."""
     misfits: Sequence[tuple[str, Shape, Shape]]
-    """Published names of weights of another shape, with their shape and the one that the module needs."""
+    """Published name of each weight of the wrong shape, its shape, and the shape that the module needs."""
 
 
 def rename(
     weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape], renamings: Sequence[Renaming]
 ) -> RenamedWeights:
-    """Return published `weights` under the names of a module whose weights have these `shapes`."""
+    """Convert published weights to those of a module.
+
+    Args:
+        weights: Published names and tensors.
+        shapes: Shapes of the module's weights by their names.
+        renamings: Rules, in order of precedence. A weight without a matching rule keeps its name.
+
+    """
     rules = {name: _rule(name, renamings) for name in shapes}
     wanted: dict[str, list[str]] = {}
     for name, (published, _) in rules.items():
@@ -97,7 +104,7 @@ def rename(
 
 
 def _rule(name: str, renamings: Sequence[Renaming]) -> tuple[str, Change]:
-    """Return the published name of the module's weight `name`, and its change, by the first rule that fits."""
+    """Return the published name and the change of the module's weight `name`, by the first rule that matches."""
     for renaming in renamings:
         if found := re.fullmatch(renaming.pattern, name):
             return found.expand(renaming.published), renaming.change

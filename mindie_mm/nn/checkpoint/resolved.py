@@ -1,7 +1,7 @@
-"""Corrections to a configuration as transformers reads it from config.json, before a model is made of it.
+"""Corrections to a configuration that transformers has read from config.json.
 
-transformers 5 gives some keys another meaning than the releases that published checkpoints were written for. The old
-meaning is the right one: the weights were trained with it.
+transformers 5 interprets some keys in another way than the releases for which checkpoints were published. The old
+interpretation is correct, because the weights were trained with it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def settle(checkpoint: Checkpoint, config: Any, default_theta: float | None = No
     Args:
         checkpoint: The checkpoint that `config` was read from.
         config: The configuration of the whole model.
-        default_theta: Base of the rotary frequencies of the text model where config.json states none, if that is not
-            the default of transformers 5.
+        default_theta: Base of the rotary frequencies of the text model if config.json has none. None means the default
+            of transformers 5.
 
     Raises:
-        UnsupportedCheckpoint: Rotary frequencies depend on a batch, or have settings that would be ignored.
+        UnsupportedCheckpoint: Rotary frequencies depend on the batch, or have settings that would be ignored.
 
     """
     if default_theta is not None:
@@ -37,10 +37,10 @@ def settle(checkpoint: Checkpoint, config: Any, default_theta: float | None = No
 
 
 def _settle_theta(stated: Mapping[str, Any], text: Any, default_theta: float) -> None:
-    """Set what config.json states of the rotary frequencies: in text_config, else at the top, else the default.
+    """Set the rotary frequencies from text_config, else from the top level of config.json, else from the default.
 
-    transformers 4 had the default in the class of the text model's configuration. transformers 5 reads 10000 (or
-    another value) where a text_config does not state it, whatever stands at the top.
+    In transformers 4 the default was in the class of the text model's configuration. If text_config has no value,
+    transformers 5 uses 10000 (or another value) and ignores the top level.
     """
     own = stated.get("text_config") or {}
     theta = _stated(own, "rope_theta") or _stated(stated, "rope_theta") or default_theta
@@ -51,15 +51,15 @@ def _settle_theta(stated: Mapping[str, Any], text: Any, default_theta: float) ->
 
 
 def _stated(config: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a key of rotary frequencies, in its old or its new place, or None."""
+    """Return the value of a key of the rotary frequencies from its old or its new place, or None."""
     places = (config, *(config[part] for part in _PARTS if isinstance(config.get(part), Mapping)))
     return next((place[name] for place in places if place.get(name) is not None), None)
 
 
 def _settle_ties(stated: Mapping[str, Any], config: Any) -> None:
-    """Take tie_word_embeddings from text_config where it stands there alone.
+    """Copy tie_word_embeddings from text_config if the top level does not set it.
 
-    transformers 4 asked the text model's configuration, transformers 5 asks the whole model's.
+    transformers 4 read it from the text model's configuration. transformers 5 reads it from the whole model's.
     """
     own = (stated.get("text_config") or {}).get("tie_word_embeddings")
     if own is not None and stated.get("tie_word_embeddings") is None:
@@ -67,7 +67,7 @@ def _settle_ties(stated: Mapping[str, Any], config: Any) -> None:
 
 
 def _check_layered_rope(checkpoint: Checkpoint, text: Any) -> None:
-    """Raise UnsupportedCheckpoint where settings stand beside those of each type of layer, and would be ignored."""
+    """Raise UnsupportedCheckpoint for settings of all layers beside settings per layer type. They would be ignored."""
     parameters = getattr(text, "rope_parameters", None) or {}
     layered = [name for name, value in parameters.items() if isinstance(value, dict)]
     if layered and (loose := parameters.keys() - {*layered}):
@@ -78,10 +78,11 @@ def _check_layered_rope(checkpoint: Checkpoint, text: Any) -> None:
 
 
 def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
-    """Frequencies that depend on a batch's longest position: one sequence of a flat batch would bend another's.
+    """Replace dynamic rotary frequencies by the default ones, or raise UnsupportedCheckpoint if they can differ.
 
-    Dynamic ones are the default's as far as `max_position_embeddings`, which no sequence goes beyond; not where a
-    medium's seconds may (M-RoPE), or with settings of a model's own.
+    Dynamic frequencies depend on the longest position in a batch, so that one sequence of a flat batch would change
+    another. They equal the default ones up to `max_position_embeddings`, and no sequence is longer. Positions in time
+    of M-RoPE may exceed it, and settings of a model's own may change the frequencies, so both are refused.
     """
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for entry in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):

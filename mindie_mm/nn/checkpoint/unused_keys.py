@@ -1,4 +1,4 @@
-"""Keys of a config.json that a configuration of transformers' has no use for."""
+"""Detection of keys in config.json that have no effect."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _PROBE = "mindie_mm probes whether this key is read"
 _ABSENT = object()
 
 Path = tuple[str, ...]
-"""A key and the sections that it stands in, the outermost first."""
+"""Names of the sections around a key, from the outermost, and the key."""
 
 
 def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], Any]) -> list[str]:
-    """Return the keys of a config.json that change nothing in what is resolved of it, those of a section as a.b.
+    """Return the keys of config.json that have no effect on the configuration. A key in a section is `section.key`.
 
-    A key counts as used if the class has a field of this name, or works out an attribute of this name itself. It does
-    so, too, if another value is refused or makes a difference elsewhere: that finds old spellings, which the classes
-    translate. A key at the top that repeats a section's value counts as used.
+    A key counts as used if the configuration class has a field of this name or computes an attribute of this name. A
+    key also counts as used if another value is refused or changes other attributes, as with old spellings that the
+    class translates. Finally, a key at the top level counts as used if it repeats a section's value.
 
     Args:
         stated: The contents of config.json.
-        resolve: Makes a configuration of transformers' of such contents, which it may change.
+        resolve: Function that makes a transformers configuration from such contents. It may change its argument.
 
     """
     with _silent():
@@ -41,11 +41,11 @@ def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], A
 
 
 def untranslated_keys(stated: Mapping[str, Any], translate: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
-    """Yield the keys of a config.json in a model's original layout that change nothing in its translation.
+    """Yield the keys of a config.json in its authors' layout that have no effect on its translation.
 
     Args:
         stated: The contents of config.json.
-        translate: Makes of such contents an object that can be compared.
+        translate: Function that translates such contents into an object with equality.
 
     """
     for path, value in _leaves(stated):
@@ -54,7 +54,7 @@ def untranslated_keys(stated: Mapping[str, Any], translate: Callable[[dict[str, 
 
 
 def _leaves(stated: Mapping[str, Any], sections: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the keys that hold no objects, those of every configuration left out, and their values."""
+    """Yield the keys and values that are not objects, except the keys in HOUSEKEEPING."""
     for name, value in stated.items():
         if name in HOUSEKEEPING:
             continue
@@ -65,7 +65,7 @@ def _leaves(stated: Mapping[str, Any], sections: Path = ()) -> Iterator[tuple[Pa
 
 
 def _makes_difference(stated: Mapping[str, Any], path: Path, translate: Callable[[dict[str, Any]], Any]) -> bool:
-    """Return whether another value of the key is refused, or translated into something else."""
+    """Return whether another value of the key is refused or changes the translation."""
     found = []
     for value in (_ABSENT, _PROBE):
         contents = deepcopy(dict(stated))
@@ -78,7 +78,7 @@ def _makes_difference(stated: Mapping[str, Any], path: Path, translate: Callable
 
 
 def _strange(config: Any, stated: Mapping[str, Any], sections: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the keys that are no fields of their class, and their values."""
+    """Yield the keys that are not fields of their configuration class, with their values."""
     known = {*HOUSEKEEPING, *config.attribute_map, *(field.name for field in dataclasses.fields(config))}
     for name, value in stated.items():
         part = getattr(config, name, None)
@@ -93,9 +93,9 @@ def _same(found: Any, value: Any) -> bool:
 
 
 def _is_translated(stated: Mapping[str, Any], path: Path, resolve: Callable[[dict[str, Any]], Any]) -> bool:
-    """Return whether another value of the key is refused, or makes a difference beside the attribute of its name.
+    """Return whether another value of the key is refused or changes other attributes than the one of its name.
 
-    Also whether the class works the attribute out itself where the key is missing.
+    Also return True if the class computes the attribute when the key is missing.
     """
     resolved = []
     for value in (_ABSENT, _PROBE):
@@ -112,7 +112,7 @@ def _is_translated(stated: Mapping[str, Any], path: Path, resolve: Callable[[dic
 
 
 def _put(contents: Any, path: Path, value: Any) -> bool:
-    """Set the key, or remove it if `value` is _ABSENT. Return whether it was there."""
+    """Set the key, or remove it if `value` is `_ABSENT`. Return whether the key existed."""
     for section in path[:-1]:
         contents = contents.get(section, {})
     was_there = path[-1] in contents
@@ -125,8 +125,8 @@ def _put(contents: Any, path: Path, value: Any) -> bool:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep transformers from warning of each of the values that are tried."""
-    from transformers.utils import logging  # late: the tokenizer imports the families, and needs none of it
+    """Suppress the warnings of transformers about the values that are tried."""
+    from transformers.utils import logging  # late: the tokenizer imports the families, but does not need it
 
     level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)

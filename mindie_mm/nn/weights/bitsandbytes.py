@@ -1,8 +1,8 @@
-"""Weights that bitsandbytes packed into 4 or 8 bits, in modules written here.
+"""Weights that bitsandbytes packed into 4 or 8 bits, for models with layers of their own.
 
 Sources: QLoRA (Dettmers et al., 2023, arXiv 2305.14314) and LLM.int8() (Dettmers et al., 2022, arXiv 2208.07339). A
-checkpoint has several tensors for each packed weight: the numbers, and companions that scale them. bitsandbytes' own
-layers multiply with 4 bits.
+checkpoint has several tensors for each packed weight: the numbers, and companion tensors that scale them. 4-bit weights
+run in bitsandbytes' own layers, and 8-bit weights in `Linear8bit`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _COMPANION = re.compile(
 _ROW_MAJOR = 0
 """Value of `weight_format` for a row-major matrix, as in PyTorch."""
 _LARGEST = 127
-"""The number in 8 bits that stands for a row's scale."""
+"""The int8 value that represents the scale of a row."""
 _CPU_BLOCK = 32
-"""Outputs of a layer that bitsandbytes' kernel for AVX512-BF16 takes at once."""
+"""Number of outputs that bitsandbytes' AVX512-BF16 kernel computes at once. Layers need a multiple of it."""
 
 
 class PackedWeight(ABC):
-    """A weight [outputs, inputs] in 4 or 8 bits."""
+    """A 4-bit or 8-bit weight [outputs, inputs]."""
 
     shape: tuple[int, ...]
-    """The shape of the weight when it is not packed."""
+    """Shape of the unpacked weight."""
 
     @abstractmethod
     def dequantized(self) -> Tensor:
-        """Return the weight as floats, on the CPU."""
+        """Return the weight in a float dtype, on the CPU."""
 
     @abstractmethod
     def layer(self, plain: nn.Linear, device: torch.device) -> nn.Module:
-        """Return a layer in place of `plain`, on `device`. Its bias is not loaded."""
+        """Return a layer on `device` that replaces `plain`. Its bias is not loaded yet."""
 
 
 class _Weight4bit(PackedWeight):
@@ -61,7 +61,7 @@ class _Weight4bit(PackedWeight):
         self._compute_dtype = compute_dtype
 
     def _check_sizes(self) -> None:
-        """Raise ValueError if tensors are shorter than the shape needs. bitsandbytes would read what lies behind."""
+        """Raise ValueError if a tensor is too short for the shape. bitsandbytes would read out of bounds."""
         state, size = self._state, math.prod(self.shape)
         needed = {"numbers": (self._data.numel() * self._data.itemsize, -(-size // 2))}
         needed["absmax"] = (state.absmax.numel(), num_blocks := -(-size // state.blocksize))
@@ -89,7 +89,7 @@ class _Weight4bit(PackedWeight):
             device=torch.device("meta"),
         )
         layer.weight = Params4bit.from_prequantized(self._data, dict(self._companions), device=device, module=layer)
-        if self._compute_dtype != torch.bfloat16:  # the processor's kernel takes no notice of it
+        if self._compute_dtype != torch.bfloat16:  # the CPU kernel ignores the compute dtype
             layer.support_avx512bf16_for_cpu = False
         avoid_cpu_kernel(layer)
         module: nn.Module = layer
@@ -97,7 +97,7 @@ class _Weight4bit(PackedWeight):
 
 
 def avoid_cpu_kernel(module: nn.Module) -> None:
-    """Have layers of 4 bits in `module` do without bitsandbytes' kernel for AVX512-BF16 if it fails at their shape."""
+    """Disable bitsandbytes' AVX512-BF16 kernel in the 4-bit layers of `module` whose shape it cannot handle."""
     layer: Any
     for layer in module.modules():
         if (state := getattr(getattr(layer, "weight", None), "quant_state", None)) is not None:
@@ -123,44 +123,44 @@ class _Weight8bit(PackedWeight):
 
 
 class Linear8bit(nn.Module):
-    """A linear layer with int8 weights, each row with its scale.
+    """A linear layer with int8 weights and one scale per row.
 
-    bitsandbytes' own layer rounds activations to 8 bits too, except in columns where any row of the batch has a large
-    one. The answer to a request would depend on the other requests.
+    bitsandbytes' own layer also rounds activations to 8 bits, except in columns where some row of the batch has a large
+    value. The answer to a request would then depend on the other requests in the batch.
     """
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: nn.Parameter | None) -> None:
-        """`weight` is int8 [outputs, inputs], `scales` float32 [outputs]."""
+        """Take `weight`, int8 [outputs, inputs], and `scales`, float32 [outputs], without a copy."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = bias
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs], of any float dtype."""
-        if rows.dtype == torch.float16:  # products with whole numbers may be larger than it holds
+        """Map [..., inputs] of any float dtype to [..., outputs]."""
+        if rows.dtype == torch.float16:  # products with unscaled integers may overflow float16
             return linear(rows, _multiplied(self.weight, self.scales).to(rows.dtype), self.bias)
         out = linear(rows, self.weight.to(rows.dtype)) * (self.scales / _LARGEST).to(rows.dtype)
         return out if self.bias is None else out + self.bias
 
 
 def _multiplied(weight: Tensor, scales: Tensor) -> Tensor:
-    """Float32 [outputs, inputs]."""
+    """Return the dequantised weight, float32 [outputs, inputs]."""
     return weight * (scales.float() / _LARGEST).unsqueeze(1)
 
 
 def read_packed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor | PackedWeight]]:
-    """Yield each weight by its name, those that are packed together with their companions as one.
+    """Yield the name and value of each weight. A packed weight is yielded as one object with its companion tensors.
 
-    Which weights are packed follows from the names of their companions, whatever `llm_int8_skip_modules` says:
-    transformers has matched that list with names in different ways.
+    The names of companion tensors determine which weights are packed. `llm_int8_skip_modules` is ignored, because
+    releases of transformers have matched that list with names in different ways.
 
     Args:
         checkpoint: Where the weights are.
         settings: The checkpoint's `quantization_config`.
 
     Raises:
-        UnsupportedCheckpoint: Names a packed weight that lacks a companion or has a wrong one.
+        UnsupportedCheckpoint: A packed weight lacks a companion tensor or has a wrong one. The message names it.
 
     """
     compute_dtype = getattr(torch, settings.get("bnb_4bit_compute_dtype") or "float32")
@@ -188,7 +188,7 @@ def read_packed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator
 
 
 def _owner(name: str) -> tuple[str, str]:
-    """Return the weight that a tensor belongs to, and the name of its part. The part "" holds the numbers."""
+    """Return the name of the weight that a tensor belongs to, and the name of its part. The part "" is the numbers."""
     if (match := _COMPANION.fullmatch(name)) is None:
         return name, ""
     if match["layer"]:

@@ -1,4 +1,4 @@
-"""A checkpoint's weights into modules written here, strictly: each weight by its name, each of its shape."""
+"""Strict loading of a checkpoint's weights into modules that are not from transformers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ M = TypeVar("M", bound=nn.Module)
 def build(
     make: Callable[[], M], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, *, unused: Sequence[str] = ()
 ) -> M:
-    """Return the module that `make` makes, with the checkpoint's weights as `dtype` on `device`, for inference alone.
+    """Make a module for inference and load the checkpoint's weights into it.
 
-    Linear layers that bitsandbytes quantised stay so. All other weights that are quantised are dequantised.
+    Linear layers that bitsandbytes quantised stay quantised. All other quantised weights are dequantised.
 
     Args:
-        make: Makes the module. It is called on the meta device.
+        make: Function that makes the module. It is called on the meta device.
         checkpoint: Where the weights are.
         device: Where the module runs.
         dtype: The dtype of weights that are not quantised.
         unused: Patterns (fnmatch) of weights that the checkpoint may have beside the module's own.
 
     Raises:
-        UnsupportedCheckpoint: Names what is missing, unknown or of another shape, or a quantisation that is not served.
+        UnsupportedCheckpoint: A weight is missing, unknown or of the wrong shape, or the quantisation is not served.
 
     """
     if scaling(checkpoint) is None:
@@ -62,7 +62,7 @@ def build(
         elif type(layer := module.get_submodule(name.rpartition(".")[0])) is nn.Linear:
             module.set_submodule(name.rpartition(".")[0], weight.layer(layer, device.torch_device))
             packed.add(name)
-        else:  # such as one that is taken apart, or belongs to PyTorch's own attention
+        else:  # not the weight of a linear layer, such as one of PyTorch's own attention
             found[name] = weight.dequantized().to(device.torch_device, dtype)
     check_shapes(checkpoint, misfits)
     check_weights(checkpoint, sorted(expected.keys() - found.keys() - packed), unexpected, unused)
@@ -71,12 +71,12 @@ def build(
 
 
 def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | None:
-    """Return the weights of a translated checkpoint for `cls`, a PreTrainedModel. None if it was not translated.
+    """Return the weights of a translated checkpoint under their names in `cls`, a PreTrainedModel.
 
-    The tensors are views of the files, on the CPU.
+    The tensors are views of the files, on the CPU. Return None if the checkpoint was not translated.
 
     Raises:
-        UnsupportedCheckpoint: A weight has another shape than config.json makes, or the weights are quantised.
+        UnsupportedCheckpoint: The shape of a weight contradicts config.json, or the weights are quantised.
 
     """
     if checkpoint.renamings is None:
@@ -91,14 +91,14 @@ def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | 
 
 
 def check_weight_files(checkpoint: Checkpoint, *, own_layers: bool) -> None:
-    """Check how the weights are stored, without reading them and whatever the device.
+    """Check how the weights are stored, without reading them. The check does not depend on the device.
 
     Args:
-        checkpoint: Where the weights are, translated if its layout is its authors' own.
-        own_layers: Whether the model's layers are written here, not transformers'.
+        checkpoint: Where the weights are. Must be translated if its layout is its authors' own.
+        own_layers: Whether the model's layers are implemented here instead of in transformers.
 
     Raises:
-        UnsupportedCheckpoint: The weights are quantised in a way that loading them refuses on every device.
+        UnsupportedCheckpoint: A file is missing or damaged, or no device can run the quantisation.
 
     """
     weight_files(checkpoint)
@@ -122,7 +122,7 @@ def _refuse_quantized_originals(checkpoint: Checkpoint) -> None:
 
 
 def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | PackedWeight]]:
-    """Yield each weight by its name, those that bitsandbytes packed as such."""
+    """Yield the name and value of each weight. Weights that bitsandbytes packed stay packed."""
     if (settings := quantization(checkpoint)) is None:
         yield from read_weights(checkpoint)
     elif scaling(checkpoint) is not None:

@@ -1,7 +1,7 @@
-"""Weights of 8 bits that become plain ones as they are read, by multiplication with their scales.
+"""Dequantisation of 8-bit weights during loading, by multiplication with their scales.
 
-A device that has no products of 8 bits, or lacks the library for them, runs such a checkpoint in the model's dtype. It
-takes the memory of one that is not quantised.
+A device without 8-bit matrix products, or without the library for them, runs such a checkpoint in the model's dtype.
+The weights then take as much memory as those of an unquantised checkpoint.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from mindie_mm.nn.weights.stored_tensors import check_scaled, read_weights, weig
 _log = logging.getLogger(__name__)
 
 _LIBRARIES: Mapping[str, str] = {"fp8": "kernels", "mxfp8": "kernels", "fbgemm_fp8": "fbgemm_gpu"}
-"""The modules with which transformers multiplies by the weights of each method as they are."""
+"""Python module that transformers needs for each method to multiply with quantised weights."""
 _FORMATS = ("float-quantized", "naive-quantized", "int-quantized")
-"""Formats of compressed-tensors that store a number of 8 bits a byte."""
+"""Formats of compressed-tensors that store one 8-bit number per byte."""
 _OF_ACTIVATIONS = re.compile(r".+[._](activation_scale|(input|output)_(scale|zero_point)|input_scale_ub|[qkv]_scale)")
-"""Names of scales for activations and for the KV cache, which are not rounded here."""
+"""Names of scales for activations and the KV cache. They are dropped, because neither is quantised here."""
 _EXPONENT_BIAS = 127
 """Bias of the exponents in E8M0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How the weights of a checkpoint are scaled."""
+    """The layout of the scales of a checkpoint's weights."""
 
     suffix: str
     """Suffix that turns the name of a weight into that of its scales."""
     block: tuple[int, int] | None
-    """Rows and columns of a weight that share a scale. None where each row has one scale, or the weight."""
+    """Rows and columns that share a scale. None if each row, or the whole weight, has one scale."""
 
 
 def scaling(checkpoint: Checkpoint) -> Scaling | None:
-    """Return how the weights are scaled, or None if it takes more than a multiplication to make them plain."""
+    """Return the layout of the scales, or None if the weights are not quantised, or not by scales alone."""
     if (settings := quantization(checkpoint)) is None:
         return None
     method = method_of(settings)
@@ -76,7 +76,7 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
-    """Return whether the weights have to become plain ones, and can, to run on `device`. Log that they do."""
+    """Return whether the weights must and can be dequantised to run on `device`. Log a warning if so."""
     settings = quantization(checkpoint)
     if settings is None or scaling(checkpoint) is None:
         return False
@@ -94,13 +94,14 @@ def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
 
 
 def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight by its name, on the CPU, those that are scaled as `dtype`.
+    """Yield the name and value of each weight, on the CPU. Scaled weights are dequantised to `dtype`.
 
-    transformers' own reader leaves other weights in the dtype that they are stored in, so that layers with different
-    ones meet. It also divides a weight evenly among its scales, where the last block of a row may be a shorter one.
+    The reader of transformers is not used, for two reasons. It leaves other weights in their stored dtype, so that
+    layers of different dtypes meet. It also divides a weight evenly among its scales, but the last block of a row may
+    be shorter.
 
     Raises:
-        UnsupportedCheckpoint: Names a weight whose scales are missing or do not fit.
+        UnsupportedCheckpoint: The scales of a weight are missing or do not fit. The message names the weight.
 
     """
     scheme = scaling(checkpoint)
@@ -143,13 +144,13 @@ def multiplied(
 
     Args:
         weight: [..., rows, columns], of any dtype.
-        scales: One number, [rows], [rows, 1] or, where there are blocks, [..., block rows, block columns]. Bytes are
-            exponents of two.
+        scales: One number, [rows] or [rows, 1], or [..., block rows, block columns] with blocks. uint8 scales are
+            exponents of two in E8M0.
         block: Rows and columns of a block. Blocks at the end may be shorter.
-        zero_points: What stands for zero, as many numbers as there are scales. None where zero does.
+        zero_points: Stored values that represent zero, in the shape of `scales`. None if 0 represents zero.
 
     Returns:
-        Float32 of the weight's shape.
+        The weight, float32 of the same shape.
 
     Raises:
         ValueError: The scales do not fit the weight.
@@ -164,7 +165,7 @@ def multiplied(
 
 
 def _spread(numbers: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:
-    """Repeat the number of each block of a weight of `shape` as often as it has rows and columns."""
+    """Repeat the number of each block over all rows and columns of the block, for a weight of `shape`."""
     if numbers.numel() == 1:
         return numbers.reshape(())
     rows, columns = shape[-2:]

@@ -1,7 +1,7 @@
-"""transformers' own modules with a checkpoint's weights, their text layers on our attention.
+"""Loading of transformers modules with a checkpoint's weights, and with paged attention in their text layers.
 
-transformers' modelling code takes seconds to import, so this module imports it late: the tokenizer imports the
-families, and never loads a model.
+The modelling code of transformers takes seconds to import. It is imported late here, because the tokenizer imports the
+families but never loads a model.
 """
 
 from __future__ import annotations
@@ -33,11 +33,16 @@ from mindie_mm.nn.weights.shares import localize, num_shares, refuse_shares, sha
 from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Layers that attend to no more and no less than the KV cache and a window of it; others have states of their own."""
+"""Types of layers that attend to the KV cache or a window of it. Layers of other types keep states of their own."""
 
 
 def read_config(name: str, checkpoint: Checkpoint) -> Any:
-    """config.json as transformers' configuration class `name`, defaults and all; UnsupportedCheckpoint."""
+    """Read config.json with the transformers configuration class `name`, which fills in defaults.
+
+    Raises:
+        UnsupportedCheckpoint: The class does not accept config.json.
+
+    """
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -48,23 +53,35 @@ def read_config(name: str, checkpoint: Checkpoint) -> Any:
 
 
 def _configuration(cls: type[Any], checkpoint: Checkpoint) -> Any:
-    """Return config.json as `cls`, a configuration class of transformers."""
     if checkpoint.renamings is None:
         return cls.from_pretrained(checkpoint.path, local_files_only=True)
     return cls.from_dict(deepcopy(dict(checkpoint.config)))
 
 
 def text_width(name: str, checkpoint: Checkpoint) -> int:
-    """Width of the hidden states of the text model in config.json, read as `name`. UnsupportedCheckpoint."""
+    """Return the width of the text model's hidden states, from config.json read with the configuration class `name`.
+
+    Raises:
+        UnsupportedCheckpoint: The class does not accept config.json.
+
+    """
     width: int = read_config(name, checkpoint).get_text_config().hidden_size
     return width
 
 
 class PretrainedModel(Model):
-    """A decoder of transformers': a family adds its tower, and its positions where they are not the index."""
+    """A decoder-only model of transformers. Each family adds its tower, and its positions if they are not the index."""
 
     def __init__(self, module: Any, spec: ModelSpec, text_model: Any, lm_head: Callable[[Tensor], Tensor]) -> None:
-        """`text_model` are the decoder's layers with their embeddings, in `module`, which is the whole."""
+        """Wrap a loaded module.
+
+        Args:
+            module: The whole model.
+            spec: Sizes of the decoder.
+            text_model: Part of `module` that has the embeddings and the decoder's layers.
+            lm_head: Function from hidden states to logits.
+
+        """
         self.spec = spec
         self.module = module
         self.text_model = text_model
@@ -79,7 +96,18 @@ class PretrainedModel(Model):
         return self.run_text_model(hidden, positions, paged)
 
     def run_text_model(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, **further: Any) -> Tensor:
-        """`decode` with further arguments for the text model: [T, hidden] and [axes, T] -> [T, hidden]."""
+        """Run the text model as `decode` does, with further keyword arguments.
+
+        Args:
+            hidden: Embeddings, [T, hidden].
+            positions: int64 [axes, T].
+            paged: The attention of each row, and the KV cache.
+            further: Keyword arguments for the text model.
+
+        Returns:
+            Hidden states, [T, hidden].
+
+        """
         out = self.text_model(
             inputs_embeds=hidden.unsqueeze(0),
             position_ids=positions if len(positions) == 1 else positions.unsqueeze(1),
@@ -105,22 +133,33 @@ def load_pretrained(
     renamed: RenamedWeights | None = None,
     default_theta: float | None = None,
 ) -> tuple[Any, ModelSpec]:
-    """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, its text layers on paged attention.
+    """Load a model of transformers for inference, and switch its text layers to paged attention.
 
-    In inference mode, and with the sizes of its text model, in a process that is one of several ranks those of its
-    share. `unused` are patterns (fnmatch) of weights that the checkpoint may have beside the model's own; `tp_plan` is
-    the text model's plan of shares where transformers has none. `renamed` are the weights of a translated checkpoint,
-    and `default_theta` is as `settle` takes it.
-    UnsupportedCheckpoint as `load_module`.
+    Args:
+        cls: A subclass of PreTrainedModel.
+        checkpoint: Where the weights are.
+        device: Where the module runs.
+        dtype: The dtype of the weights.
+        unused: Patterns (fnmatch) of weights that the checkpoint may have beside the model's own.
+        tp_plan: Tensor-parallel plan of the text model if transformers has none.
+        renamed: Weights of a translated checkpoint. None if the checkpoint was not translated.
+        default_theta: As in `settle`.
+
+    Returns:
+        The module, and the sizes of its text model. With tensor parallelism the sizes are those of this rank's share.
+
+    Raises:
+        UnsupportedCheckpoint: As in `load_module`, except that several ranks may share the weights if there is a plan.
+
     """
     from transformers import AttentionInterface
 
     module = _load(cls, checkpoint, device, dtype, unused, tp_plan, renamed, default_theta)
     if other := set(getattr(module.config.get_text_config(), "layer_types", None) or ()) - _LAYERS:
         raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not served")
-    # Without a mask function of that name no mask is worked out, which would make a device wait for the positions.
+    # No mask function is registered, so transformers builds no mask. Building one would wait for the positions.
     AttentionInterface.register(attention.NAME, attention.attend)
-    # A plain name would switch the towers as well; those that are not named keep sdpa.
+    # A single name instead of a mapping would switch the towers as well. Parts that are not named keep sdpa.
     parts = dict.fromkeys(module.config.sub_configs, "sdpa")
     parts["text_config" if "text_config" in parts else ""] = attention.NAME
     module.set_attn_implementation(parts)
@@ -130,10 +169,19 @@ def load_pretrained(
 def load_module(
     cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, renamed: RenamedWeights | None = None
 ) -> Any:
-    """A `cls`, a PreTrainedModel, with the checkpoint's weights on `device`, in inference mode, as it comes.
+    """Load a model of transformers for inference, with its own attention.
 
-    UnsupportedCheckpoint where rotary frequencies depend on the batch, the weights are not the model's, or they are
-    quantised and a package or a device for that is missing; and where several ranks are to share them.
+    Args:
+        cls: A subclass of PreTrainedModel.
+        checkpoint: Where the weights are.
+        device: Where the module runs.
+        dtype: The dtype of the weights.
+        renamed: Weights of a translated checkpoint. None if the checkpoint was not translated.
+
+    Raises:
+        UnsupportedCheckpoint: The weights do not match the model, or several ranks share them. Rotary frequencies
+            depend on the batch. The weights are quantised, and a package or an operator of the device is missing.
+
     """
     refuse_shares(checkpoint)
     return _load(cls, checkpoint, device, dtype, renamed=renamed)
@@ -158,9 +206,9 @@ def _load(
     else:
         check_quantization(checkpoint, device)
     weight_files(checkpoint)
-    # It warns of settings in generation_config.json that its own `generate`, which nobody calls, would not use.
+    # It warns of settings in generation_config.json that `generate` would ignore, but `generate` is never called.
     logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
-    # Straight to the device, by accelerate: the host never holds them all.
+    # accelerate loads weights directly to the device, so that the host never holds all of them.
     placed: dict[str, Any] = {"device_map": {"": device.torch_device}}
     try:
         config = _configuration(cls.config_class, checkpoint)
@@ -178,7 +226,7 @@ def _load(
             dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # its own error names none of them
+            ignore_mismatched_sizes=True,  # its own error does not name the weights
             **placed,
         )
     except torch.OutOfMemoryError:
@@ -190,7 +238,7 @@ def _load(
     if renamed is not None:
         missing = sorted({renamed.published[name] for name in missing})
         unexpected = [*unexpected, *renamed.others]
-    # transformers would draw missing ones at random, and the answers would look like a bad model's
+    # transformers initialises missing weights at random, and the answers would look like those of a bad model.
     check_weights(checkpoint, missing, unexpected, unused)
     module.requires_grad_(False).eval()
     if settings is not None:
@@ -203,21 +251,21 @@ def _load(
 
 
 def _set_quantization(config: Any, settings: Mapping[str, Any] | None) -> None:
-    """Have transformers' `config` say how the weights are quantised, in whatever file the checkpoint says it."""
+    """Set the quantisation settings of `config`, which the checkpoint may store in another file than config.json."""
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     if settings is not None:
         config.quantization_config = dict(settings)
         if method_of(settings) == "compressed-tensors":
-            # It would unpack weights when the whole model is called, but here its parts are.
+            # Otherwise weights are unpacked when the whole model is called, but only its parts are called here.
             config.quantization_config["dequantize"] = True
 
 
 def _cast_plain_weights(module: Any, dtype: torch.dtype) -> None:
-    """Cast the plain weights of a quantised checkpoint to `dtype`, but for modules that transformers keeps in float32.
+    """Cast the plain weights of a quantised checkpoint to `dtype`, except those that transformers keeps in float32.
 
-    transformers leaves these weights as they are stored.
+    transformers loads plain weights of such a checkpoint in their stored dtype.
     """
     kept = set(module._keep_in_fp32_modules_strict or ())  # noqa: SLF001 - there is no public name
     if dtype == torch.float16:
@@ -228,7 +276,13 @@ def _cast_plain_weights(module: Any, dtype: torch.dtype) -> None:
 
 
 def check_shapes(checkpoint: Checkpoint, misfits: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-    """UnsupportedCheckpoint names the first of the weights of another shape: (its name, its shape, the model's)."""
+    """Raise UnsupportedCheckpoint if there are weights of the wrong shape.
+
+    Args:
+        checkpoint: Where the weights are.
+        misfits: Name of each such weight, its shape, and the shape that the model needs.
+
+    """
     if misfits:
         name, found, needed = min(misfits)
         raise UnsupportedCheckpoint(
@@ -240,7 +294,7 @@ def check_shapes(checkpoint: Checkpoint, misfits: Collection[tuple[str, Sequence
 def check_weights(
     checkpoint: Checkpoint, missing: Sequence[str], unexpected: Sequence[str], unused: Sequence[str] = ()
 ) -> None:
-    """UnsupportedCheckpoint names the first weight that is missing, or is there and no part of the model."""
+    """Raise UnsupportedCheckpoint if weights are missing, or are unexpected and match no pattern in `unused`."""
     if missing:
         message = f"{checkpoint.path} lacks {len(missing)} weights, the first is {min(missing)}"
         if all(name.endswith("lm_head.weight") for name in missing):

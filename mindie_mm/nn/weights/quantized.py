@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantised: how, and what is missing here to run them."""
+"""Detection of quantised checkpoints, and checks that this installation can run them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _PACKAGES: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes_4bit": {"bitsandbytes": "bitsandbytes>=0.50"},
     "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes>=0.50"},
 }
-"""For each method, the modules that it needs, and what pip installs for them. Of other methods transformers says it."""
+"""Modules that each method needs, with their pip requirements. transformers checks other methods itself."""
 _INSTEAD = "Or serve the checkpoint that is not quantised, or one in FP8 or quantised by bitsandbytes"
 
 
 def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return how the weights are quantised, as config.json says it to transformers, or None if they are not.
+    """Return the quantisation settings in the form of transformers' `quantization_config`. None if not quantised.
 
-    Older releases say it in another place: compressed-tensors in `compression_config`, AutoGPTQ in
-    quantize_config.json, AutoAWQ in quant_config.json, NVIDIA's ModelOpt in hf_quant_config.json.
+    Older tools store the settings in other places: compressed-tensors in `compression_config`, AutoGPTQ in
+    quantize_config.json, AutoAWQ in quant_config.json, and NVIDIA's ModelOpt in hf_quant_config.json.
     """
     config = checkpoint.config
     for holder in (config, *(config.get(name) for name in _TEXT_MODELS)):
@@ -49,17 +49,17 @@ def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _is_off(settings: Mapping[str, Any]) -> bool:
-    """Return whether bitsandbytes' settings ask for no quantisation."""
+    """Return whether these are settings of bitsandbytes that enable neither 4 nor 8 bits."""
     return settings.get("quant_method") == "bitsandbytes" and method_of(settings) == "bitsandbytes"
 
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint says that its weights are quantised."""
+    """Return whether the checkpoint declares its weights as quantised."""
     return quantization(checkpoint) is not None
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return transformers' name for the method. bitsandbytes has two, by its bits."""
+    """Return transformers' name of the quantisation method. bitsandbytes has one name for each number of bits."""
     for bits in ("4bit", "8bit"):
         if settings.get(f"load_in_{bits}") or settings.get(f"_load_in_{bits}"):
             return f"bitsandbytes_{bits}"
@@ -67,14 +67,17 @@ def method_of(settings: Mapping[str, Any]) -> str:
 
 
 def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
-    """Raise UnsupportedCheckpoint if quantised weights cannot be run here, and name what is missing.
+    """Check that quantised weights can run on `device`.
 
-    That includes a method that transformers does not know. It would take the packed weights for plain ones.
+    Raises:
+        UnsupportedCheckpoint: A package or an operator is missing, or transformers does not know the method. It would
+            load packed weights of an unknown method as plain weights.
+
     """
     if (settings := quantization(checkpoint)) is None:
         return
     check_method(checkpoint)
-    from transformers.quantizers.auto import AutoHfQuantizer  # late, like all of its modelling
+    from transformers.quantizers.auto import AutoHfQuantizer  # late, like all modelling code of transformers
 
     method = method_of(settings)
     refused = f"{checkpoint.path} is quantised with {method!r}, which cannot be run here"
@@ -83,7 +86,7 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
             f"{refused}: bitsandbytes has no operators for the device {device.name}. Serve the checkpoint that is not "
             "quantised, or take another device"
         )
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every call of a layer
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its layers warn at every call
     try:
         quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": device.torch_device}, weights_only=True)
@@ -92,7 +95,7 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
 
 
 def check_method(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if transformers does not know how the weights are quantised, or lacks a package."""
+    """Raise UnsupportedCheckpoint if transformers does not know the quantisation method, or a package is missing."""
     if (settings := quantization(checkpoint)) is None:
         return
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING  # late, as above
@@ -112,19 +115,19 @@ def check_method(checkpoint: Checkpoint) -> None:
 
 
 def missing_packages(method: str) -> list[str]:
-    """Return what pip has to install before a method can be run."""
+    """Return the pip requirements of a method that are not installed."""
     return [
         package for module, package in _PACKAGES.get(method, {}).items() if importlib.util.find_spec(module) is None
     ]
 
 
 def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype: torch.dtype) -> None:
-    """Multiply one row by a layer of each kind in `module`.
+    """Run each kind of layer in `module` on one row.
 
-    A package may be there that has no operator for this device, or for this dtype.
+    An installed package may lack an operator for this device or dtype.
 
     Raises:
-        UnsupportedCheckpoint: Names the layer that cannot be run.
+        UnsupportedCheckpoint: A layer cannot run. The message names it.
 
     """
     tried = set()
@@ -147,7 +150,7 @@ def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype:
 
 
 def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
-    """Raise UnsupportedCheckpoint if layers that are not transformers' own cannot have the checkpoint's weights."""
+    """Raise UnsupportedCheckpoint if layers other than transformers' own cannot use the quantised weights."""
     refuse_quantized(checkpoint)
     settings = quantization(checkpoint)
     if settings is not None and method_of(settings) == "bitsandbytes_4bit":  # 8 bits need no package
@@ -155,7 +158,7 @@ def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
 
 
 def refuse_mindie(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint for weights that MindIE's tools quantised, which nothing else says of them."""
+    """Raise UnsupportedCheckpoint for weights quantised by MindIE's tools, which declare it in a form of their own."""
     stated = checkpoint.config.get("quantize")
     files = sorted(file.name for file in checkpoint.path.glob("quant_model_description*.json"))
     if stated in (None, "", "float") and not files:
@@ -168,7 +171,7 @@ def refuse_mindie(checkpoint: Checkpoint) -> None:
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint for a method that layers other than transformers' own do not run."""
+    """Raise UnsupportedCheckpoint if only layers of transformers can run the quantisation method."""
     if (settings := quantization(checkpoint)) is None:
         return
     method = method_of(settings)

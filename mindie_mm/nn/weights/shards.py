@@ -1,4 +1,4 @@
-"""The files of a checkpoint's weights: which they are, and whether they are whole."""
+"""The files of a checkpoint's weights, and checks that they are complete."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.folder_errors import check_link, check_pointer
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
-"""Names of a file of all weights. Behind them, .index.json is the list of several files."""
+"""Names of a single file with all weights. The suffix .index.json gives the name of the index of several files."""
 _MOST_HEADER_BYTES = 100_000_000
 """Largest header that safetensors reads."""
 _OTHER_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
 
 
 def weight_files(checkpoint: Checkpoint) -> list[Path]:
-    """Return the files of a checkpoint's weights, in order. Reads the header of each, and no weight.
+    """Return the files of a checkpoint's weights, in order. Read their headers, but no weights.
 
     Raises:
-        UnsupportedCheckpoint: There are none, or one is missing, cut, or without a weight that the index puts there.
+        UnsupportedCheckpoint: There are no files, or one is missing, truncated, or without a weight of the index.
 
     """
     for name in _NAMES:
@@ -65,7 +65,12 @@ def _shards(checkpoint: Checkpoint, weights: Mapping[str, str], index: str) -> l
 
 
 def _check(file: Path) -> Sequence[str] | None:
-    """Return the names of a safetensors file's weights, None for another format. UnsupportedCheckpoint if it is cut."""
+    """Return the names of the weights in a safetensors file, or None for another format.
+
+    Raises:
+        UnsupportedCheckpoint: The file is truncated or damaged.
+
+    """
     check_pointer(file)
     if not (size := file.stat().st_size):
         raise UnsupportedCheckpoint(f"{file} cannot be read: it is empty; download it again")
@@ -98,7 +103,7 @@ def _check(file: Path) -> Sequence[str] | None:
 
 
 def _check_torch(file: Path) -> None:
-    """Raise UnsupportedCheckpoint unless `file` is of torch.save: a whole zip, or a pickle as before torch 1.6."""
+    """Raise UnsupportedCheckpoint unless torch.save wrote `file`: a complete zip, or a pickle before torch 1.6."""
     with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
         start = opened.read(8)
         is_whole = zipfile.is_zipfile(opened)
@@ -113,7 +118,7 @@ def _check_torch(file: Path) -> None:
 
 
 def _refuse_adapters(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Raise UnsupportedCheckpoint for a model that was saved with its adapter in place: peft renames its weights."""
+    """Raise UnsupportedCheckpoint for a model saved with an unmerged adapter. peft renames weights in that case."""
     if name := next((name for name in names if ".base_layer." in name or ".lora_A." in name), None):
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} was saved with an adapter in place, its weights have names such as {name}; merge it "
@@ -122,7 +127,7 @@ def _refuse_adapters(checkpoint: Checkpoint, names: Iterable[str]) -> None:
 
 
 def _without_weights(checkpoint: Checkpoint) -> str:
-    """Return the error for a checkpoint without weights, with the files that it has instead and what to do."""
+    """Return the message for a checkpoint without weights, with advice that depends on its other files."""
     why = f"{checkpoint.path} has no weights: neither model.safetensors nor pytorch_model.bin"
     names = sorted(file.name for file in checkpoint.path.iterdir() if file.suffix in _OTHER_SUFFIXES)
     if shards := [name for name in names if name.startswith(("model-0", "pytorch_model-0"))]:

@@ -1,7 +1,7 @@
-"""A text model's weights shared among the ranks of torch.distributed, by transformers' plans: tensor parallel.
+"""Tensor parallelism of a text model over the ranks of torch.distributed, by the plans of transformers.
 
-A plan names the layers of which a rank holds some columns or rows; their forward adds up or gathers what the ranks
-computed. Attention sees a rank's own heads alone, and the towers are whole on each.
+A plan names the layers that are split by columns or rows. Their `forward` sums or gathers the results of the ranks.
+Attention on a rank sees only that rank's heads. Every rank holds the whole tower.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ DECODER_PLAN: Mapping[str, str] = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-"""The plan of a decoder with these layers: transformers has it for Llama, but not for some that are built alike."""
+"""Plan for a decoder with these layers. transformers has it for Llama, but not for some similar models."""
 
 
 def num_shares() -> int:
-    """How many ranks share the weights: 1, unless this process is one of several."""
+    """Return the number of ranks that share the weights. It is 1 unless this process is one of several ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all ranks that share the weights."""
+    """Return whether this process is rank 0 of the ranks that share the weights."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def refuse_shares(checkpoint: Checkpoint, what: str = "is of a family for whose layers there is no plan") -> None:
-    """UnsupportedCheckpoint, where several ranks are to share the weights of a checkpoint that `what` keeps whole."""
+    """Raise UnsupportedCheckpoint if several ranks share the weights. `what` states why they cannot be split."""
     if num_shares() > 1:
         raise UnsupportedCheckpoint(f"{checkpoint.path} {what}: tensor_parallel is {num_shares()}, it must be 1")
 
@@ -47,12 +47,23 @@ def refuse_shares(checkpoint: Checkpoint, what: str = "is of a family for whose 
 def shared(
     cls: type[Any], checkpoint: Checkpoint, text: Any, device: Device, tp_plan: Mapping[str, str] | None
 ) -> tuple[type[Any], dict[str, Any]]:
-    """`cls`, and arguments of its from_pretrained, so that this rank loads its share alone, to its `device`.
+    """Return a class and arguments for its `from_pretrained` with which this rank loads only its share.
 
-    `text` is the text model's configuration. UnsupportedCheckpoint where it has no plan and `tp_plan` is None, or its
-    heads do not go into that many equal shares.
+    Args:
+        cls: The PreTrainedModel to load.
+        checkpoint: Where the weights are.
+        text: Configuration of the text model.
+        device: Device of this rank.
+        tp_plan: Plan to use if transformers has none for the text model.
+
+    Returns:
+        A subclass of `cls`, and keyword arguments.
+
+    Raises:
+        UnsupportedCheckpoint: There is no plan, or the heads cannot be divided evenly among the ranks.
+
     """
-    from torch.distributed.device_mesh import init_device_mesh  # late: these take a second, and tokenizers import us
+    from torch.distributed.device_mesh import init_device_mesh  # late: takes a second, and tokenizers import this file
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
@@ -73,15 +84,15 @@ def shared(
     def on_our_mesh(_: type[Any], config: Any, device_map: None = None) -> tuple[Any, object, Any]:
         return config, device.torch_device, TransformersDeviceMesh(mesh, mesh)
 
-    # transformers' own takes the accelerator that torch sees, also where --device says cpu. No argument names another.
+    # The original method always takes the accelerator that torch finds, even with --device cpu.
     namespace = {"prepare_distribute_model": classmethod(on_our_mesh), "__module__": cls.__module__}
     return type(cls.__name__, (cls,), namespace), {"distributed_config": DistributedConfig(tp_size=shares)}
 
 
 def localize(module: nn.Module) -> None:
-    """Leaves of the linear layers' weights what this rank has of them, as plain tensors.
+    """Replace the DTensor weights of linear layers by this rank's local tensors.
 
-    As parts of a whole they are taken out of it at every call, which costs more than the call of a small layer.
+    A DTensor is converted at every call, which costs more than the call of a small layer.
     """
     from torch.distributed.tensor import DTensor
 

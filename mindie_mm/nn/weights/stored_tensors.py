@@ -1,4 +1,4 @@
-"""Reading of a checkpoint's weights, tensor by tensor, and of their dtypes alone."""
+"""Readers of a checkpoint's weights, and of their names and dtypes alone."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.weights.shards import weight_files
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that a model can have."""
+"""Dtypes in which a model can run."""
 _BY_NAME = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _BY_NAME |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8}
 _BY_NAME |= {"I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool}
-"""Dtypes of weights by safetensors' names."""
+"""Dtypes by their names in safetensors."""
 
 
 def read_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight by its name, on the CPU, from the files one after another."""
+    """Yield the name and value of each weight, on the CPU, in the order of the files."""
     for file in weight_files(checkpoint):
         with _reading(file):
             if file.suffix == ".safetensors":
                 with safe_open(file, "pt") as weights:
-                    for name in weights.keys():  # noqa: SIM118 - no mapping
+                    for name in weights.keys():  # noqa: SIM118 - not a mapping
                         yield name, weights.get_tensor(name)
             else:
                 yield from _load(file).items()
 
 
 def weight_names(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of all weights, of which none is read."""
+    """Return the names of all weights without reading the weights."""
     return [name for name, _ in _dtypes(checkpoint)]
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype of the first weight that is stored as plain floats, or float32 if none is."""
+    """Return the dtype of the first weight whose dtype is in `PLAIN`, or float32 if there is no such weight."""
     dtypes = (dtype for _, dtype in _dtypes(checkpoint))
     return next((dtype for dtype in dtypes if dtype is not None and dtype in PLAIN), torch.float32)
 
 
 def check_stored(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if weights of a checkpoint that is not quantised are stored as numbers to be scaled.
+    """Raise UnsupportedCheckpoint if an unquantised checkpoint has weights that would need scales.
 
-    Files that torch.save wrote before PyTorch 1.6 are not checked, because all of their tensors would be read.
+    Files that torch.save wrote before PyTorch 1.6 are not checked, because the check would read all their tensors.
     """
     first = weight_files(checkpoint)[0]
     if first.suffix == ".safetensors" or is_zipfile(first):
@@ -58,9 +58,10 @@ def check_stored(checkpoint: Checkpoint) -> None:
 
 
 def check_scaled(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> None:
-    """Raise UnsupportedCheckpoint if `name`, which has no scales beside it, is a weight to be scaled.
+    """Raise UnsupportedCheckpoint if the tensor `name`, which has no scales beside it, would need scales.
 
-    Wider integers of other names may be integers in the model too, such as positions.
+    Integers wider than a byte are accepted in tensors other than weights and biases. They may be integers in the model
+    too, such as positions.
     """
     is_byte = dtype is not None and dtype.itemsize == 1 and dtype != torch.bool
     if dtype is not None and (is_byte or name.endswith(("weight", "bias"))):
@@ -70,7 +71,7 @@ def check_scaled(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -
 def require_floats(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
     """Raise UnsupportedCheckpoint unless a weight is stored as floats of at least 16 bits.
 
-    Integers and floats of 8 bits would be read as plain numbers.
+    Integers and 8-bit floats would otherwise be loaded as if they needed no scales.
     """
     if not dtype.is_floating_point or dtype.itemsize == 1:
         raise UnsupportedCheckpoint(
@@ -85,7 +86,7 @@ def _dtypes(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.dtype | None]]:
         with _reading(file):
             if file.suffix == ".safetensors":
                 with safe_open(file, "pt") as weights:
-                    for name in weights.keys():  # noqa: SIM118 - no mapping
+                    for name in weights.keys():  # noqa: SIM118 - not a mapping
                         yield name, _BY_NAME.get(weights.get_slice(name).get_dtype())
             else:
                 yield from ((name, tensor.dtype) for name, tensor in _load(file).items())

@@ -1,4 +1,4 @@
-"""What is wrong with the Ascend NPUs of a machine, in words, and what to do about it."""
+"""Checks of the Ascend NPUs of a machine, with advice on problems."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mindie_mm.device.npu.doctor.machine import Machine, Software
 
 
 def findings(root: Path) -> Iterator[Finding]:
-    """All that is looked at, or nothing on a machine without a sign of Ascend: no NPU, no CANN, no torch_npu.
+    """Yield the results of all checks. Yield nothing on a machine without an NPU, CANN or torch_npu.
 
-    `root` is the folder of the files that are looked at, / but for tests. Programs and libraries are this machine's.
+    `root` is where system files are read, / except in tests. Programs are always those of this machine.
     """
     machine, software = Machine.here(root), Software.installed()
     installed, ids = cann.find(machine), machine.device_ids()
@@ -22,7 +22,7 @@ def findings(root: Path) -> Iterator[Finding]:
         return
     left = visible.places(machine)
     num_visible = len(ids) if left is None else len(left)
-    # npu-smi comes before the trial, which would be one of the processes that it shows.
+    # Run npu-smi before the trial, which would otherwise appear in its list of processes.
     used = list(smi.findings(machine, left)) if ids else []
     tried = runtime.finding(software)
     looked_at = (
@@ -34,6 +34,6 @@ def findings(root: Path) -> Iterator[Finding]:
         *ports.findings(machine, num_visible),
     )
     starts = tried.status != "error"
-    for one in looked_at:  # where an NPU starts, nothing of this keeps the service from starting
+    for one in looked_at:  # if an NPU starts, none of these problems keeps the service from starting
         yield replace(one, status="warning") if starts and one.status == "error" else one
     yield tried

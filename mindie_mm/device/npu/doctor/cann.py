@@ -1,4 +1,4 @@
-"""CANN: where it is installed, which version, and whether its environment is in force."""
+"""The check of CANN: its installation, version and environment variables."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from mindie_mm.device.finding import Finding
 from mindie_mm.device.npu.doctor.machine import ASCEND, Machine
 
 _LIBRARY = "libhccl.so"
-"""One that torch_npu is linked with; where the loader does not find it, `import torch_npu` fails with its name."""
+"""A library that torch_npu links with. If the loader does not find it, `import torch_npu` fails with its name."""
 _IN_FORCE = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
-# Until 8.3 ascend-toolkit/latest, since 8.5 cann: hiascend.com, CANN 8.5.0, release notes, "changes of the layout".
+# Default folders: ascend-toolkit/latest until 8.3, cann since 8.5. Source: hiascend.com, CANN 8.5.0, release notes,
+# "changes of the layout".
 _USUAL = ("cann", "ascend-toolkit/latest", "nnae/latest", "nnrt/latest")
 
 
 @dataclass(frozen=True, slots=True)
 class CANN:
-    """An installation."""
+    """An installation of CANN."""
 
     home: str
     version: str | None
-    """As 9.1.0 or 8.3.RC1."""
+    """Such as 9.1.0 or 8.3.RC1. None if unknown."""
     drivers: str
-    """The versions of the driver that it says it suits, as [V100R001C15],[V100R001C23]; empty if it says none."""
+    """Compatible versions of the driver, such as [V100R001C15],[V100R001C23]. Empty if unknown."""
     in_force: bool
-    """Whether this process has its environment."""
+    """Whether this process has its environment variables."""
 
 
 def find(machine: Machine) -> CANN | None:
-    """The one whose environment is in force, else one at a usual place."""
+    """Return the installation whose environment is set, or else one in a default folder."""
     named = [machine.variables[name] for name in _IN_FORCE if machine.variables.get(name)]
     users = f"{machine.variables['HOME']}/Ascend" if machine.variables.get("HOME") else ASCEND
     usual = [f"{folder}/{place}" for folder in (ASCEND, users) for place in _USUAL]
@@ -43,7 +44,7 @@ def find(machine: Machine) -> CANN | None:
 
 
 def findings(machine: Machine, cann: CANN | None) -> Iterator[Finding]:
-    """Whether it is there, and in force."""
+    """Report whether CANN is installed and its environment is set."""
     wrong = {name: machine.variables[name] for name in _IN_FORCE if machine.variables.get(name)}
     for name, home in wrong.items():
         if not machine.exists(home):
@@ -67,7 +68,7 @@ def findings(machine: Machine, cann: CANN | None) -> Iterator[Finding]:
 
 
 def _script(machine: Machine, home: str) -> str | None:
-    """set_env.sh of this installation: beside it until 8.3, in it since."""
+    """Return set_env.sh of an installation. The script is beside the folder until 8.3, and in the folder afterwards."""
     scripts = (f"{home}/set_env.sh", f"{home.rsplit('/', 1)[0]}/set_env.sh")
     return next((script for script in scripts if machine.exists(script)), None)
 

@@ -1,4 +1,4 @@
-"""The driver: its version, its library, and the device files that it makes."""
+"""The check of the NPU driver: its version, its library and its device files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _DOCKER = (
 
 
 def version(machine: Machine) -> str | None:
-    """The driver's version, as 25.5.1; None where it does not say."""
+    """Return the driver's version, such as 25.5.1, or None if it is unknown."""
     return machine.setting(_version_file(machine), "Version")
 
 
 def inner_version(machine: Machine) -> str | None:
-    """The driver's own count, as V100R001C23SPC006B220, that CANN's list of drivers means."""
+    """Return the internal version, such as V100R001C23SPC006B220, to which CANN's list of drivers refers, or None."""
     return machine.setting(_version_file(machine), "Innerversion")
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
-    """The driver, and its device files."""
+    """Report the state of the driver and of its device files."""
     yield _driver(machine)
     yield _device_files(machine)
 
@@ -50,7 +50,7 @@ def _driver(machine: Machine) -> Finding:
         folder = f"{_folder(machine)}/lib64"
         if not machine.exists(folder):
             return Finding("npu driver", "error", f"{installed}, but {folder} is not there", _DOCKER)
-        # CANN does not bring it. On a machine itself ld.so.conf.d names its folder, in a container nothing does.
+        # CANN does not include it. On the host ld.so.conf.d lists its folder, but not in a container.
         advice = f"export LD_LIBRARY_PATH={folder}/driver:{folder}/common:$LD_LIBRARY_PATH"
         return Finding("npu driver", "error", f"{installed}, but the loader does not find {_LIBRARY}", advice)
     if machine.device_ids():

@@ -1,4 +1,4 @@
-"""Where the checks look: a tree of files, the variables of CANN, and the packages of this environment."""
+"""Inputs of the checks: system files, environment variables of CANN, and installed Python packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from mindie_mm.settings.environment import foreign
 
 ASCEND = "/usr/local/Ascend"
-"""Where driver and CANN are installed by root, unless told otherwise."""
+"""Default folder of the driver and of CANN when root installs them."""
 
 _VARIABLES = (
     "ASCEND_HOME_PATH",
@@ -28,62 +28,62 @@ _VARIABLES = (
 )
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64")
 _HUAWEI, _PROCESSING_ACCELERATOR = "0x19e5", "0x1200"
-"""Vendor of a PCI device, and the beginning of its class, as under /sys/bus/pci: an NPU has both (`lspci -nn`)."""
+"""Vendor and prefix of the class of an NPU under /sys/bus/pci (`lspci -nn`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Files below `root`, by their absolute paths, and variables of the environment."""
+    """System files, by absolute paths that are resolved below `root`, and environment variables."""
 
     root: Path
     variables: Mapping[str, str]
 
     @classmethod
     def here(cls, root: Path) -> Machine:
-        """With the variables of this process."""
+        """Return the machine with the environment variables of this process."""
         return cls(root, foreign(_VARIABLES))
 
     def path(self, absolute: str) -> Path:
-        """Where the file `absolute` is."""
+        """Return the path of a file below `root`."""
         return self.root / absolute.lstrip("/")
 
     def exists(self, absolute: str) -> bool:
-        """Whether there is such a file or folder, and this user may see it."""
+        """Return whether the file or folder exists and this user may see it."""
         try:
             return self.path(absolute).exists()
         except OSError:
             return False
 
     def read(self, absolute: str) -> str:
-        """Its text; empty where it can't be read."""
+        """Return the text of a file, or an empty string if it cannot be read."""
         try:
             return self.path(absolute).read_text(errors="replace")
         except OSError:
             return ""
 
     def setting(self, absolute: str, key: str) -> str | None:
-        """The value of the line KEY=VALUE of a file, whatever the case of the key."""
+        """Return the value of the line KEY=VALUE in a file, or None. The case of the key is ignored."""
         found = re.search(rf"^{key}\s*=\s*(.+?)\s*$", self.read(absolute), re.MULTILINE | re.IGNORECASE)
         return found.group(1) if found else None
 
     def device_ids(self) -> list[int]:
-        """N of each /dev/davinciN, in order."""
+        """Return the number N of each /dev/davinciN, ascending."""
         names = (path.name for path in self.path("/dev").glob("davinci*"))
         return sorted(int(name[7:]) for name in names if name[7:].isdecimal())
 
     def num_boards(self) -> int:
-        """NPUs on the PCI bus, with a driver or without."""
+        """Return the number of NPUs on the PCI bus. They need no driver for this."""
         devices = (f"/{path.relative_to(self.root)}" for path in self.path("/sys/bus/pci/devices").glob("*"))
         return sum(
             self.read(f"{device}/vendor").strip() == _HUAWEI
             and self.read(f"{device}/class").startswith(_PROCESSING_ACCELERATOR)
-            # HiSilicon's compression engines are of the same class; NPUs are d100, d500, d801, d802, d803.
+            # HiSilicon's compression engines have the same class. NPUs are d100, d500, d801, d802 and d803.
             and self.read(f"{device}/device").startswith(("0xd1", "0xd5", "0xd8"))
             for device in devices
         )
 
     def loads(self, library: str) -> bool:
-        """Whether the loader would find `library` by its name: LD_LIBRARY_PATH, ld.so.conf, the system's folders."""
+        """Return whether the loader finds `library` in LD_LIBRARY_PATH, ld.so.conf or the system's folders."""
         return any(self.exists(f"{folder}/{library}") for folder in self._library_folders())
 
     def _library_folders(self) -> Iterator[str]:
@@ -99,19 +99,19 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Python packages that have to suit one another."""
+    """Versions of Python packages that must be compatible with each other."""
 
     torch: str
-    """Its version, with the local part: 2.13.0+cpu."""
+    """Version of torch with the local part, such as 2.13.0+cpu."""
     accelerator: str | None
-    """What torch is built for beside the CPU: "CUDA 13.0", "ROCm 7.1"; None for a CPU build."""
+    """Accelerator that torch is built for, such as "CUDA 13.0" or "ROCm 7.1". None for a CPU build."""
     torch_npu: str | None
     architecture: str
-    """As `uname -m`."""
+    """Output of `uname -m`."""
 
     @classmethod
     def installed(cls) -> Software:
-        """The packages of this environment."""
+        """Return the versions in this environment."""
         try:
             torch_npu = version("torch_npu")
         except PackageNotFoundError:

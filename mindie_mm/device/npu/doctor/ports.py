@@ -1,4 +1,4 @@
-"""What HCCL wants where more than one NPU works on a request: ports of the host, and a user with a name."""
+"""The check of HCCL's requirements with more than one NPU: free ports, and a user in /etc/passwd."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from mindie_mm.device.finding import Finding
 from mindie_mm.device.npu.doctor.machine import Machine
 
 _BASE, _NUM_PORTS = 60000, 32
-"""HCCL_IF_BASE_PORT and how many from there: 32 since CANN 8.2, 16 before (hiascend.com, environment variables)."""
+"""Default of HCCL_IF_BASE_PORT, and the number of ports: 32 since CANN 8.2, 16 before.
+
+Source: hiascend.com, environment variables.
+"""
 _LEAST, _MOST = 1024, 65520
 _IPV4 = "/proc/sys/net/ipv4"
 
 
 def findings(machine: Machine, num_visible: int) -> Iterator[Finding]:
-    """A user without a name; whether ports are free, and kept free. Nothing where one NPU is visible: no HCCL there."""
+    """Report a user without a name, and whether the ports are free and reserved.
+
+    Yield nothing if only one NPU is visible, because HCCL is not used then.
+    """
     if num_visible < 2:
         return
     yield from _user()
-    ranges = machine.variables.get("HCCL_HOST_SOCKET_PORT_RANGE")  # goes before the base
+    ranges = machine.variables.get("HCCL_HOST_SOCKET_PORT_RANGE")  # takes precedence over the base port
     base = machine.variables.get("HCCL_IF_BASE_PORT", str(_BASE))
     if ranges == "auto":
         yield Finding("HCCL ports", "ok", "the system chooses (HCCL_HOST_SOCKET_PORT_RANGE)")
@@ -36,7 +42,7 @@ def findings(machine: Machine, num_visible: int) -> Iterator[Finding]:
         return
     span = ranges or f"{min(wanted)}-{max(wanted)}"
     if taken := sorted(wanted & _bound(machine)):
-        # EJ0003, EI0019, EI0020: "Failed to bind the IP port".
+        # HCCL reports these as EJ0003, EI0019 or EI0020, "Failed to bind the IP port".
         advice = "free them, or export HCCL_HOST_SOCKET_PORT_RANGE=auto (HCCL_IF_BASE_PORT for a CANN before 8.1)"
         found = f"{', '.join(map(str, taken))} of {span} in use by others; --tensor-parallel would fail to bind"
         yield Finding("HCCL ports", "warning", found, advice)
@@ -49,7 +55,7 @@ def findings(machine: Machine, num_visible: int) -> Iterator[Finding]:
 
 
 def _user() -> Iterator[Finding]:
-    """Of a user without a name, as a container may be told to run as (vllm-project/vllm-ascend#9490)."""
+    """Report a user without a name, under which a container may run (vllm-project/vllm-ascend#9490)."""
     try:
         pwd.getpwuid(os.geteuid())
     except KeyError:
@@ -59,7 +65,7 @@ def _user() -> Iterator[Finding]:
 
 
 def _bound(machine: Machine) -> set[int]:
-    """Local ports of all sockets: listening, connected, or closed of late."""
+    """Return the local ports of all sockets that are listening, connected or in TIME_WAIT."""
     ports = set()
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in machine.read(file).splitlines()[1:]:
@@ -69,13 +75,13 @@ def _bound(machine: Machine) -> set[int]:
 
 
 def _ephemeral(machine: Machine) -> set[int]:
-    """Ports that the kernel gives to outgoing connections."""
+    """Return the ports that the kernel assigns to outgoing connections."""
     bounds = machine.read(f"{_IPV4}/ip_local_port_range").split()
     return set(range(int(bounds[0]), int(bounds[1]) + 1)) if len(bounds) == 2 else set()
 
 
 def _numbers(ranges: str) -> set[int]:
-    """The ports of text such as 60000,60050-60060; none if it is not such."""
+    """Return the ports in a text such as 60000,60050-60060. Return an empty set if the text is malformed."""
     numbers: set[int] = set()
     for part in ranges.split(","):
         first, _, last = part.strip().partition("-")

@@ -1,4 +1,7 @@
-"""`python -m mindie_mm.device.npu.doctor.probe`: has the NPU multiply and says in JSON what it has, or fails."""
+"""A program that multiplies on the NPU and prints its properties as JSON, or fails.
+
+Run it as `python -m mindie_mm.device.npu.doctor.probe`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from mindie_mm.device.npu.doctor.runtime import ANSWER
 
 
 def main() -> None:
-    """Prints a line: ANSWER, and {"count": ..., "name": ..., "free_bytes": ..., "total_bytes": ...}."""
+    """Print one line with ANSWER and {"count": ..., "name": ..., "free_bytes": ..., "total_bytes": ...}."""
     if reason := NPU.missing():
         raise SystemExit(reason)
-    npu = torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there
-    # Starts it: before, it is asked nothing (107002). Memory is there without CANN's operators, a product is not.
+    npu = torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
+    # This initialises the NPU, without which queries fail (107002). Allocation works without CANN's operators, but a
+    # product does not.
     ones = torch.ones(16, 16, dtype=torch.float16, device=NPU().torch_device)
     if (total := (ones @ ones).sum().item()) != 16**3:
         raise SystemExit(f"the NPU multiplies wrongly: {16**3} comes out as {total:g}")
@@ -27,7 +31,7 @@ def main() -> None:
         "free_bytes": free_bytes,
         "total_bytes": total_bytes,
     }
-    # In one piece, which a pipe keeps whole, and a line of its own, whatever was printed before.
+    # A single write keeps the report in one piece in a pipe. The newline separates it from earlier output.
     print(f"\n{ANSWER}{json.dumps(report)}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Programs that ask the driver, and may hang with it."""
+"""Programs that query the driver and may hang with it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a program ended."""
+    """The exit status and output of a program."""
 
     status: int
-    """Negative: the signal that ended it."""
+    """Exit status. A negative value is the number of the signal that ended the program."""
     stdout: str
     stderr: str
 
 
 def run(command: list[str], timeout_s: float) -> Ended | None:
     """Run a program. Return its output, or None if it does not end in time. Raise OSError if it cannot run."""
-    process = subprocess.Popen(  # noqa: S603 - ours
+    process = subprocess.Popen(  # noqa: S603 - the callers' own commands
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
     )
     with process.stdout, process.stderr:  # type: ignore[union-attr]  # they are pipes
@@ -27,7 +27,7 @@ def run(command: list[str], timeout_s: float) -> Ended | None:
             stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            with suppress(subprocess.TimeoutExpired):  # one that waits in the driver does not even die
+            with suppress(subprocess.TimeoutExpired):  # a process that waits in the driver cannot be killed
                 process.wait(1)
             return None
     return Ended(process.returncode, stdout, stderr)

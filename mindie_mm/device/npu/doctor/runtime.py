@@ -1,4 +1,4 @@
-"""Whether an NPU can be started: tried in a process of its own, which may crash or hang with the driver."""
+"""The check that an NPU starts, in a separate process, which may crash or hang with the driver."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from mindie_mm.device.npu.doctor import programs
 from mindie_mm.device.npu.doctor.machine import Software
 from mindie_mm.device.npu.doctor.symptoms import explain
 
-_TIMEOUT_S = 120.0  # torch_npu takes 10 s to import, and a device some seconds to start; one that is ill never answers
+# Importing torch_npu takes 10 s, and starting a device takes some seconds. A faulty device never answers.
+_TIMEOUT_S = 120.0
 _GiB = 2**30
 _LITTLE = 0.5
-"""Share of the memory; with less of it free, somebody else has the rest."""
+"""Share of free memory below which another process must be using the NPU."""
 ANSWER = "mindie_mm.device.npu.doctor.probe: "
-"""What the probe's one line begins with: CANN may print its log on standard output, too, before and after it."""
+"""Prefix of the probe's line. CANN may also print its log on standard output, before and after the line."""
 
 
 def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
-    """What came of it."""
+    """Start an NPU in a separate process and report the result."""
     subject = "npu runtime"
     if software.torch_npu is None:
-        # No other version: a later one brings the torch that it is for, in PyPI's CUDA build.
+        # Name this version only, because a later one would install its own torch, in PyPI's CUDA build.
         advice = f"pip install torch_npu=={software.torch.partition('+')[0]}"
         return Finding(subject, "error", "torch_npu is not installed", advice)
     command = [sys.executable, "-P", "-m", "mindie_mm.device.npu.doctor.probe"]
@@ -47,7 +48,7 @@ def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
 
 
 def _answer(stdout: str) -> dict[str, Any] | None:
-    """The probe's answer, among all else that was printed; None if there is none."""
+    """Return the probe's report from all of its output, or None if there is none."""
     found = re.search(rf"^{re.escape(ANSWER)}(.*)$", stdout, re.MULTILINE)
     return json.loads(found.group(1)) if found else None
 
@@ -58,7 +59,7 @@ def _failed(subject: str, stderr: str, status: int) -> Finding:
     if symptom:
         line = next((line for line in lines if explain(line) is symptom), lines[-1])
         return Finding(subject, "error", f"{symptom.meaning}: {line[:300]}", symptom.advice)
-    # Of a trace the exception is at the end; torch_npu adds lines of its own below.
+    # The exception is at the end of a traceback, but torch_npu adds lines after it.
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)] or lines[-1:]
     ended = f"signal {-status}" if status < 0 else f"status {status}"
     message = errors[-1][:300] if errors else ""

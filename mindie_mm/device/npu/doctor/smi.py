@@ -1,4 +1,4 @@
-"""What `npu-smi info` says of each NPU: its health, its memory, and who uses it."""
+"""The check of the health, memory and processes of each NPU, from the output of `npu-smi info`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from mindie_mm.device.npu.doctor.symptoms import explain
 
 _TIMEOUT_S = 30.0  # it waits for the driver, which may have hung
 _BUSY_SHARE = 0.25
-"""Share of its memory above which an NPU is in use: an idle 910B has 5 % of its 64 GiB in use."""
+"""Share of used memory above which an NPU counts as busy. An idle 910B uses 5 % of its 64 GiB."""
 
 # | 0     910B3               | OK            | 91.0        36                0    / 0             |
 # | 0                         | 0000:41:00.0  | 0           0    / 0          3401 / 65536         |
-# and, between rules, | 2       0                 | 1333928       |                          | 37709                   |
+# and, between horizontal lines,
+# | 2       0                 | 1333928       |                          | 37709                   |
 _NPU = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|")
 _CHIP = re.compile(r"^\|\s*(\d+)(?:\s+\d+)?\s*\|\s*[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:\S+\s*\|(.*)\|")
 _PROCESS = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|")
@@ -28,7 +29,7 @@ _USAGE = re.compile(r"(\d+)\s*/\s*(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One that uses an NPU."""
+    """A process that uses an NPU."""
 
     pid: int
     name: str
@@ -37,7 +38,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class NPU:
-    """A chip, as npu-smi has it."""
+    """A chip in the output of npu-smi."""
 
     npu: int
     chip: int
@@ -46,12 +47,12 @@ class NPU:
     """OK, Warning, Alarm, Critical or UNKNOWN."""
     used_mib: int
     total_mib: int
-    """0 where it does not say."""
+    """0 if unknown."""
     processes: tuple[Process, ...] = ()
 
 
 def parse(text: str) -> list[NPU]:
-    """The table of `npu-smi info`, by NPU and chip: the order in which programs number them."""
+    """Parse the table of `npu-smi info`. Return the chips in the order in which programs number them."""
     npus: dict[tuple[int, int], NPU] = {}
     above: tuple[int, str, str] | None = None
     for line in text.splitlines():
@@ -63,14 +64,21 @@ def parse(text: str) -> list[NPU]:
             above = (int(found[1]), found[2], found[3])
         elif (found := _CHIP.match(line)) and above:
             usages = [(int(u), int(t)) for u, t in _USAGE.findall(found[2])]
-            used, total = max(usages, key=lambda one: one[1], default=(0, 0))  # "NA / NA" of one that does not answer
+            used, total = max(usages, key=lambda one: one[1], default=(0, 0))  # "NA / NA" if it does not answer
             npus[above[0], int(found[1])] = NPU(above[0], int(found[1]), above[1], above[2], used, total)
             above = None
     return [npus[key] for key in sorted(npus)]
 
 
 def findings(machine: Machine, visible: list[int] | None, timeout_s: float = _TIMEOUT_S) -> Iterator[Finding]:
-    """Health and use of the NPUs that are `visible` to this process, by their place; None: of all."""
+    """Report the health and use of NPUs.
+
+    Args:
+        machine: Where npu-smi is searched.
+        visible: Indices of the NPUs that are visible to this process. None means all.
+        timeout_s: Time limit for npu-smi in seconds.
+
+    """
     folders = (machine.variables.get("PATH", ""), "/usr/local/bin", "/usr/local/sbin")
     program = shutil.which("npu-smi", path=os.pathsep.join(folders))
     if program is None:
@@ -79,7 +87,7 @@ def findings(machine: Machine, visible: list[int] | None, timeout_s: float = _TI
         return
     try:
         ended = programs.run([program, "info"], timeout_s)
-    except OSError as error:  # of another architecture, or its loader is not there
+    except OSError as error:  # the program is for another architecture, or its loader is missing
         yield Finding("npu health", "warning", f"npu-smi can't be run: {error}", "install the driver anew")
         return
     if ended is None:
@@ -108,13 +116,16 @@ def _health(npus: list[NPU]) -> Finding:
         f"npu-smi info -t health -i {first.npu} -c {first.chip} names the fault; leave it out with "
         f"ASCEND_RT_VISIBLE_DEVICES, or, when nothing uses it, npu-smi set -t reset -i {first.npu} -c {first.chip}"
     )
-    # Warning is a general alarm, under which it works; Alarm and Critical, and UNKNOWN, where it has not started, not.
+    # An NPU still works at Warning, but not at Alarm and Critical, or at UNKNOWN, where it has not started.
     grave = any(one.health.upper() != "WARNING" for one in ill)
     return Finding("npu health", "error" if grave else "warning", found, advice)
 
 
 def _use(npus: Mapping[int, NPU]) -> Finding:
-    """By place, which is what ASCEND_RT_VISIBLE_DEVICES takes: cards of two chips have two, a container counts anew."""
+    """Report busy NPUs. The keys of `npus` are indices for ASCEND_RT_VISIBLE_DEVICES.
+
+    A card with two chips has two indices. A container has its own numbering.
+    """
     busy = [one for one in npus.values() if one.processes or one.used_mib > _BUSY_SHARE * one.total_mib]
     if not busy:
         free = [one.total_mib - one.used_mib for one in npus.values() if one.total_mib]

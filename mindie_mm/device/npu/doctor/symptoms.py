@@ -1,4 +1,4 @@
-"""Error texts of torch_npu, CANN and its driver, and what they mean: the table in symptoms.toml."""
+"""Known error texts of torch_npu, CANN and the driver, with their meanings, from symptoms.toml."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from importlib.resources import files
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """A text that is known."""
+    """A known error text."""
 
     pattern: str
-    """Regular expression that finds it."""
+    """Regular expression that finds the text."""
     meaning: str
     advice: str
 
 
 _TABLE = files(__package__).joinpath("symptoms.toml").read_text(encoding="utf-8")
 SYMPTOMS = tuple(Symptom(**entry) for entry in tomllib.loads(_TABLE)["symptoms"])
-"""In order: of several in a text, the first one counts."""
+"""All symptoms, in order of precedence."""
 
 
 def explain(text: str) -> Symptom | None:
-    """The first symptom that is in `text`."""
+    """Return the first symptom that `text` contains, or None."""
     return next((symptom for symptom in SYMPTOMS if re.search(symptom.pattern, text)), None)

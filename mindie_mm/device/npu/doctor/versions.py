@@ -1,6 +1,6 @@
-"""Versions that belong together: torch and torch_npu, torch_npu and CANN, CANN and the driver.
+"""The check of versions: torch with torch_npu, torch_npu with CANN, and CANN with the driver.
 
-Only what is known to fail is an error; a pair that no table here has may still be right, and is a warning.
+Only pairs that are known to fail are errors. A pair that is missing from these tables may still work and is a warning.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from mindie_mm.device.npu.doctor import driver
 from mindie_mm.device.npu.doctor.cann import CANN
 from mindie_mm.device.npu.doctor.machine import Machine, Software
 
-# torch_npu to the CANN that it is released with: COMPATIBILITY.md of gitcode.com/Ascend/pytorch, and the release notes
-# of TorchNPU 26.2.0 (docs/zh/release_notes, October 2026).
+# Version of CANN with which each torch_npu was released. Sources: COMPATIBILITY.md of gitcode.com/Ascend/pytorch, and
+# the release notes of TorchNPU 26.2.0 (docs/zh/release_notes, October 2026).
 _RELEASED_WITH = {
     "2.10.0": "9.0.0",
     "2.10.0.post4": "9.1.0",
@@ -26,9 +26,10 @@ _RELEASED_WITH = {
     "2.13.0": "9.2.0",
     "2.14.0": "9.2.0",
 }
-# The same release notes: TorchNPU 7.3 to 26.2 (all of the above) with each of these.
+# Series of CANN that work with TorchNPU 7.3 to 26.2 (all of the above), from the same release notes.
 _COMPATIBLE = ("8.5", "9.0", "9.1", "9.2")
-# CANN to drivers, by their series: release notes of CANN 8.5.0 and 9.1.1 (hiascend.com, gitcode.com/cann).
+# Series of drivers for each series of CANN. Source: release notes of CANN 8.5.0 and 9.1.1 (hiascend.com,
+# gitcode.com/cann).
 _DRIVERS = {
     "8.5": ("25.0", "25.2", "25.3", "25.5", "25.7", "26.0", "26.1"),
     "9.0": ("25.0", "25.2", "25.3", "25.5", "25.7", "26.0", "26.1"),
@@ -38,7 +39,7 @@ _TABLE = "https://www.hiascend.com/developer/download/compatibility has pairs"
 
 
 def findings(machine: Machine, software: Software, cann: CANN | None) -> Iterator[Finding]:
-    """One for each pair whose parts are there."""
+    """Report each pair of which both parts are installed."""
     if software.torch_npu:
         yield _torch_build(software)
         yield _torch(software.torch, software.torch_npu)
@@ -53,10 +54,10 @@ def _torch_build(software: Software) -> Finding:
     subject, version = "torch build", _release(software.torch)
     if software.accelerator is None:
         return Finding(subject, "ok", f"{software.torch}, for the CPU")
-    # torch_npu/__init__.py, _check_device_conflict: it asks what torch was built for, not what is there.
+    # _check_device_conflict in torch_npu/__init__.py checks what torch was built for, not which devices exist.
     found = f"{software.torch} is built for {software.accelerator}; torch_npu wants the CPU build"
     advice = f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu"
-    if software.architecture == "aarch64":  # torch_npu's README has the CPU index for it since 2.11
+    if software.architecture == "aarch64":  # torch_npu's README names the CPU index for aarch64 since 2.11
         advice += "; for aarch64 PyPI has CUDA builds alone, so pin it before anything else that needs torch"
     return Finding(subject, "error", found, advice)
 
@@ -99,9 +100,9 @@ def _driver(cann: CANN, version: str, driver: str, inner: str) -> Finding:
 
 
 def _suits(inner: str, drivers: str) -> bool:
-    """Whether the driver's inner version, as V100R001C23SPC006B220, is in CANN's list.
+    """Return whether CANN's list contains the driver's internal version, such as V100R001C23SPC006B220.
 
-    That is [V100R001C15],[V100R001C18,V100R001C23]: single ones, and ranges.
+    The list has single versions and ranges, such as [V100R001C15],[V100R001C18,V100R001C23].
     """
     if not (counted := _counted(inner)):
         return False
@@ -115,11 +116,11 @@ def _counted(inner: str) -> tuple[int, ...]:
 
 
 def _release(version: str) -> str:
-    """2.10.0 of 2.10.0.post4 and of 2.10.0+cpu."""
+    """Return the release, such as 2.10.0 for 2.10.0.post4 and for 2.10.0+cpu."""
     found = re.match(r"\d+(\.\d+)*", version)
     return found.group() if found else version
 
 
 def _series(version: str) -> str:
-    """9.1 of 9.1.0 and of 9.1.RC1."""
+    """Return the series, such as 9.1 for 9.1.0 and for 9.1.RC1."""
     return ".".join(_release(version).split(".")[:2])

@@ -1,4 +1,4 @@
-"""ASCEND_RT_VISIBLE_DEVICES: which NPUs this process may use."""
+"""The check of ASCEND_RT_VISIBLE_DEVICES, which selects the NPUs that this process may use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _NAME = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 def places(machine: Machine) -> list[int] | None:
-    """The NPUs that it leaves, counted from 0; None where it is not set.
+    """Return the indices of the visible NPUs, from 0, or None if the variable is not set.
 
-    Read as CANN reads it (hiascend.com, environment variables of CANN 9.1.0): numbers between commas, up to the first
-    that is none or has no NPU.
+    Like CANN, read numbers between commas, up to the first part that is not a number or has no NPU. Source:
+    hiascend.com, environment variables of CANN 9.1.0.
     """
     value = machine.variables.get(_NAME)
     if value is None:
@@ -28,9 +28,9 @@ def places(machine: Machine) -> list[int] | None:
 
 
 def findings(machine: Machine) -> Iterator[Finding]:
-    """What is wrong with it; nothing where it is not set."""
+    """Report the value of the variable. Yield nothing if it is not set."""
     left, value, num = places(machine), machine.variables.get(_NAME, ""), len(machine.device_ids())
-    if left is None or not num:  # without NPUs, every number is wrong, and something else is to be said
+    if left is None or not num:  # without NPUs every number would be wrong, and another check reports that
         return
     advice = f"numbers from 0 to {num - 1}, between commas, without blanks, rising; in a container they count anew"
     if not left:
