@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -185,10 +186,10 @@ class _Copy(subprocess.Popen[bytes]):
     """A copy of this process as `command`, one of a worker's; nothing is open in it but what a new one would have."""
 
     def __init__(
-        self, command: list[str], pass_fds: tuple[int], env: Mapping[str, str] | None = None, **nowhere: int
+        self, command: list[str], pass_fds: tuple[int, ...], env: Mapping[str, str] | None = None, **nowhere: int
     ) -> None:
         """Start a copy. `nowhere` names the streams that are /dev/null, which the copy inherits from this process."""
-        self._descriptor = pass_fds[0]
+        self._descriptors = pass_fds
         self._environment = env
         super().__init__(command)
 
@@ -201,12 +202,14 @@ class _Copy(subprocess.Popen[bytes]):
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks, but none of a worker's
             # ipc closes its own in every fork. libuv, in the copy of a process that used it, closes two descriptors by
             # the small numbers that its pipe once had, and opens another pipe.
-            kept = fcntl.fcntl(self._descriptor, fcntl.F_DUPFD, _FIRST_KEPT)
+            kept = {number: fcntl.fcntl(number, fcntl.F_DUPFD, _FIRST_KEPT) for number in self._descriptors}
             self.pid = os.fork()
         if self.pid:
-            os.close(kept)
+            for copy in kept.values():
+                os.close(copy)
         else:
-            os.dup2(kept, self._descriptor)
+            for number, copy in kept.items():
+                os.dup2(copy, number)
             _end(partial(self._run, command))
         self._child_created = True
 
@@ -216,8 +219,8 @@ class _Copy(subprocess.Popen[bytes]):
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        os.closerange(3, self._descriptor)
-        os.closerange(self._descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+        for start, stop in pairwise([2, *sorted(self._descriptors), os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(start + 1, stop)
         _open_streams()
         loggers = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
         self._handlers = [logger.handlers[:] for logger in loggers]  # they live on, else their files would be closed

@@ -88,13 +88,13 @@ def test_a_step_with_a_prompt_is_not_recorded(model, prompts, recorded):
 
 def test_what_cannot_be_recorded_is_launched_by_itself(model, prompts, monkeypatch, recorded, caplog):
     expected = run(Engine(model, EngineConfig(enforce_eager=True)), prompts, max_tokens=8)
-    forward = type(model).forward
+    head = type(model).head
 
     def waiting(*arguments):
-        logits = forward(*arguments)
+        logits = head(*arguments)
         return logits + float(logits[0, 0])
 
-    monkeypatch.setattr(type(model), "forward", waiting)
+    monkeypatch.setattr(type(model), "head", waiting)
     assert run(Engine(model, EngineConfig()), prompts, max_tokens=8) == expected
     assert not recorded
     assert [record.message for record in caplog.records if "recorded" in record.message] == [

@@ -211,7 +211,7 @@ def test_a_request_that_cannot_be_looked_at_is_not_taken_for_gone(tmp_path: Path
     process = start(
         """
 os.setuid(65534)
-from mindie_mm.shm import reclaim
+from mindie_mm.shm.operate import reclaim
 say("ready"); hear()
 try: say(reclaim._is_gone(sys.argv[1]))
 except PermissionError: say("cannot tell")
