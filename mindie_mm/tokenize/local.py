@@ -64,11 +64,15 @@ class LocalTokenizer(_InCaller):
         `max_decode_bytes` and `max_decode_s` do not apply, because they would limit the caller's own process.
         """
         thread = WorkThread("mindie_mm-tokenizer")
+        tokenizers: list[Tokenizer] = []
         try:
             await thread.run(partial(collect, [default_spool()]))  # no service does this for the caller
-            return cls(await thread.run(partial(_tokenizer, model_path, config)), thread)
+            await thread.run(lambda: tokenizers.append(_tokenizer(model_path, config)))
+            return cls(tokenizers[0], thread)
         except BaseException:
-            thread.stop()
+            await in_thread(thread.close)  # a start that was cancelled may still create its arena
+            for tokenizer in tokenizers:
+                tokenizer.close()
             raise
 
     async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:

@@ -150,7 +150,7 @@ def test_blocks_live_until_the_last_choice_has_consumed_them(service: RunningSer
     with streaming(service, "red", n=3, max_tokens=90) as stream:
         stream.until(1)
         with stopped_engine(service):
-            assert metric(service, "num_requests_waiting") == 1
+            wait_until(lambda: metric(service, "num_requests_waiting") == 1)  # the service may still read the last step
             assert service.shm()["blocks"] == 2
         stream.until(2)
         assert metric(service, "num_requests_running") == 1
