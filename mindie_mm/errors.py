@@ -155,7 +155,7 @@ class ProcessDied(OperationalError):
     """A tokenizer or engine process is gone."""
 
 
-class NoProcess(WorldError):
+class NoProcess(OperationalError):
     """No process accepts requests, and none came back in time. The request has already waited for one."""
 
 

@@ -144,7 +144,7 @@ class _Body:
             if name in _CODINGS and value.strip().lower() not in _PLAIN
         }
         self._receive = receive
-        self._border = middleware
+        self._middleware = middleware
         self._config = config
         self._deadline = asyncio.get_running_loop().time() + config.request_timeout_s
         self._whole = False
@@ -169,7 +169,7 @@ class _Body:
             raise HTTPException(415, text, headers={"Accept-Encoding": "identity", "Connection": "close"})
         self._check(self._announced)
         try:
-            self._border.admission.require_room()
+            self._middleware.admission.require_room()
         except MindieMMError as error:  # FastAPI reports any other exception raised here as an invalid body
             raise HTTPException(status_of(error), str(error), headers={"Retry-After": "1"}) from error
         idle_until = asyncio.get_running_loop().time() + BODY_IDLE_S
@@ -184,7 +184,7 @@ class _Body:
         self._whole = not message.get("more_body", False)
         num_bytes = len(message.get("body", b""))
         self.num_bytes += num_bytes
-        self._border.held_bytes += num_bytes
+        self._middleware.held_bytes += num_bytes
         self._num_values += sum(map(message.get("body", b"").count, _BETWEEN_VALUES))
         if self._num_values > (most := self._config.max_request_values):
             raise HTTPException(413, f"the request's body holds more than the limit of {most} JSON values")
@@ -197,7 +197,7 @@ class _Body:
             raise HTTPException(
                 413, f"the request's body has {num_bytes} bytes or more, over the limit of {limit} bytes"
             )
-        held = self._border.held_bytes - self.num_bytes + num_bytes
+        held = self._middleware.held_bytes - self.num_bytes + num_bytes
         if held > self._config.max_held_bytes:
             raise HTTPException(
                 429,

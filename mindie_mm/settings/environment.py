@@ -53,7 +53,7 @@ def keep_collectives_local() -> None:
 
 
 def set_local_rank(number: int) -> None:
-    """Tell torch, transformers and accelerate which rank of this machine this process is, as torchrun does."""
+    """Set the variables from which torch, transformers and accelerate learn the local rank, as torchrun does."""
     os.environ["LOCAL_RANK"] = str(number)
 
 

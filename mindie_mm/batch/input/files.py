@@ -60,9 +60,15 @@ def creating(path: Path, advice: str) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path, writer: str = "") -> Iterator[Path]:
-    """Yield a path to write to. On leaving, sync that file and rename it to `path`. Raise StorageError.
+    """Yield a path to write to. On exit, sync that file and rename it to `path`.
 
-    `writer` distinguishes the unfinished file from those of other writers of `path` at the same time.
+    Args:
+        path: Path of the finished file.
+        writer: Name of this writer. Several processes that write `path` at the same time need different names.
+
+    Raises:
+        StorageError: The file cannot be written, synced or renamed.
+
     """
     unfinished = path.with_name(f"{path.name}{writer and '.' + writer}.partial")
     try:
