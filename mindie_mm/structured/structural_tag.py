@@ -39,10 +39,10 @@ class TagWriter:
     tokens: Mapping[str, int]
     """Ids of the added tokens that appear in decoded text, by text."""
     lines: list[str] = field(default_factory=list)
-    grammars: list[dict[str, str]] = field(default_factory=list)
+    grammars: list[dict[str, Any]] = field(default_factory=list)
     """Lark grammars that the rules refer to."""
 
-    def write(self, text: str) -> list[dict[str, str]]:
+    def write(self, text: str) -> list[dict[str, Any]]:
         """Return llguidance's list of grammars for a structural tag in JSON.
 
         Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from mindie_mm.structured import lark
 from mindie_mm.structured.gbnf import is_gbnf, lark_of_gbnf
@@ -27,18 +28,16 @@ def grammar_of(wanted: StructuredOutputs, added: Mapping[str, int], shown: Mappi
         InputError: The description is not valid, or cannot be enforced exactly.
 
     """
-    grammars = _grammars(wanted, shown)
-    if wanted.after is not None:
-        grammars[0] = {**grammars[0], "name": "output"}
-        grammars.insert(0, {"name": "reasoning", "lark_grammar": _free_up_to(wanted.after, added, "@output")})
-    grammars[0] = {**grammars[0], "lark_grammar": _OPTIONS + grammars[0]["lark_grammar"]}
+    first, *others = _output(wanted, shown)
+    whole = "start: @output" if wanted.after is None else _free_up_to(wanted.after, added, "@output")
+    grammars = [{"name": "whole", "lark_grammar": _OPTIONS + whole}, first | {"name": "output"}, *others]
     return json.dumps({"grammars": grammars})
 
 
-def _grammars(wanted: StructuredOutputs, shown: Mapping[str, int]) -> list[dict[str, str]]:
+def _output(wanted: StructuredOutputs, shown: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return the grammar of the output without its reasoning, and those to which it refers."""
     if wanted.json is not None or wanted.json_object:
-        schema = lark.schema(wanted.json if wanted.json is not None else _ANY_OBJECT)
-        return [{"lark_grammar": f"start: %json {json.dumps(schema)}"}]
+        return [{"json_schema": lark.schema(wanted.json if wanted.json is not None else _ANY_OBJECT)}]
     if wanted.regex is not None:
         return [{"lark_grammar": f"start: X\nX: {lark.regex(wanted.regex)}"}]
     if wanted.choice is not None:
