@@ -147,7 +147,8 @@ class _Writer:
                 return self._name(node.name)
             case RepetitionNode():
                 most = "" if node.max_times is None else node.max_times
-                return f"{self._part(node.node)}{{{node.min_times},{most}}}"
+                # llguidance refuses a range that ends at 0.
+                return '""' if most == 0 else f"{self._part(node.node)}{{{node.min_times},{most}}}"
             case _:
                 return f"({self._node(node)})"
 

@@ -50,7 +50,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
         return self.nouns[self.kind]
 
     def check(self) -> None:
-        """Raise InputError unless exactly one kind is given, is not empty and is small enough."""
+        """Raise InputError unless exactly one kind is given, is not empty, is text and is small enough."""
         given = [name for name in self.nouns if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = " and ".join(given) or "none"
@@ -60,5 +60,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
         if self.after == "":
             raise InputError("after is empty; give the text that ends the reasoning, or None")
         texts = (*(self.choice or ()), self.json, self.regex, self.grammar, self.structural_tag, self.after)
-        if (num_bytes := sum(len(text.encode()) for text in texts if text)) > MAX_STRUCTURE_BYTES:
+        try:
+            num_bytes = sum(len(text.encode()) for text in texts if text)
+        except UnicodeEncodeError as error:
+            raise InputError(f"{self.noun} holds a lone surrogate") from error
+        if num_bytes > MAX_STRUCTURE_BYTES:
             raise InputError(f"{self.noun} has {num_bytes} bytes, the limit is {MAX_STRUCTURE_BYTES}")

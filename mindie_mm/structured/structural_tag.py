@@ -169,10 +169,10 @@ class TagWriter:
         sign = {"optional": "{0,1}", "plus": "{1,}", "star": "{0,}"}.get(kind)
         if sign is None:
             least, most = _member(given, "min", int), _member(given, "max", int)
-            if not 0 <= least <= _MAX_REPEATS or not (most == -1 or least <= most <= _MAX_REPEATS):
+            if not 0 <= least <= _MAX_REPEATS or not (most == -1 or max(least, 1) <= most <= _MAX_REPEATS):
                 raise InputError(
-                    f"the structural tag repeats from {least!r:.40} to {most!r:.40} times; max must be -1 or at "
-                    f"least min, and both at most {_MAX_REPEATS}"
+                    f"the structural tag repeats from {least!r:.40} to {most!r:.40} times; max must be -1, or at "
+                    f"least 1 and min, and both at most {_MAX_REPEATS}"
                 )
             sign = f"{{{least},{'' if most == -1 else most}}}"
         text = part.text if part.regular else self._rule_text(part)

@@ -78,8 +78,6 @@ def test_fields_of_the_wrong_kind(http: Any, change: dict[str, Any], param: str)
 @pytest.mark.parametrize(
     "field",
     [
-        {"guided_json": {"type": "object"}},
-        {"structured_outputs": {"regex": "a"}},
         {"continue_final_message": True},
         {"prompt_logprobs": 0},
         {"allowed_token_ids": [5]},
@@ -92,9 +90,10 @@ def test_fields_of_the_wrong_kind(http: Any, change: dict[str, Any], param: str)
         {"thinking_token_budget": 10},
         {"audio": {"voice": "alloy", "format": "wav"}},
         {"repetition_detection": {"max_pattern_size": 4}},
-        {"regex": "a"},
+        {"guided_whitespace_pattern": " "},
+        {"format": "json"},
+        {"grammar_string": 'root ::= "a"'},
         {"lora_path": "x"},
-        {"grammar": 'root ::= "a"'},
         {"watermarking": True},
         {"options": {"num_ctx": 4096}},
         {"extra_body": {"top_k": 1}},
