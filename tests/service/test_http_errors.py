@@ -126,7 +126,7 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, pa
         (CHAT, {"web_search_options": {}}, "not served"),
         (CHAT, {"guidance_scale": 3}, "not served, except 1"),
         (CHAT, {"mirostat_mode": 2}, "not served"),
-        (CHAT, {"grammar": 'root ::= "a"'}, "not served; use response_format"),
+        (CHAT, {"grammar_string": 'root ::= "a"'}, "not served; use grammar"),
         (CHAT, {"repeat_penalty": 1.3}, "not served, except 1; use repetition_penalty"),
         (CHAT, {"n_predict": 5}, "not served; use max_tokens"),
         (CHAT, {"n_predict": -1}, "not served; use max_tokens"),
