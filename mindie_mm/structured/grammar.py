@@ -15,9 +15,17 @@ from mindie_mm.errors import InputError
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.structured.translate import grammar_of
 
-# The fuel limits the time of a mask, which is typically 0.4 ms and at most 3 ms. These limits do not limit compilation.
-_LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000, max_grammar_size=50_000, step_lexer_fuel=50_000)
+# The fuel and the items limit the time of a mask, which is typically 0.02 ms and at most 3 ms, or 45 ms in a grammar of
+# single characters that refers to itself. These limits do not limit compilation.
+_LIMITS = LLParserLimits(
+    verbose_errors=False,
+    max_lexer_states=50_000,
+    max_grammar_size=50_000,
+    step_lexer_fuel=50_000,
+    step_max_items=20_000,
+)
 _MAX_SAID = 300
+_REHEARSED = 8
 KEPT = 16
 """Number of recent descriptions that stay compiled. One that is slow to compile also takes 7 MiB of memory."""
 
@@ -83,6 +91,24 @@ class Grammars:
             del self._compiled[next(iter(self._compiled))]
         return Constraint(matcher.deep_copy())
 
+    def rehearse(self, wanted: StructuredOutputs) -> None:
+        """Draw some tokens at random, as an answer may begin.
+
+        Raises:
+            InputError: As in `constraint`, or the output would soon exceed a limit.
+
+        """
+        constraint = self.constraint(wanted)
+        rng = np.random.default_rng(0)
+        for _ in range(_REHEARSED):
+            (refused,) = self.refused([constraint], self._vocabulary.vocab_size)
+            refused[self._vocabulary.eos_tokens] = True
+            allowed = np.flatnonzero(~refused)
+            if not len(allowed) or constraint.accept(int(rng.choice(allowed))):
+                break
+        if constraint.error:
+            raise InputError(f"{wanted.noun} cannot be served: {constraint.error}")
+
     def refused(self, constraints: abc.Sequence[Constraint], vocab_size: int) -> NDArray[np.bool_]:
         """Return the tokens that may not come next, bool [constraints, vocab_size].
 
@@ -112,5 +138,7 @@ class Grammars:
             raise InputError(f"{wanted.noun} cannot be served: {matcher.get_error()[:_MAX_SAID]}")
         matcher.compute_logit_bias()
         if matcher.is_error():  # llguidance only reports a schema that refers to nothing but itself at this point
-            raise InputError(f"{wanted.noun} cannot be served: nothing can begin an answer that fits it")
+            error = matcher.get_error()[:_MAX_SAID]
+            reason = "nothing can begin an answer that fits it" if "NoExtension" in error else error
+            raise InputError(f"{wanted.noun} cannot be served: {reason}")
         return matcher

@@ -1,9 +1,9 @@
 """A trial compilation of structured outputs, before they reach the engine.
 
 The compile time cannot be predicted from a description. A JSON schema of 42 bytes may take half a minute, and
-llguidance cannot be interrupted. Therefore each description is compiled as in the engine, with the checkpoint's
-vocabulary, in a process that the kernel kills at a time limit. A process that has read the vocabulary forks once per
-description.
+llguidance cannot be interrupted. Therefore each description is compiled and tried on some tokens as in the engine, with
+the checkpoint's vocabulary, in a process that the kernel kills at a time limit. A process that has read the vocabulary
+forks once per description.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 
 COMPILE_S = 0.1
-"""Maximum CPU time in seconds to compile a description. A JSON schema with a hundred fields takes 5 ms."""
+"""Maximum CPU time in seconds to compile and try a description. A JSON schema with a hundred fields takes 5 ms."""
 
 _REST = 4
 """Pause before the next description, as a multiple of the last compile time. The engine compiles the description as
@@ -162,7 +162,7 @@ def _tried(grammars: Grammars, wanted: StructuredOutputs) -> tuple[str, float]:
             signal.setitimer(signal.ITIMER_REAL, _WALL_S)
             message = ""
             try:
-                grammars.constraint(wanted)
+                grammars.rehearse(wanted)
             except InputError as error:
                 message = str(error)
             os.write(write, message.encode())

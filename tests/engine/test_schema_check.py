@@ -232,4 +232,4 @@ def test_a_schema_is_not_refused_because_the_machine_is_busy() -> None:
         time.sleep(60)
 
     with pytest.raises(TimeoutError, match="too busy to compile the JSON schema within 10 s"):
-        schema_check._tried(cast("Grammars", SimpleNamespace(constraint=wait)), fits("{}"))
+        schema_check._tried(cast("Grammars", SimpleNamespace(rehearse=wait)), fits("{}"))
