@@ -1,4 +1,4 @@
-"""A service with --truncate and --allow-private-media; at the end its processes are killed, one after another."""
+"""A service with --truncate, --allow-private-media and open JSON objects. At the end its processes are killed."""
 
 import asyncio
 import base64
@@ -30,7 +30,8 @@ STAR = encode(picture("green", (40, 160, 60), "star", x=0.5), "PNG")
 @pytest.fixture(scope="module")
 def lenient(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("lenient")
-    given = settings | {"spool": folder / "spool", "truncate": True, "allow_private_media": True}
+    options = {"truncate": True, "allow_private_media": True, "json_additional_properties": "allow"}
+    given = settings | {"spool": folder / "spool", **options}
     with running_service(given, folder / "log") as running:
         yield running
         assert running.stop() == 0, (folder / "log").read_text()[-2000:]
@@ -60,6 +61,21 @@ def post(service: RunningService, path: str, body: dict[str, Any], status: int =
     answer = httpx2.post(service.url + path, json=body, timeout=300)
     assert answer.status_code == status, answer.text
     return answer.json()
+
+
+def test_json_objects_may_have_other_properties(lenient: RunningService, service: RunningService) -> None:
+    """A bias against the closing brace shows what else may follow. `strict` closes objects in any case."""
+    (brace,) = post(service, "/tokenize", {"prompt": "}"})["tokens"]
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+
+    def answer(asked: RunningService, **strict: bool) -> str:
+        form = {"type": "json_schema", "json_schema": {"schema": schema, **strict}}
+        body = chat([], "Hello!", response_format=form, logit_bias={str(brace): -100}, max_tokens=12, ignore_eos=False)
+        return str(post(asked, CHAT, body)["choices"][0]["message"]["content"])
+
+    assert answer(lenient).startswith('{"a": 1, "')
+    assert answer(lenient, strict=False).startswith('{"a": 1, "')
+    assert answer(lenient, strict=True) == answer(service) == answer(service, strict=False) == '{"a": 1}'
 
 
 def test_truncation_never_cuts_through_a_picture(lenient: RunningService, red_square: str) -> None:

@@ -146,6 +146,16 @@ def test_a_json_schema_is_the_same_as_structured_outputs() -> None:
         SamplingParams(structured_outputs=StructuredOutputs(regex="a"), ignore_eos=True).check(100)
 
 
+def test_fields_are_converted_to_their_types() -> None:
+    listed: Any = ["a", "b"]
+    checked = SamplingParams(structured_outputs=StructuredOutputs(choice=listed)).check(100)
+    assert checked.structured_outputs == StructuredOutputs(choice=("a", "b"))
+    wrong: Any = {"type": "object"}
+    with pytest.raises(InputError, match=r"structured_outputs\.json must be a string") as caught:
+        SamplingParams(structured_outputs=StructuredOutputs(json=wrong)).check(100)
+    assert caught.value.param == "structured_outputs"
+
+
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [

@@ -147,6 +147,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             given["stop_token_ids"] = tuple(map(whole, self.stop_token_ids))
         if isinstance(self.logit_bias, dict):
             given["logit_bias"] = {whole(token): bias for token, bias in self.logit_bias.items()}
+        if isinstance(self.structured_outputs, StructuredOutputs):
+            given["structured_outputs"] = msgspec.structs.asdict(self.structured_outputs)
         try:
             return msgspec.convert(given, SamplingParams)
         except msgspec.ValidationError as error:
@@ -218,7 +220,7 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
 
 def _mistyped(given: Mapping[str, Any], message: str) -> InputError:
     """Return the error for msgspec's `message`. If the setting's value is short, the error shows it."""
-    name = message.removeprefix("a key of ").partition(" ")[0].partition("[")[0]
+    name = message.removeprefix("a key of ").partition(" ")[0].partition("[")[0].partition(".")[0]
     value = given.get(name)
     if message.startswith(f"{name} ") and isinstance(value, str | int | float) and len(repr(value)) <= _MAX_SHOWN:
         message = f"{name} is {value!r}: it{message.removeprefix(name)}"
