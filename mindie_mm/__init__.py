@@ -12,10 +12,21 @@ if TYPE_CHECKING:
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.errors import MindieMMError
     from mindie_mm.settings.config import EngineConfig, WorkerConfig
+    from mindie_mm.structured.outputs import StructuredOutputs
     from mindie_mm.tokenize.tokenizer import Tokenizer
     from mindie_mm.worker.llm import LLM, Output
 
-__all__ = ["LLM", "Dataset", "EngineConfig", "MindieMMError", "Output", "SamplingParams", "Tokenizer", "WorkerConfig"]
+__all__ = [
+    "LLM",
+    "Dataset",
+    "EngineConfig",
+    "MindieMMError",
+    "Output",
+    "SamplingParams",
+    "StructuredOutputs",
+    "Tokenizer",
+    "WorkerConfig",
+]
 __version__ = "0.1.0"
 
 limit_spinning()  # here, because every process must call it before it loads torch
@@ -27,6 +38,7 @@ _HOMES = {
     "MindieMMError": "mindie_mm.errors",
     "Output": "mindie_mm.worker.llm",
     "SamplingParams": "mindie_mm.engine.requests.sampling_params",
+    "StructuredOutputs": "mindie_mm.structured.outputs",
     "Tokenizer": "mindie_mm.tokenize.tokenizer",
     "WorkerConfig": "mindie_mm.settings.config",
 }

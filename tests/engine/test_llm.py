@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from mindie_mm import LLM, SamplingParams, Tokenizer
+from mindie_mm import LLM, SamplingParams, StructuredOutputs, Tokenizer
 from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, OperationalError, ProcessDied
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import arenas_of
@@ -188,6 +189,17 @@ def test_relative_paths_are_resolved_when_the_call_is_made(llm, picture, tmp_pat
     assert named.token_ids == chat.token_ids == given.token_ids
     constrained = SamplingParams(max_tokens=20, json_schema='{"type": "boolean"}')
     assert llm.generate(["Yes?"], constrained)[0].text in ("true", "false")
+
+
+def test_a_structured_output_may_begin_after_the_reasoning(llm):
+    """The bias makes the model think for a while, and then end its reasoning. The rest is up to the mask."""
+    dot = llm._worker.tokenizer.token_to_id(".")
+    wanted = StructuredOutputs(regex="[xyz]{3}", after=".....")
+    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=wanted, logit_bias={dot: 100})
+    found = llm.generate(["Hello"] * 3, params)
+    assert all(re.fullmatch(r"\.{5}[xyz]{3}", output.text) for output in found)
+    assert {output.finish_reason for output in found} == {"stop"}
+    assert llm.generate(["Hello"], GREEDY)[0].text != found[0].text
 
 
 def test_an_engine_that_dies_between_two_calls_is_started_again(llm, picture):
