@@ -1,4 +1,4 @@
-"""Media of every format, codec and container, harmless and hostile, by kind and name."""
+"""Valid and hostile media of every format, codec and container, by kind and name."""
 
 from __future__ import annotations
 
