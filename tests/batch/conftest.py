@@ -103,7 +103,7 @@ def written(path: Path, rows: Iterable[Any]) -> Path:
 
 
 def tokenize(*arguments: object, given: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `mindie-mm tokenize` to its end. Without standard input, a copied process of `tests.warm` runs it."""
+    """Run `mindie-mm tokenize` to its end. Without standard input, the command runs in a copy of a warm process."""
     command = [CLI, "tokenize", *map(str, arguments)]
     if given is None:
         return warm.run(command, timeout=300)

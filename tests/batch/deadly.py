@@ -19,7 +19,7 @@ class Deadly:
     """A named pipe in place of a picture. The first `deaths` readers are killed, and the next one gets a picture."""
 
     def __init__(self, path: Path, deaths: int, spawned: list[int] | None = None) -> None:
-        """Create the pipe. Workers are the pids in `spawned`, a list that grows, or else all batch worker children."""
+        """Create the pipe. `spawned` is a growing list of worker pids. By default, workers are found by command."""
         os.mkfifo(path)
         self._path, self._deaths, self._spawned = path, deaths, spawned
         self.alone: list[bool] = []

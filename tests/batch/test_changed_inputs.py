@@ -31,7 +31,7 @@ from tests.batch.gate import Gate
 from tests.media_samples import encoded, photograph
 
 NUM_ROWS = 5
-"""Two chunks of three rows."""
+"""Rows of a file. With three rows per shard they give two chunks."""
 
 
 def write(path: Path, word: str = "row") -> Path:

@@ -85,7 +85,7 @@ def test_a_copied_input_in_another_folder_is_another_input(name: str, place: Pat
 
 @pytest.mark.parametrize("how", ["symlink", "hard link", "moved alone"])
 def test_a_linked_or_moved_file_without_its_pictures_is_another_input(how: str, place: Path, tmp_path: Path) -> None:
-    """Refuse it, because relative paths of media begin at the folder of the given path."""
+    """Refuse the file, because relative paths of its media begin at the folder of the given path."""
     given, folder, other = settings(place / "rows.jsonl", shard_rows=2), tmp_path / "run", tmp_path / "other"
     make_unfinished_run(given, folder)
     other.mkdir()

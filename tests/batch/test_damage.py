@@ -48,7 +48,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def rewritten(folder: Path, **columns: Callable[[Any], Any]) -> None:
-    """Rewrite the table with `columns` changed in every row. The metadata stay unchanged."""
+    """Rewrite the table with the functions in `columns` applied to every row. The metadata stay unchanged."""
     table = pq.read_table(folder / TABLE)
     rows = [row | {name: change(row[name]) for name, change in columns.items()} for row in table.to_pylist()]
     metadata = {b"mindie_mm": pq.read_metadata(folder / TABLE).metadata[b"mindie_mm"]}

@@ -57,8 +57,8 @@ Fail = Callable[[AsyncEngine, str, bool], None]
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
     """Return a function that installs a callback for each request. The function returns the set of running requests.
 
-    The callback gets the engine, the request's id and whether the request was sent. It is called before a request
-    is sent and at each of its steps. A DeviceError that it raises fails the request.
+    The callback gets the engine, the request's id and whether the request was sent. The callback runs before
+    a request is sent and at each step of the request. A DeviceError of the callback fails the request.
     """
     own = AsyncEngine.generate
     asked: set[str] = set()

@@ -110,8 +110,8 @@ def test_only_media_fields_of_a_row_refer_to_files_of_the_tar(tmp_path: Path) ->
     part = {"type": "image_url", "image_url": {"url": "d/1.jpg"}}
     messages = [{"role": "system", "content": "1.jpg"}, {"role": "user", "content": [part], "name": "1.jpg"}]
     ((_, row),) = rows_of(packed_json(tmp_path / "m.tar", "d/1", {"messages": messages}))
-    messages = [Message("system", "1.jpg"), Message("user", (Media("image", PICTURE),), {"name": "1.jpg"})]
-    assert row == Row(messages=messages)
+    expected = [Message("system", "1.jpg"), Message("user", (Media("image", PICTURE),), {"name": "1.jpg"})]
+    assert row == Row(messages=expected)
 
 
 def test_a_json_file_of_a_tar_may_be_a_list_or_text_only(tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_a_tar_row_whose_json_names_its_text_differently_needs_a_template(tmp_pa
 
 
 def test_a_selected_column_that_no_line_has_is_refused(tmp_path: Path) -> None:
-    """Refuse it as for a table."""
+    """Refuse the column as for a table."""
     rows = written(tmp_path / "rows.jsonl", [{"image": "0.jpg"}, {"image": "1.jpg", "text": "q"}])
     written(tmp_path / "none.jsonl", [])
     for columns, wrong in ((("txt", "image"), "txt"), (("text", "img"), "img")):

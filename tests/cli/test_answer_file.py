@@ -26,7 +26,7 @@ def answer(output: Path, *rows: int) -> list[object]:
 
 
 def test_an_unrelated_os_error_is_not_reported_as_a_write_error(tmp_path: Path) -> None:
-    """Raise other errors unchanged, such as a fork that exceeds a process limit."""
+    """Raise other errors unchanged, such as EAGAIN of a fork at the process limit."""
     with pytest.raises(BlockingIOError), continued(tmp_path / "out.jsonl", ORIGIN):
         raise BlockingIOError(errno.EAGAIN, "no process")
 

@@ -59,7 +59,9 @@ def test_end_tokens_that_are_not_integers_are_refused(stated, tmp_path):
         ({}, SamplingParams()),
     ],
 )
-def test_reads_the_parameters_that_vllm_reads(tmp_path: Path, stated: dict[str, Any], expected: SamplingParams) -> None:
+def test_the_parameters_that_vllm_reads_are_read(
+    tmp_path: Path, stated: dict[str, Any], expected: SamplingParams
+) -> None:
     assert default_sampling(checkpoint(tmp_path, stated)) == expected
     assert default_sampling(Checkpoint(tmp_path / "elsewhere", {}), str(tmp_path)) == expected
     assert default_sampling(checkpoint(tmp_path, stated), "vllm") == SamplingParams()

@@ -40,7 +40,7 @@ def test_any_tokens_give_the_text_of_one_decode(tokenizer):
 
 @pytest.fixture(scope="module")
 def by_bytes():
-    """Return a tokenizer with byte fallback, as Llama's.
+    """Return a tokenizer with byte fallback, like Llama's.
 
     Text without a token becomes byte tokens, a run of byte tokens is decoded together, and a leading space is dropped.
     """

@@ -76,7 +76,7 @@ def room(path, kinds=("image",), device=None, **settings):
 
 @pytest.fixture(scope="module")
 def own_room():
-    """Yield `room` in a new process, because free blocks of the allocator would hide some of the memory in use."""
+    """Yield a function that runs `room` in a new process. Free blocks of this process would hide memory in use."""
     with ProcessPoolExecutor(1, get_context("spawn")) as processes:
         yield lambda *args, **kwargs: processes.submit(room, *args, **kwargs).result(timeout=300)
 
@@ -117,7 +117,7 @@ def test_an_extrapolation_from_few_trials_is_near_the_measurement(random_checkpo
 
 
 def test_trials_begin_with_a_small_part_of_a_large_picture(random_checkpoint):
-    """Shrink both sides of a picture of 12.8 megapixels, because the model refuses a strip of 14 rows."""
+    """Skip a strip of 14 rows, which the model refuses, instead of trying the whole picture of 12.8 megapixels."""
     model, config = load_model(random_checkpoint, device="cpu"), EngineConfig(device="cpu", max_model_len=8192)
     processor = family_named("qwen2_vl").processor(Checkpoint.open(random_checkpoint))
     worst = WorstCase(model, processor, CPU(), config)

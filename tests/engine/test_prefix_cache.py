@@ -361,7 +361,7 @@ def test_bidirectional_spans_are_never_cut(spans, settings, model, prompts):
 
 
 def test_all_items_of_a_bidirectional_span_must_be_equal(model, tokenizer, path_file):
-    """Require equal later blocks too, because the span's first tokens attend to its last ones."""
+    """Require equal later blocks too, because the span's first tokens attend to its last tokens."""
     engine = Engine(variant(model, bidirectional_spans=one_span), EngineConfig(**SMALL))
     for second in (RED, BLUE):
         ids = tokenizer.tokenize([{"text": "0123"}, {"image": RED}, {"text": "and"}, {"image": second}], path_file)

@@ -204,12 +204,12 @@ async def test_a_process_that_dies_or_hangs_is_replaced(check: SchemaCheck, monk
 
 
 async def test_closing_does_not_wait_for_schemas() -> None:
-    made = SchemaCheck(Checkpoint.open(None).path, None)
-    await made.check("{}")
+    check = SchemaCheck(Checkpoint.open(None).path, None)
+    await check.check("{}")
     before = processor_s(os.getpid())
-    asked = [asyncio.create_task(made.check(LONG.format(1000003 + i))) for i in range(20)]
+    asked = [asyncio.create_task(check.check(LONG.format(1000003 + i))) for i in range(20)]
     await asyncio.sleep(0)
-    await made.close()
+    await check.close()
     assert processor_s(os.getpid()) - before < 10 * COMPILE_S, "those that had waited are not compiled"
     for ended in await asyncio.gather(*asked, return_exceptions=True):
         assert isinstance(ended, ProcessDied | asyncio.CancelledError)

@@ -207,8 +207,8 @@ async def test_a_rank_that_hangs_restarts_all_ranks(random_checkpoint, periods):
         processes[2].suspend()
         hung = asyncio.create_task(tokens(engine, "hung"))
         await periods.passed(2)
-        said = f"engine process {processes[0].pid} made no step for {STEP_TIMEOUT_S:g} s"
-        with pytest.raises(ProcessDied, match=said):
+        message = f"engine process {processes[0].pid} made no step for {STEP_TIMEOUT_S:g} s"
+        with pytest.raises(ProcessDied, match=message):
             await hung
         assert_gone(processes)
         assert await tokens(engine, "after") == right
@@ -323,9 +323,9 @@ def test_checkpoints_that_cannot_be_sharded_are_refused(tmp_path, random_checkpo
         (cases / name / "path").write_text(str(tmp_path / name))
     shared(cases)
     for rank in (0, 1):
-        said = {case.name: (case / f"refused.{rank}.txt").read_text() for case in cases.iterdir() if case.is_dir()}
-        assert all("tensor_parallel is 2" in words for words in said.values()), said
-        assert "1 key-value heads" in said["heads"]
+        refusals = {case.name: (case / f"refused.{rank}.txt").read_text() for case in cases.iterdir() if case.is_dir()}
+        assert all("tensor_parallel is 2" in words for words in refusals.values()), refusals
+        assert "1 key-value heads" in refusals["heads"]
 
 
 @pytest.mark.slow

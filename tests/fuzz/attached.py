@@ -48,7 +48,7 @@ def _seeds() -> tuple[bytes, ...]:
 
 
 def _read(ref: Ref) -> bool:
-    """Attach and read every byte. Return False for an error that fails one request."""
+    """Attach, read every byte and verify. Return False for an error that fails one request."""
     try:
         with attach(ref) as view:
             for array in view.values():

@@ -37,7 +37,7 @@ def _change(data: bytearray, draw: Random, others: Sequence[bytes]) -> None:
         other = draw.choice(others)
         start = int(draw.random() * len(other))
         piece = other[start : start + 1 + int(draw.random() * 24)]
-        # Half of the pieces overwrite bytes, so that fields at fixed offsets keep their meaning.
+        # Most pieces overwrite bytes, so that fields at fixed offsets keep their meaning.
         data[at : at + (len(piece) if kind < 0.95 else 0)] = piece
 
 

@@ -95,8 +95,8 @@ def remove_a_file(world: World) -> None:
 
 @act
 def connect_by_tcp(world: World) -> None:
-    with socket.socket() as made:
-        made.connect(("127.0.0.1", world.port))
+    with socket.socket() as client:
+        client.connect(("127.0.0.1", world.port))
 
 
 @act
@@ -107,20 +107,20 @@ def listen_on_tcp(_: World) -> None:
 
 @act
 def send_by_udp(world: World) -> None:
-    with socket.socket(type=socket.SOCK_DGRAM) as made:
-        made.sendto(b"a", ("127.0.0.1", world.port))
+    with socket.socket(type=socket.SOCK_DGRAM) as client:
+        client.sendto(b"a", ("127.0.0.1", world.port))
 
 
 @act
 def connect_to_an_abstract_socket(world: World) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.connect(f"\0{world.folder}")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(f"\0{world.folder}")
 
 
 @act
 def connect_to_a_socket_by_path(world: World) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.connect(str(world.folder / "socket"))
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(world.folder / "socket"))
 
 
 @act
@@ -222,7 +222,7 @@ def spin(_: World) -> None:
 
 @act
 def spin_within_a_later_limit(_: World) -> None:
-    """Raise the first limit and spin longer than that limit."""
+    """Raise the limit, and spin longer than the first limit."""
     limit_processor_time(0.1)
     limit_processor_time(30)
     while resource.getrusage(resource.RUSAGE_SELF).ru_utime < 1.5:
@@ -381,7 +381,7 @@ def observed(do: Callable[[World], object], mechanism: str, folder: Path) -> dic
         one.close()
     content = file.read_bytes() if file.exists() else b""
     pages = [content[start : start + mmap.PAGESIZE] for start in range(0, 3 * mmap.PAGESIZE, mmap.PAGESIZE)]
-    return {"said": outcome or "ended", "pages": [max(page, default=None) for page in pages], "bytes": len(content)}
+    return {"outcome": outcome or "ended", "pages": [max(page, default=None) for page in pages], "bytes": len(content)}
 
 
 if __name__ == "__main__":

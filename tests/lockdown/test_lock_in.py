@@ -57,7 +57,7 @@ ON_X86 = ("call_by_the_second_interface", "call_as_another_architecture")
 GUARDED = ("trace_its_parent", "read_its_parents_memory", "raise_the_limit_of_memory")
 """Acts that some machines forbid to all processes."""
 CASES = [
-    *((name, mechanism, said) for name, stops in STOPPED.items() for mechanism, said in stops.items()),
+    *((name, mechanism, outcome) for name, stops in STOPPED.items() for mechanism, outcome in stops.items()),
     *((name, "all", stops.get("seccomp", stops.get("limits"))) for name, stops in STOPPED.items()),
     *((name, "none", "ended" if name.startswith("execute") else "done") for name in STOPPED),
     *((name, mechanism, "SIGSYS") for name in ON_X86 for mechanism in ("seccomp", "all")),
@@ -94,17 +94,17 @@ def require(name: str, mechanism: str) -> None:
 
 
 @pytest.mark.parametrize("user", USERS)
-@pytest.mark.parametrize(("name", "mechanism", "said"), CASES)
-def test_each_act_is_stopped_by_its_mechanism(name, mechanism, said, user):
+@pytest.mark.parametrize(("name", "mechanism", "outcome"), CASES)
+def test_each_act_is_stopped_by_its_mechanism(name, mechanism, outcome, user):
     require(name, mechanism)
     found = outcomes(user)[name, mechanism]
-    if name in GUARDED and mechanism == "none" and found["said"] != said:
-        pytest.skip(f"this machine forbids it to everybody: {found['said']}")
-    assert str(found["said"]).startswith(said)
+    if name in GUARDED and mechanism == "none" and found["outcome"] != outcome:
+        pytest.skip(f"this machine forbids it to everybody: {found['outcome']}")
+    assert str(found["outcome"]).startswith(outcome)
     if mechanism == "all":
         block = 7 if name in {"write_its_block", "write_behind_its_block"} else 0
         assert (found["pages"], found["bytes"]) == ([0, block, 0], 3 * mmap.PAGESIZE)
-        assert "core dump" not in str(found["said"])
+        assert "core dump" not in str(found["outcome"])
 
 
 @pytest.mark.parametrize("user", USERS)
