@@ -36,7 +36,7 @@ def fusion_attention(
     softmax_layout: str = "",
     **unused: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Return attention_out, softmax_max and softmax_sum float32 [..., 8], an empty softmax_out, seed, offset, numels."""
+    """Return attention_out, softmax_max, softmax_sum float32 [..., 8], an empty softmax_out, seed, offset, numels."""
     del inner_precise, unused
     if padding_mask is not None or prefix or keep_prob != 1 or sparse_mode > 4:
         raise NotImplementedError("padding_mask, prefix, dropout and sparse modes above 4 are not simulated")
