@@ -107,16 +107,8 @@ def avi(chunks: bytes) -> bytes:
 
 def flv(script: bytes) -> bytes:
     """Return an FLV that starts with a script object."""
-    data, metadata = clips.video("flv", "flv"), b"\2\0\nonMetaData" + script
-    return (
-        data[:13]
-        + b"\x12"
-        + len(metadata).to_bytes(3)
-        + bytes(7)
-        + metadata
-        + struct.pack(">I", 11 + len(metadata))
-        + data[13:]
-    )
+    data, tags = clips.video("flv", "flv"), b"\2\0\nonMetaData" + script
+    return data[:13] + b"\x12" + len(tags).to_bytes(3) + bytes(7) + tags + struct.pack(">I", 11 + len(tags)) + data[13:]
 
 
 def named(values: dict[bytes, bytes]) -> bytes:

@@ -73,7 +73,7 @@ def test_tracks_are_found_wherever_they_are(in_front: bytes) -> None:
 
 @pytest.mark.parametrize("unknown", [b"\xff", b"\x1f" + b"\xff" * 3, b"\1" + b"\xff" * 7])
 def test_elements_of_unknown_size_are_searched(unknown: bytes) -> None:
-    """Search them like FFmpeg, which otherwise unpacks such a file for seconds."""
+    """Search such elements like FFmpeg, which would otherwise spend seconds on unpacking."""
     tracks = bytes.fromhex("1654ae6b") + unknown + b"\xae" + unknown + VIDEO[9:] + SUBTITLES
     data = plain()
     start = data.index(bytes.fromhex("1654ae6b"))

@@ -164,10 +164,8 @@ def test_only_sources_are_sent_to_a_build(path: str, sent: bool) -> None:
 
 def test_the_parser_reads_dockerfiles_like_docker() -> None:
     text = "# syntax\nFROM a AS b\nRUN one \\\n    # between\n    && two\nCOPY --from=b /x /y\nENV A=1 \\\n    B=$A/c\n"
-    instructions = parse(text)
-    assert [one.name for one in instructions] == ["FROM", "RUN", "COPY", "ENV"]
-    assert instructions[1].value.split() == ["one", "&&", "two"]
-    assert instructions[2].flags == {"from": "b"}
-    assert pairs(instructions[3].value, {"A": "0"}) == {"A": "1", "B": "0/c"}, (
-        "a variable has the value that it had before"
-    )
+    parsed = parse(text)
+    assert [one.name for one in parsed] == ["FROM", "RUN", "COPY", "ENV"]
+    assert parsed[1].value.split() == ["one", "&&", "two"]
+    assert parsed[2].flags == {"from": "b"}
+    assert pairs(parsed[3].value, {"A": "0"}) == {"A": "1", "B": "0/c"}, "a variable has the value that it had before"

@@ -105,11 +105,9 @@ def test_the_npu_overlay_adds_the_group_of_its_devices() -> None:
 
 
 def test_the_selectors_match_the_pods() -> None:
-    manifests = base()
-    labels = manifests["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    assert (
-        manifests["Deployment"]["spec"]["selector"]["matchLabels"] == labels == manifests["Service"]["spec"]["selector"]
-    )
+    shared = base()
+    labels = shared["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert shared["Deployment"]["spec"]["selector"]["matchLabels"] == labels == shared["Service"]["spec"]["selector"]
 
 
 def test_every_volume_is_mounted_and_every_mount_has_a_volume() -> None:

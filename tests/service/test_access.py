@@ -83,10 +83,8 @@ def test_the_openapi_schema_names_the_paths_that_need_a_key(bare: httpx2.Client,
     schema = bare.get("/openapi.json", headers={"Authorization": f"Bearer {KEYS[0]}"}).json()
     assert schema["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in schema["paths"].items():
-        needs_key = (
-            bare.request(next(iter(operations)).upper(), path.replace("{name}", "tiny"), json={}).status_code == 401
-        )
-        assert all(("security" in operation) == needs_key for operation in operations.values())
+        keyed = bare.request(next(iter(operations)).upper(), path.replace("{name}", "tiny"), json={}).status_code == 401
+        assert all(("security" in operation) == keyed for operation in operations.values())
     unguarded = http.get("/openapi.json").json()
     assert "securitySchemes" not in unguarded["components"]
     assert not any("security" in operation for path in unguarded["paths"].values() for operation in path.values())

@@ -33,7 +33,7 @@ SETTINGS: dict[str, object] = {
 }
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 60, 220), "black": (0, 0, 0)}
 LONG = 220
-"""Tokens of an answer that preempts another running answer."""
+"""Tokens of an answer so long that a second running answer is preempted."""
 
 
 @pytest.fixture(scope="module")

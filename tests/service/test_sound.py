@@ -176,9 +176,7 @@ def test_an_invalid_sound_is_400(listener: httpx2.Client, data: bytes, message: 
 
 def test_a_family_without_audio_refuses_a_sound(random_checkpoint: Path, tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": [input_audio(encode_sound(tone(0.3), 16_000))]}]}
-    with running_service(
-        SETTINGS | {"spool": tmp_path / "spool"}, tmp_path / "log", random_checkpoint
-    ) as without_audio:
-        answer = httpx2.post(f"{without_audio.url}/v1/chat/completions", json=body, timeout=300)
+    with running_service(SETTINGS | {"spool": tmp_path / "spool"}, tmp_path / "log", random_checkpoint) as service:
+        answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=300)
     assert answer.status_code == 400
     assert "takes no audio; it takes image, video" in answer.json()["error"]["message"]

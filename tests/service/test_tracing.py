@@ -181,16 +181,13 @@ def test_the_span_of_a_timed_out_stream_names_the_error(
     settings: dict[str, object], tmp_path: Path, red_square: str
 ) -> None:
     given = settings | {"spool": tmp_path / "spool", "request_timeout_s": 1}
-    with (
-        collecting() as collector,
-        running_service(given | {"otlp_endpoint": collector.url}, tmp_path / "log") as service,
-    ):
+    with collecting() as otlp, running_service(given | {"otlp_endpoint": otlp.url}, tmp_path / "log") as service:
         messages = [{"role": "user", "content": [{"image": red_square}, {"text": "What?"}]}]
         limit = service.get("/v1/models")["data"][0]["max_model_len"]
         body = {"messages": messages, "max_tokens": limit // 2, "n": 8, "ignore_eos": True, "stream": True}
         assert "took longer than" in httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=300).text
         assert service.stop() == 0, "its last spans are sent before it ends"
-        (root,) = roots(collector.wait_for(1))
+        (root,) = roots(otlp.wait_for(1))
     assert root.status.code == root.status.STATUS_CODE_ERROR
     assert attributes(root)["error.type"] == "RequestTimeout"
 

@@ -58,7 +58,7 @@ def chunk_of(text: str, **more: object) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": "stop"}]} | more
 
 
-def copied_history(page: Page) -> str:
+def copied(page: Page) -> str:
     page.get_by_role("button", name="Copy history").click()
     expect(page.locator("#status")).to_contain_text("The history is copied")
     text = page.evaluate("navigator.clipboard.readText()")
@@ -89,9 +89,7 @@ def test_the_conversation_contains_stopped_answers_but_no_failed_questions(page:
     ]
     assert messages == [("user", "two"), ("assistant", answer), ("user", HELLO)]
     last = page.locator(".answer").last.text_content()
-    assert (
-        copied_history(page) == f"### Human: two\n### Assistant: {answer}\n### Human: {HELLO}\n### Assistant: {last}\n"
-    )
+    assert copied(page) == f"### Human: two\n### Assistant: {answer}\n### Human: {HELLO}\n### Assistant: {last}\n"
 
 
 def test_the_page_follows_the_answer_only_while_scrolled_to_the_end(page: Page) -> None:
@@ -135,7 +133,7 @@ def test_an_attached_file_keeps_its_content(page: Page, tmp_path: Path) -> None:
     page.get_by_label("Send the conversation so far").check()
     ask(page, HELLO)
     expect(page.get_by_role("alert")).to_have_count(0)
-    assert copied_history(page).startswith('### Human: <img src="data:image/jpeg;base64,/9j/')
+    assert copied(page).startswith('### Human: <img src="data:image/jpeg;base64,/9j/')
 
 
 def test_an_unreadable_file_is_named(page: Page, files: Path) -> None:
@@ -153,7 +151,7 @@ def test_media_that_the_history_cannot_contain_are_named(page: Page, files: Path
     attach(page, tmp_path / "wide.png", files / "beeps.wav")
     answer_with(page, chunk_of("black"))
     ask_scripted(page, "What?")
-    assert copied_history(page) == "### Human: [image: wide.png][audio: beeps.wav]What?\n### Assistant: black\n"
+    assert copied(page) == "### Human: [image: wide.png][audio: beeps.wav]What?\n### Assistant: black\n"
     expect(page.locator("#status")).to_contain_text(re.compile("Named only: .*wide.png"))
 
 

@@ -52,9 +52,7 @@ def test_each_file_is_served_with_its_type_and_security_headers(service: Running
     ],
 )
 def test_other_paths_are_404(service: RunningService, path: str) -> None:
-    connection = http.client.HTTPConnection(
-        urlsplit(service.url).netloc, timeout=300
-    )  # sends the path without normalizing it
+    connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=300)  # keeps the path as is
     connection.request("GET", path)
     answer = connection.getresponse()
     assert answer.status == 404
