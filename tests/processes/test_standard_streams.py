@@ -1,4 +1,4 @@
-"""Standard streams that are closed, unread, or in an encoding other than UTF-8."""
+"""Tests of standard streams that are unread or closed."""
 
 import fcntl
 import os
@@ -65,8 +65,8 @@ def test_unread_lines_wait_and_dropped_lines_are_counted():
     assert torn == b"half a line, and the other half"
 
 
-def test_workers_of_a_script_without_standard_streams(tmp_path):
-    """Workers do not write into a file of the script that has the descriptor of a standard stream."""
+def test_workers_of_a_script_without_standard_streams_use_dev_null(tmp_path):
+    """Keep workers from writing into a file of the script that has the descriptor of a standard stream."""
     for kept in range(4):
         command = [
             "sh",

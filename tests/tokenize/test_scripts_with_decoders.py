@@ -91,7 +91,7 @@ ask()
 def run_script(script: str, kind: str, checkpoint: Path, folder: Path) -> tuple[int, list[str], str]:
     """Run a script from standard input, and return its status, lines and stderr.
 
-    Assert that none of its processes is left.
+    Wait until all of its processes have ended.
     """
     text = (HEAD + script).format(kind=kind, path=str(checkpoint), path_file=str(folder / "shm_name.txt"))
     ended = subprocess.run(
