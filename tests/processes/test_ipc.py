@@ -108,13 +108,13 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unhurried")
 async def test_a_busy_worker_ends_with_its_channel_and_removes_its_files(tmp_path):
-    made = tmp_path / "made"
-    child = await Child.start("tests.busy_worker", str(made))
+    file = tmp_path / "made"
+    child = await Child.start("tests.busy_worker", str(file))
     assert await child.channel.recv() == b"made"
-    assert made.exists()
+    assert file.exists()
     await child.end()
     assert child.status == 0, "by itself, not by a signal"
-    assert not made.exists()
+    assert not file.exists()
     await child.end()
 
 

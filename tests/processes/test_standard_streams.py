@@ -55,12 +55,12 @@ def test_unread_lines_wait_and_dropped_lines_are_counted():
             if b"were dropped" in line:
                 break
             kept.append(line)
-        said, _ = process.communicate("\n")
+        num_dropped, _ = process.communicate("\n")
         last_words, torn = log.read().splitlines()
     assert process.returncode == 0
     assert kept == [b"%06d said by a library that knows no logger\n" % number for number in range(len(kept))]
     dropped = re.search(rb"WARNING .*: (\d+) lines of the log were dropped", line)
-    assert int(dropped[1]) == int(said) == LINES - len(kept)
+    assert int(dropped[1]) == int(num_dropped) == LINES - len(kept)
     assert last_words.endswith(b"the last words")
     assert torn == b"half a line, and the other half"
 

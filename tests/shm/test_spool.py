@@ -203,17 +203,17 @@ def test_a_late_tokenizer_does_not_recreate_the_path_file(arena: Arena, tmp_path
 
 
 def test_half_made_and_half_removed_directories_are_collected_when_old(tmp_path: Path) -> None:
-    made, removed = tmp_path / ".mindie_mm-0", tmp_path / ".mindie_mm-1"
-    made.mkdir(mode=0o1700)
-    removed.mkdir(mode=0o1700)
-    (removed / "0.jpg").touch()
+    half_made, half_removed = tmp_path / ".mindie_mm-0", tmp_path / ".mindie_mm-1"
+    half_made.mkdir(mode=0o1700)
+    half_removed.mkdir(mode=0o1700)
+    (half_removed / "0.jpg").touch()
     anothers = tmp_path / "not-ours"
     anothers.mkdir()
     os.utime(anothers, (0, 0))
     assert collect([tmp_path]).of("request_dead") == (), "they may just be made"
-    for path in (made, removed):
+    for path in (half_made, half_removed):
         os.utime(path, (0, 0))
-    assert collect([tmp_path]).of("request_dead") == (str(made), str(removed))
+    assert collect([tmp_path]).of("request_dead") == (str(half_made), str(half_removed))
     assert list(tmp_path.iterdir()) == [anothers]
 
 
