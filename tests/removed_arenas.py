@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def removed_arenas(pids: Collection[int], wait_s: float = 15.0) -> set[str]:
-    """Return the removed arenas that the processes still map after waiting up to `wait_s` seconds for none."""
+    """Wait up to `wait_s` seconds until the processes map no removed arena, and return the arenas still mapped."""
     deadline = time.monotonic() + wait_s
     while (found := _mapped(pids)) and time.monotonic() < deadline:
         time.sleep(0.05)  # no event says that another process has let go

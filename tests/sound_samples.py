@@ -25,7 +25,7 @@ def speech() -> bytes:
 def tone(seconds: float, rate: int = 16_000, hertz: float = 440.0, channels: int = 1) -> np.ndarray:
     """Return a swelling tone over a little noise, float32 [samples] or [samples, channels].
 
-    Each channel has another pitch.
+    Each channel has a different pitch.
     """
     time = np.arange(round(seconds * rate)) / rate
     noise = np.random.default_rng([len(time), round(hertz)]).normal(0, 0.01, (len(time), channels))

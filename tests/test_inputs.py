@@ -190,7 +190,7 @@ def test_base64_becomes_a_data_url():
 
 @pytest.mark.parametrize("url", ["data:;base64,QUJD", "DATA:audio/wav;base64,QUJD", "https://a/b.wav", "file:///a.wav"])
 def test_a_url_in_place_of_base64_is_read_as_a_url(url):
-    """Accept the sounds of DashScope's clients."""
+    """Accept a URL as audio data, which DashScope's clients send."""
     for part in (
         {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}},
         {"type": "audio", "base64": url},
@@ -199,7 +199,7 @@ def test_a_url_in_place_of_base64_is_read_as_a_url(url):
 
 
 def test_a_null_counts_as_a_missing_key():
-    """Accept the parts of tables and of clients that write every field."""
+    """Accept nulls from tables and from clients that write every field."""
     nulls = {"type": None, "annotations": None, "detail": None, "fps": None}
     text = {"text": "a", "image_url": None, "refusal": None}
     image = {"image_url": {"url": "a.png", "detail": "low", "format": None, "max_pixels": None}, "text": None}

@@ -22,7 +22,7 @@ def listed(programs: range) -> bytes:
 
 
 def begun(num_streams: int) -> bytes:
-    """Return packets that start `num_streams` streams which no program lists."""
+    """Return packets that start `num_streams` streams that no program list contains."""
     start = b"\0\0\1\xe0\0\0\x80\0\0".ljust(PACKET_BYTES - 4, b"\0")
     return b"".join(b"G" + (0x4200 + at).to_bytes(2) + b"\x10" + start for at in range(num_streams))
 

@@ -186,7 +186,7 @@ def _open_streams() -> None:
 
 
 class _Copy(subprocess.Popen[bytes]):
-    """A copy of this process as `command` of a worker, which has only the open descriptors of a new process."""
+    """A worker that starts as a copy of this process and has only the open descriptors of a new process."""
 
     def __init__(
         self, command: list[str], pass_fds: tuple[int, ...], env: Mapping[str, str] | None = None, **nowhere: int

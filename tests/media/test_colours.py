@@ -41,7 +41,7 @@ def cut_out() -> Image.Image:
 
 
 def composed(rgba: Image.Image, background: tuple[int, int, int]) -> np.ndarray:
-    """Blend as `rgba_to_rgb` of vLLM and `to_rgb` of qwen-vl-utils do."""
+    """Blend the picture with the background as `rgba_to_rgb` of vLLM and `to_rgb` of qwen-vl-utils do."""
     rgb = Image.new("RGB", rgba.size, background)
     rgb.paste(rgba, mask=rgba.split()[3])
     return np.asarray(rgb)

@@ -39,7 +39,7 @@ async def test_cancelled_work_waits_for_its_threads() -> None:
 
 
 async def test_cancelled_work_that_waits_for_a_thread_never_runs() -> None:
-    """Leave the threads to the requests that wait behind the cancelled work."""
+    """Leave the threads to other requests, whose work waits behind the cancelled work."""
     began, may_end = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(1))
