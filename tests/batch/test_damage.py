@@ -122,6 +122,7 @@ def test_an_exchanged_table_is_detected_before_it_is_used(folder: Path, tmp_path
     assert f"{TABLE} is not what the run wrote: its digest is" in shown.stderr
 
 
+@pytest.mark.slow
 def test_another_call_replaces_an_exchanged_table(
     folder: Path, whole: Path, media: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -180,6 +180,7 @@ def test_an_engine_that_does_not_restart_ends_the_run(
     assert whole.startswith((tmp_path / "out.jsonl").read_bytes())
 
 
+@pytest.mark.slow
 def test_the_next_shard_is_mounted_before_the_last_one_is_answered(
     folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ def many(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_threads_can_share_a_dataset(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read rows in threads that open the same shards while other shards are evicted."""
     whole = list(Dataset(many))
@@ -271,6 +272,7 @@ def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp
     assert copy.read_text() == "a line without an end"
 
 
+@pytest.mark.slow
 def test_answers_of_changed_rows_need_another_file(tmp_path: Path) -> None:
     """Continue the file if the rebuilt rows are the same."""
     rows = written(tmp_path / "rows.jsonl", [{"text": "Hello!"}, {"image": "late.png", "text": "What?"}])
@@ -290,6 +292,7 @@ def test_answers_of_changed_rows_need_another_file(tmp_path: Path) -> None:
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_changed_checkpoint_is_refused(tmp_path: Path) -> None:
     """Compare checkpoints by content, not by path."""
     checkpoint, moved, run = (tmp_path / name for name in ("checkpoint", "moved", "run"))

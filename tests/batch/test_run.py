@@ -245,6 +245,7 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path)
     assert content(tmp_path / "run") == content(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_a_message_on_a_full_disk_and_can_be_continued(lines, tmp_path):
     disk, out = tmp_path / "disk", tmp_path / "disk/run"
     disk.mkdir()
@@ -362,6 +363,7 @@ class KilledStarts(threading.Thread):
             time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_rows_of_workers_killed_during_their_start_go_to_other_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(ipc, "subprocess", subprocess)  # a copied worker would be ready at once
     path = written(tmp_path / "rows.jsonl", [{"text": f"row {i}"} for i in range(22)])

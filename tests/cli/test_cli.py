@@ -142,6 +142,7 @@ def test_help_shows_the_defaults_of_sampling():
         assert "[default: 0.0]" in output
 
 
+@pytest.mark.slow
 def test_a_family_can_be_chosen_by_name(random_checkpoint, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(random_checkpoint, folder)
@@ -156,6 +157,7 @@ def test_a_family_can_be_chosen_by_name(random_checkpoint, tmp_path):
     assert {finding["status"] for finding in found if finding["subject"] in SUBJECTS} == {"ok"}
 
 
+@pytest.mark.slow
 def test_tower_and_projector_have_their_own_precision_and_device(random_checkpoint, tmp_path):
     picture = tmp_path / "picture.png"
     Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)

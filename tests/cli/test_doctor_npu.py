@@ -522,6 +522,7 @@ def doctor(tree, code, *arguments, status=0, **variables):
     return {one["subject"]: one for one in json.loads(found)}
 
 
+@pytest.mark.slow
 def test_doctor_works_when_torch_npu_breaks_the_import_of_torch(tree, monkeypatch):
     """Report the reason and continue, although torch fails to import when it loads torch_npu automatically."""
     for name in ("ASCEND_HOME_PATH", "LD_LIBRARY_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
@@ -554,6 +555,7 @@ def test_a_torch_npu_for_another_torch_falls_back_to_the_cpu(tree):
     assert "DeviceError: the device npu can't be used: torch_npu does not load (module 'torch.storage'" in ended.stderr
 
 
+@pytest.mark.slow
 def test_doctor_survives_a_library_that_crashes(tree):
     found = doctor(tree, f"import os\nos.kill(os.getpid(), {signal.SIGSEGV:d})", "--device", "npu", status=1)
     assert found["npu runtime"]["found"].startswith("starting the NPU ends with signal 11")
@@ -581,6 +583,7 @@ def test_a_start_that_ends_without_a_report_is_explained(started):
     assert "python -m mindie_mm.device.npu.doctor.probe" in one.advice
 
 
+@pytest.mark.slow
 def test_the_decisive_error_of_several_is_reported(started):
     def found(*lines):
         return started(f"raise RuntimeError({chr(10).join(lines)!r})").found

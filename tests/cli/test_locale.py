@@ -47,6 +47,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_script_reads_a_checkpoint_as_utf8(environment, checkpoint):
     """Read UTF-8 in a script too, which is not restarted in UTF-8 mode like a command."""
     command = [sys.executable, "-c", IDS, str(checkpoint)]

@@ -29,6 +29,7 @@ load_engine(Start(None, engine), ALONE)
 """
 
 
+@pytest.mark.slow
 def test_an_engine_and_doctor_warn_about_a_slow_dtype():
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     command = [sys.executable, "-c", SCRIPT]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx2
+import pytest
 import yaml
 
 from tests.docker.dockerfile import FOLDER, healthcheck, last_stage, of, pairs, read
@@ -40,6 +41,7 @@ def probes() -> set[str]:
     return paths | {template["metadata"]["annotations"]["prometheus.io/path"]}
 
 
+@pytest.mark.slow
 def test_the_entry_point_serves_becomes_healthy_and_stops(tmp_path: Path) -> None:
     env = environment(free_port()) | {"MINDIE_MM_API_KEY": "a-key", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     assert not is_healthy(env)

@@ -224,6 +224,7 @@ def test_a_text_prompt_consumes_no_media(model):
         assert not any(progress.media_consumed for progress in engine.step().progress)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_an_engine_that_only_waits_for_media_does_not_count_as_hung(
     random_checkpoint, model, desk, device, alone, periods, ranks

@@ -81,6 +81,7 @@ def own_room():
         yield lambda *args, **kwargs: processes.submit(room, *args, **kwargs).result(timeout=300)
 
 
+@pytest.mark.slow
 def test_a_larger_worst_case_leaves_a_smaller_cache(random_checkpoint, small_pictures, own_room):
     small, large = own_room(small_pictures), own_room(random_checkpoint)
     assert small - large > 2 * MiB

@@ -58,6 +58,7 @@ def test_the_service_recovers_from_a_kill_at_each_point(rig: Rig, point: Point) 
         assert found.outcomes[1:] == ["right"] * 2, "they are answered whole: their clients had nothing yet"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_answer_that_is_not_streamed_is_repeated_unchanged(rig: Rig) -> None:
     """Return the texts, log-probabilities and counts of an undisturbed request although the engine is killed."""

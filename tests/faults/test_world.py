@@ -87,6 +87,7 @@ def arenas(service: RunningService) -> list[Path]:
     return [Path("/dev/shm", arena["name"]) for arena in service.shm()["arenas"]]
 
 
+@pytest.mark.slow
 def test_two_services_on_one_spool_do_not_disturb_each_other(pair: tuple[RunningService, RunningService]) -> None:
     """Collect and answer in one service while the other answers. The test also collects."""
     for running, other in (pair, pair[::-1]):
@@ -160,6 +161,7 @@ def test_a_service_answers_again_after_its_arena_is_lost(
         arena.unlink()  # an empty file has lost its owner, so no collector removes it
 
 
+@pytest.mark.slow
 def test_a_service_without_room_in_shm_ends_with_advice(tmp_path: Path) -> None:
     require(FULL_SHM)
     command = [*FULL_SHM, str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0"]

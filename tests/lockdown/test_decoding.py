@@ -56,6 +56,7 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_warm_process_has_one_thread_and_imports_nothing_late(locked):
     _, noticed = locked
     assert noticed == {"threads": 1, "locks": str(support()), "imported late": set()}
@@ -71,6 +72,7 @@ def test_media_decode_to_the_same_arrays_as_without_locks(media, locked, kind):
     assert sum(len(digest) == 64 for digest in found.values()) > 30, "most are decoded, not refused"
 
 
+@pytest.mark.slow
 def test_each_familys_processor_gives_the_same_arrays_as_without_locks(checkpoints):
     given = {"image": encoded(photograph()), "video": encode_video(moving_frames(12)), "audio": speech()}
     found, noticed, expected = run("tests.lockdown.families", given, checkpoints)

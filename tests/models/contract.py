@@ -695,6 +695,7 @@ class FamilyContract:
                     assert lead.strip().endswith(parts[0].strip()), (name, lead)
                     assert tail.strip().startswith(parts[-1].strip()), (name, tail)
 
+    @pytest.mark.slow  # the shorter suite tests placement in tests/nn
     @pytest.mark.parametrize("what", ["vision", "projector"])
     def test_parts_can_have_their_own_precision(self, what, path, device, model, tokenized):
         """Convert the parts that the family names. Refuse the setting if the family names none."""

@@ -181,6 +181,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_refused_if_the_package_is_missing(random_checkpoint: Path, tmp_path: Path) -> None:
     cases = [(method, nested) for method in NO_PACKAGE for nested in (False, True)]
     folders = [tmp_path / f"{method} {nested}" for method, nested in cases]

@@ -35,6 +35,7 @@ def test_threads_of_a_service_sleep_soon(environment, tmp_path):
     assert set(counts) == {SPIN_COUNT}
 
 
+@pytest.mark.slow
 def test_threads_of_an_engine_sleep_soon_even_if_its_caller_has_loaded_torch(environment):
     command = [sys.executable, "-c", f"import torch; {CHAT}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)

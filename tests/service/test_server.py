@@ -400,6 +400,7 @@ def test_a_second_service_on_one_port_does_not_load(settings: dict[str, object],
         pass
 
 
+@pytest.mark.slow
 def test_a_port_taken_while_loading_ends_the_service(settings: dict[str, object], tmp_path: Path) -> None:
     port = free_port()
     with (
@@ -412,6 +413,7 @@ def test_a_port_taken_while_loading_ends_the_service(settings: dict[str, object]
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_a_closed_standard_output_does_not_stop_the_service(settings: dict[str, object], tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)

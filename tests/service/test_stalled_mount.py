@@ -52,6 +52,7 @@ def stalling(tmp_path: Path, folder: Path, mount: socket.socket) -> Iterator[Run
         yield running
 
 
+@pytest.mark.slow
 def test_reads_that_stall_do_not_block_other_requests_or_the_stop(
     stalling: RunningService, mount: socket.socket, folder: Path, tmp_path: Path, red_square: str
 ) -> None:
