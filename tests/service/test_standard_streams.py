@@ -41,6 +41,7 @@ def serving(settings: dict[str, object], stderr: IO[str], **given: Any) -> Itera
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_an_unread_log_pipe_does_not_block_the_service(settings: dict[str, object], tmp_path: Path) -> None:
     """Start, answer and stop although the processes log more than the pipe holds."""
     read, write = os.pipe()
@@ -86,6 +87,7 @@ def test_a_service_started_without_standard_streams_opens_no_socket_there(
         assert process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_closing_the_terminal_stops_the_service_like_sigterm(settings: dict[str, object], tmp_path: Path) -> None:
     """Finish running requests after SIGHUP.
 

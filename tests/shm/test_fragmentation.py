@@ -128,6 +128,7 @@ def week(seed: int, capacity: int, videos: float, load: float) -> Iterator[tuple
 WEEKS = [(1, 256, 0.0), (2, 512, 0.0), (3, 1536, 0.01), (4, 2048, 0.02), (5, 4096, 0.03)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.8, 3.0])
 @pytest.mark.parametrize(("seed", "mebibytes", "videos"), WEEKS)
 @pytest.mark.parametrize("in_pieces", [True, False])

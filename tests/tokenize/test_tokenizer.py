@@ -329,6 +329,7 @@ print(len(tokenizer.tokenize([{{"image": {str(spool / "image" / "0.jpg")!r}}}]))
     assert int(done.stdout) > 4  # a fixture of all tests checks that no arena is left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_tokenizers_own_arena_is_removed_when_a_multiprocessing_process_ends(checkpoint_path, spool, method):
     """End a forked process, which leaves by os._exit, and a spawned one."""
