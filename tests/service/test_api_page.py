@@ -1,4 +1,4 @@
-"""Tests that the requests of docs/api.md are answered and that its answers have the documented fields."""
+"""Tests of the requests and answers of docs/api.md, and of the examples of docs/python.md for single parts."""
 
 import base64
 import dataclasses
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindie_mm.settings.config import MediaCaps, ServiceConfig
 from mindie_mm.settings.sources import CLASSES
 from service.http.errors import KINDS, TABLE, error_body
 
-PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "api.md").read_text()
 ANSWERS: dict[str, Callable[[Any], object]] = {
     "/v1/chat/completions": lambda answer: answer["choices"][0]["message"]["content"],
     "/v1/completions": lambda answer: answer["choices"][0]["text"],
@@ -25,10 +25,9 @@ ANSWERS: dict[str, Callable[[Any], object]] = {
 }
 """Function that returns the expected content of the answer, by path."""
 CALLS = re.findall(r"^    curl localhost:8000(\S+) .*? -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
-
-
-PYTHON = re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-UNITS = {"": 1, "MiB": 2**20, "GiB": 2**30}
+PYTHON = dict(
+    re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)^```$", (DOCS / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+)
 IMAGE = 784
 """Token id of the image placeholder in the embedded checkpoint."""
 
@@ -116,16 +115,12 @@ def test_the_tokenize_example_is_reversible(http: Any) -> None:
     assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "What colour"}
 
 
-def test_the_page_has_both_python_examples() -> None:
-    assert [title for title, _ in PYTHON] == ["Shared memory as a library", "The tokenizer as a library"]
-
-
 def test_the_shared_memory_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("request").mkdir()
     pixels = np.arange(4 * 588, dtype=np.uint8).reshape(4, 588)
     given = {"n": 4, "pixels": pixels, "digest": bytes(16), "tower": np.sum, "copy_to_device": np.copy}
-    names = run(dict(PYTHON)["Shared memory as a library"], given)
+    names = run(PYTHON["Shared memory as a library"], given)
     assert names["features"] == pixels.sum()
     assert not list(Path("request").iterdir())
 
@@ -134,7 +129,7 @@ def test_the_tokenizer_example_runs(tmp_path: Path, media_dir: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("request/image").mkdir(parents=True)
     Path("request/image/1.jpg").write_bytes((media_dir / "green_star.jpg").read_bytes())
-    names = run(dict(PYTHON)["The tokenizer as a library"], {"path": None, "encoded": [64, IMAGE, 65]})
+    names = run(PYTHON["The tokenizer as a library"], {"path": None, "encoded": [64, IMAGE, 65]})
     ids = names["ids"].tolist()
     assert (ids[0], ids[-1]) == (64, 65)
     assert ids[1] < 0, "a word"
@@ -144,7 +139,7 @@ def test_the_tokenizer_example_runs(tmp_path: Path, media_dir: Path, monkeypatch
 def run(source: str, given: dict[str, Any]) -> dict[str, Any]:
     """Run an example with the names of `given` and return its names."""
     names = dict(given)
-    exec(compile(source, "docs/api.md", "exec"), names)
+    exec(compile(source, "docs/python.md", "exec"), names)
     return names
 
 
@@ -162,15 +157,8 @@ def test_the_table_lists_every_error_status() -> None:
     assert types == {status: error_body("", status)["error"]["type"] for status in types}
 
 
-def test_the_documented_limits_are_the_defaults() -> None:
-    defaults = {field.name: field.default for cls in CLASSES for field in dataclasses.fields(cls)}
-    text = section("Limits")
-    limits = {
-        name.replace("-", "_"): int(number.replace(",", "")) * UNITS[unit]
-        for name, number, unit in re.findall(r"`--([a-z-]+)` \((\d[\d,]*)(?: ([MG]iB))?", text)
-    }
-    assert limits == {name: defaults[name] for name in limits}
-    caps = {field.name for cls in (MediaCaps, ServiceConfig) for field in dataclasses.fields(cls)}
-    assert {name for name in caps if name.startswith("max_")} <= limits.keys()
-    named = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)", text)}
-    assert named - limits.keys() == {"max_model_len", "truncate"}, "the checkpoint's, and a switch"
+def test_every_option_that_the_page_names_exists() -> None:
+    settings = {field.name for cls in CLASSES for field in dataclasses.fields(cls)}
+    named = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)", PAGE)} - {"no_web_page"}
+    assert "max_request_bytes" in named
+    assert named <= settings

@@ -23,7 +23,7 @@ from service.http.page import PATHS as page_paths  # noqa: N811
 from tools.serving import RunningService
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in ("serve", "operate", "monitoring", "security", "ascend"))
+PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in ("serve", "operate", "monitoring", "security", "npu"))
 OTHERS = {
     *(
         "--cpus",
