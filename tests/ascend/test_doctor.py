@@ -40,6 +40,7 @@ def test_npus_that_start_are_ok(diagnose):
     assert found["torch and torch_npu"].status == "ok"
 
 
+@pytest.mark.slow
 def test_an_npu_whose_memory_others_use_is_a_warning(diagnose):
     one = diagnose(memory_bytes=2**30, others_bytes=2**30 - 2**27)["npu runtime"]
     assert one.status == "warning"
@@ -47,6 +48,7 @@ def test_an_npu_whose_memory_others_use_is_a_warning(diagnose):
     assert "stop what uses it" in one.advice
 
 
+@pytest.mark.slow
 def test_problems_are_warnings_if_the_npus_start(diagnose, tree):
     tree.remove("/dev/hisi_hdc", "/etc/ld.so.conf.d/ascend_driver_so.conf")
     tree.npu_smi("dcmi module initialize failed. ret is -8005", status=1)
@@ -56,12 +58,14 @@ def test_problems_are_warnings_if_the_npus_start(diagnose, tree):
     assert amiss == dict.fromkeys(("npu driver", "npu device files", "npu health"), "warning")
 
 
+@pytest.mark.slow
 def test_the_answer_is_found_among_canns_log_lines(diagnose):
     """Find the answer between CANN's log lines. ASCEND_SLOG_PRINT_TO_STDOUT=1 prints them; here the trace does."""
     one = diagnose(memory_bytes=2**30, trace="/dev/stdout")["npu runtime"]
     assert (one.status, one.found) == ("ok", "1 x Ascend910B1, 1.0 of 1.0 GiB free on the first")
 
 
+@pytest.mark.slow
 def test_an_internal_error_of_the_driver_is_named(diagnose):
     one = diagnose(fail="aclrtSetDevice=507899")["npu runtime"]
     assert one.status == "error"
@@ -79,24 +83,28 @@ def test_missing_operators_of_cann_are_named(diagnose):
     assert one.advice.startswith("install the ops package")
 
 
+@pytest.mark.slow
 def test_a_wrong_product_is_an_error(diagnose):
     one = diagnose(idle="aten::matmul")["npu runtime"]
     assert one.status == "error"
     assert one.found == "starting the NPU ends with status 1: the NPU multiplies wrongly: 4096 comes out as nan"
 
 
+@pytest.mark.slow
 def test_an_unknown_error_is_passed_on(diagnose):
     one = diagnose(fail="aclrtGetMemInfo=500000")["npu runtime"]
     assert one.status == "error"
     assert one.found.startswith("starting the NPU ends with status 1: RuntimeError: GetDeviceMemories")
 
 
+@pytest.mark.slow
 def test_a_machine_without_visible_npus_is_an_error(diagnose):
     one = diagnose(fail="aclrtGetDeviceCount=507899")["npu runtime"]
     assert one.status == "error"
     assert one.found == "starting the NPU ends with status 1: no NPU is visible, see npu-smi info"
 
 
+@pytest.mark.slow
 def test_a_missing_environment_of_cann_is_named(tree, monkeypatch):
     """Pass on the message of the real torch_npu."""
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)

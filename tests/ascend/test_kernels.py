@@ -200,6 +200,7 @@ def windows(count: int) -> dict:
     return {"names": recorder.names, "off": (found.float().cpu() - expected.float()).abs().max().item()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "calls"), [(1, 1), (1024, 1), (2500, 3)])
 def test_a_tower_may_have_more_windows_than_one_call_accepts(count, calls):
     """Qwen2.5-VL makes 1036 windows from 3136x4088 pixels, and 2304 from 768 frames of 336x140 pixels."""

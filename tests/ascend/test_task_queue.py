@@ -132,6 +132,7 @@ def served(place: str) -> list[str]:
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["tower", "fetching", "decoder"])
 def test_an_engine_whose_device_no_longer_computes_ends_without_invented_tokens(place: str):
     assert call(served, place, **QUEUED) == ["goes on", "goes on", "length", "length", "DeviceError"]
