@@ -194,27 +194,27 @@ def _of_grammar(given: str | dict[str, Any], *, close: bool) -> StructuredOutput
 
 
 def _schema_text(given: dict[str, Any] | str, *, close: bool) -> str:
-    """Return a JSON schema as text. Raise InputError if it is not JSON, or nests too deeply."""
-    if isinstance(given, str) and not close:
-        return given
-    try:
-        schema = json.loads(given) if isinstance(given, str) else given
-        return json.dumps(closed(schema) if close else schema)
-    except RecursionError as error:
-        raise InputError("the JSON schema nests too deeply") from error
-    except ValueError as error:
-        raise InputError(f"the JSON schema is not valid JSON: {error}") from error
+    """Return a JSON schema as text. Raise InputError if it is not JSON, is too large or nests too deeply."""
+    return _text(given, lambda text: StructuredOutputs(json=text), closed if close else None)
 
 
 def _tag_text(given: dict[str, Any] | str, *, close: bool) -> str:
-    """Return a structural tag as text. Raise InputError if it is not JSON, or nests too deeply."""
+    """Return a structural tag as text. Raise InputError as in `_schema_text`."""
+    return _text(given, lambda text: StructuredOutputs(structural_tag=text), _closed_tag if close else None)
+
+
+def _text(
+    given: dict[str, Any] | str, described: Callable[[str], StructuredOutputs], change: Callable[[Any], Any] | None
+) -> str:
+    noun = described("").noun
     try:
-        tag = json.loads(given) if isinstance(given, str) else given
-        return json.dumps(_closed_tag(tag) if close else tag)
+        text = given if isinstance(given, str) else json.dumps(given)
+        described(text).check()  # first, because changing a large text takes long
+        return text if change is None else json.dumps(change(json.loads(text)))
     except RecursionError as error:
-        raise InputError("the structural tag nests too deeply") from error
+        raise InputError(f"{noun} nests too deeply") from error
     except ValueError as error:
-        raise InputError(f"the structural tag is not valid JSON: {error}") from error
+        raise InputError(f"{noun} is not valid JSON: {error}") from error
 
 
 def _closed_tag(tag: Any) -> Any:

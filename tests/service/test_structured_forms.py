@@ -227,6 +227,9 @@ ABUSE: dict[str, dict[str, Any]] = {
     "slow JSON in Lark": {"grammar": f"start: %json {json.dumps(SLOW)}"},
     "slow JSON in a tag": {"structural_tag": {"format": {"type": "json_schema", "json_schema": SLOW}}},
     "nested tag": {"structural_tag": '{"format": ' * 5000 + "{}" + "}" * 5000},
+    "a large schema": {"guided_json": {"enum": ["x"] * 100_000}},
+    "a large schema as a text": {"guided_json": json.dumps({"enum": ["x"] * 100_000})},
+    "a large tag": {"structural_tag": {"format": {"type": "or", "elements": [{"type": "any_text"}] * 50_000}}},
     "NUL bytes": {"grammar": "\x00" * 1000},
 }
 SERVED: dict[str, dict[str, Any]] = {
