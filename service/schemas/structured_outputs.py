@@ -22,6 +22,7 @@ Schema = Annotated[dict[str, Any] | str | None, must_be("a JSON schema, as an ob
 Tag = Annotated[dict[str, Any] | str | None, must_be("a structural tag, as an object or as a text"), _ABSENT]
 
 
+_OPTIONS = frozenset({"type", "name", "description", "strict"})
 _ANY_OBJECT = StructuredOutputs(json_object=True)
 
 
@@ -54,7 +55,13 @@ class ResponseFormat(Closed):
     type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar", "structural_tag"]
     json_schema: NamedSchema | None = None
     content: dict[str, Any] | None = Field(None, alias="schema")
-    """The JSON schema in llama.cpp's, Together's and Fireworks' place."""
+    """The JSON schema in llama.cpp's, Together's and Fireworks' place, and in that of OpenAI's responses."""
+    name: str | None = None
+    """Ignored."""
+    description: str | None = None
+    """Ignored."""
+    strict: bool | None = None
+    """As in `json_schema`, for a schema in another place."""
     value: dict[str, Any] | str | None = None
     """The JSON schema or the regular expression in text-generation-inference's place."""
     pattern: str | None = None
@@ -70,7 +77,7 @@ class ResponseFormat(Closed):
     def wanted(self, *, close: bool) -> StructuredOutputs | None:
         """Return the description, or None for a text. Raise InputError if it is missing, or of another `type`."""
         found = {"schema" if name == "content" else name: getattr(self, name) for name in type(self).model_fields}
-        found = {name: value for name, value in found.items() if value is not None and name != "type"}
+        found = {name: value for name, value in found.items() if value is not None and name not in _OPTIONS}
         if self.type == "structural_tag":
             return StructuredOutputs(structural_tag=_tag_text({**found, "type": self.type}, close=close))
         own = self.places[self.type]
@@ -80,7 +87,7 @@ class ResponseFormat(Closed):
         ((_, value),) = found.items() or (("", None),)
         if value is None and self.type not in ("text", "json_object"):
             raise InputError(f"response_format is {self.type!r} and has no {' or '.join(own)}")
-        return self._of(value, close=close)
+        return self._of(value, close=close or bool(self.strict))
 
     def _of(self, value: Any, *, close: bool) -> StructuredOutputs | None:
         if value is None:

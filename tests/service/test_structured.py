@@ -162,8 +162,13 @@ def test_who_decides_on_other_properties() -> None:
     """The schema's own word, then `strict`, then the service's setting."""
 
     def made(schema: dict[str, Any], strict: bool | None, *, close: bool) -> Any:
-        form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
-        structure = ChatBody(messages=[], response_format=form).structure(close=close)
+        named = {"schema": schema, "strict": strict}
+        forms = [
+            {"type": "json_schema", **named},
+            *({"type": "json_schema", at: named} for at in ("json_schema", "value")),
+        ]
+        structures = {ChatBody(messages=[], response_format=form).structure(close=close) for form in forms}
+        (structure,) = structures
         return json.loads((structure and structure.wanted.json) or "")
 
     for strict, close in ((True, False), (True, True), (None, True), (False, True)):

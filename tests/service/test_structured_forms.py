@@ -52,6 +52,7 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("json", {"grammar": {"type": "json", "value": SCHEMA}}),
     ("json", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}),
     ("json", {"response_format": {"type": "json_schema", "schema": SCHEMA}}),
+    ("json", {"response_format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}),
     ("json", {"response_format": {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}}),
     ("json", {"response_format": {"type": "json_schema", "value": SCHEMA}}),
     ("json", {"response_format": {"type": "json", "value": SCHEMA}}),
