@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from abc import ABC
-from typing import Any
+from typing import Any, ClassVar
 
+from mindie_mm.tool_calls.lark import Rules, json_value
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import MAX_NAME, NoMatch, Step
+from mindie_mm.tool_calls.tool import Tool
 
 _ARGUMENTS = ("arguments", "parameters")
 _OTHER = ("id", "type")
@@ -20,11 +22,24 @@ class JsonCallParser(ToolCallParser, ABC):
     string of JSON are decoded once.
     """
 
+    call_tags: ClassVar[tuple[str, str]] = ("", "")
+    """Texts before and after a call in a forced answer."""
+    arguments_key: ClassVar[str] = "arguments"
+    """Key of the arguments in a forced answer."""
+
+    @classmethod
+    def call_rule(cls, tool: Tool, rules: Rules) -> str:
+        """Return a rule of the calls of a tool."""
+        before, after = cls.call_tags
+        name = json.dumps(tool.name, ensure_ascii=False)
+        opening = rules.text(f'{before}{{"name": {name}, "{cls.arguments_key}": ')
+        return f"{opening} {json_value(tool.schema)} {rules.text('}' + after)}"
+
     def call_object(self, *, known_keys: bool = False) -> Step[None]:
         """Read a call.
 
         Args:
-            known_keys: Whether an object with an unknown key is no call.
+            known_keys: Whether an object is no call if it has an unknown key, an unknown tool or no arguments.
 
         """
         yield from self.expect("{")
@@ -37,9 +52,9 @@ class JsonCallParser(ToolCallParser, ABC):
             yield from self.space()
             if key == "name" and not name:
                 name = yield from self._text_of(self.string())
-                if not 0 < len(name) <= MAX_NAME:
+                if not 0 < len(name) <= MAX_NAME or (known_keys and self.tools and name not in self.tools):
                     raise NoMatch
-            elif key in _ARGUMENTS and not self._in_call and not held:
+            elif key in _ARGUMENTS and not self.in_call and not held:
                 held = yield from self._arguments(name)
             elif known_keys and key not in _OTHER:
                 raise NoMatch
@@ -47,12 +62,22 @@ class JsonCallParser(ToolCallParser, ABC):
                 yield from self.value()
             yield from self.space()
             yield from self._comma()
-        if not name:
+        if not name or (known_keys and not self.in_call and not held):
             raise NoMatch
-        if not self._in_call:
+        if not self.in_call:
             self.start_call(name)
             self.send_arguments(held or "{}")
         self.end_call()
+
+    def call_list(self) -> Step[None]:
+        """Read calls and the end of their list, after its opening bracket."""
+        while True:
+            yield from self.space()
+            yield from self.call_object()
+            yield from self.space()
+            if (yield from self.expect(",", "]")) == "]":
+                break
+        self.taken()
 
     def _ends(self) -> Step[bool]:
         yield from self.space()
@@ -67,12 +92,12 @@ class JsonCallParser(ToolCallParser, ABC):
         opening = yield from self.peek()
         if opening == "{" and name:
             self.start_call(name)
-            yield from self.stream_arguments()
+            yield from self.stream(self.value())
             return ""
         if opening == '"':
             held = yield from self._text_of(self.string())
         else:
-            held = yield from self._source(self.value())
+            held = yield from self.source(self.value())
         if held == "null":
             held = "{}"
         if not isinstance(_decoded(held), dict):
@@ -80,14 +105,9 @@ class JsonCallParser(ToolCallParser, ABC):
         return held
 
     def _text_of(self, string: Step[None]) -> Step[str]:
-        text = _decoded((yield from self._source(string)))
+        text = _decoded((yield from self.source(string)))
         assert isinstance(text, str)
         return text
-
-    def _source(self, step: Step[None]) -> Step[str]:
-        start = self._at - self._kept
-        yield from step
-        return self._text[self._kept + start : self._at]
 
 
 def _decoded(text: str) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 from mindie_mm.tool_calls.events import CallArguments, CallEnd, CallStart, Content, Event
+from mindie_mm.tool_calls.lark import MAX_CALLS, Rules
 from mindie_mm.tool_calls.scanner import Ended, NoMatch, Scanner, Step, partial, pattern
 from mindie_mm.tool_calls.tool import Tool
 
@@ -28,8 +29,13 @@ class ToolCallParser(Scanner, ABC):
     """Special tokens that must be kept in the decoded text."""
     openings: ClassVar[tuple[str, ...]] = ()
     """Texts with which calls begin."""
+    starts: ClassVar[tuple[str, ...]] = ()
+    """Texts with which an answer may begin that consists of calls without an opening."""
     closings: ClassVar[tuple[str, ...]] = ()
-    """Texts with which calls end. After an invalid call, the text up to here is lost."""
+    """Texts with which calls end. After an invalid call, the text up to the next one is lost."""
+
+    around: ClassVar[tuple[str, str, str]] = ("", "", "")
+    """Texts that a model writes before the calls of an answer, between them and after them."""
 
     def __init__(self, tools: Sequence[Tool] = (), num_earlier_calls: int = 0) -> None:
         """Start an answer.
@@ -41,13 +47,16 @@ class ToolCallParser(Scanner, ABC):
         """
         super().__init__()
         self.tools = {tool.name: tool for tool in tools}
-        self._num_earlier_calls = num_earlier_calls
-        self._num_calls = 0
-        self._in_call = False
-        self._streams = False
-        """Whether the text being read is sent as arguments of the call."""
+        self.num_calls = 0
+        """Number of calls that were started."""
+        self.num_earlier_calls = num_earlier_calls
+        self.in_call = False
+        self._encode: Callable[[str], str] | None = None
+        """How the text that is read becomes a piece of the arguments. None if it is not sent."""
         self._lead: int | None = None
         """Number of white space characters that are held back before an opening. None after the first event."""
+        self._pending: str | None = ""
+        """White space between content and a call. Content follows it if more comes. None within content."""
         self._events: list[Event] = []
         self._steps = self.answer()
         next(self._steps)
@@ -58,9 +67,8 @@ class ToolCallParser(Scanner, ABC):
         """Return whether a checkpoint with this chat template and these added tokens writes the format."""
 
     @classmethod
-    @abstractmethod
     def grammar(
-        cls, tools: Sequence[Tool], *, parallel: bool, one_of: Sequence[str], added_tokens: Mapping[str, int]
+        cls, tools: Sequence[Tool], *, parallel: bool, one_of: Collection[str], added_tokens: Mapping[str, int]
     ) -> str:
         """Return a grammar, in the Lark of llguidance, of an answer that is nothing but calls.
 
@@ -70,7 +78,25 @@ class ToolCallParser(Scanner, ABC):
             one_of: Names of the tools that may be called.
             added_tokens: Ids of the added tokens of the vocabulary, because a literal never matches an added token.
 
+        Raises:
+            InputError: The format cannot enforce the schema of a tool.
+
         """
+        rules = Rules(added_tokens)
+        before, between, after = map(rules.text, cls.around)
+        repetition = f"({between} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
+        rules.add("start", " ".join(filter(None, [before, "call", repetition, after])))
+        names = {tool.name: f"call{number}" for number, tool in enumerate(tools) if tool.name in one_of}
+        rules.add("call", " | ".join(names.values()))
+        for tool in tools:
+            if tool.name in names:
+                rules.add(names[tool.name], cls.call_rule(tool, rules))
+        return str(rules)
+
+    @classmethod
+    @abstractmethod
+    def call_rule(cls, tool: Tool, rules: Rules) -> str:
+        """Return the right side of a rule that matches the calls of a tool. Other rules are added to `rules`."""
 
     @abstractmethod
     def calls(self, opening: str) -> Step[None]:
@@ -82,12 +108,12 @@ class ToolCallParser(Scanner, ABC):
 
     def push(self, text: str) -> list[Event]:
         """Parse the next piece of the answer."""
-        self._append(text)
+        self.append(text)
         return self._resume()
 
     def finish(self) -> list[Event]:
         """Parse the end of the answer. No text may follow."""
-        self._ended = True
+        self.end()
         return self._resume()
 
     def _resume(self) -> list[Event]:
@@ -97,19 +123,16 @@ class ToolCallParser(Scanner, ABC):
 
     def answer(self) -> Step[None]:
         """Read a whole answer."""
+        if self.starts:
+            yield from self.space()
+            if (yield from self.follows(*self.starts)):
+                self._lead = self._at - self._kept
+                yield from self._attempt("")
         while opening := (yield from self.content_until(*self.openings)):
-            try:
-                yield from self.calls(opening)
-            except NoMatch:
-                yield from self._recover(opening)
-            except Ended:  # an opening without its call is of no use to the reader
-                return
+            yield from self._attempt(opening)
 
     def content_until(self, *literals: str) -> Step[str]:
-        """Send the text up to one of the literals, read the literal and return it, or "" at the end of the text.
-
-        White space before the literal stays held back. It belongs to the format if a call follows.
-        """
+        """Send the text up to one of the literals, read the literal and return it, or "" at the end of the text."""
         while True:
             self._at = self._kept
             if found := pattern(literals).search(self._text, self._at):
@@ -121,57 +144,70 @@ class ToolCallParser(Scanner, ABC):
                 break
             self._send_content(len(self._text) - partial(self._text, literals))
             yield from self.more()
-        if self._num_calls == 0 or not self._text[self._kept :].isspace():
+        if self.num_calls == 0 or not self._text[self._kept :].isspace():
             self._send(len(self._text))
         return ""
 
     def more(self) -> Step[None]:
         """Wait for more text. Meanwhile, the arguments that were read are sent."""
-        if self._streams:
-            self.send_arguments(self._taken())
+        self.flush()
         yield from super().more()
+
+    def flush(self) -> None:
+        """Send the text that was read as arguments, if it is such."""
+        if self._encode:
+            self.send_arguments(self._encode(self.taken()))
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
         """Send the start of a call."""
-        self._events.append(CallStart(self._num_calls, call_id or self.call_id(name), name))
-        self._num_calls += 1
-        self._in_call = True
+        if self._lead is not None and self._pending is None:
+            self._pending = self._text[self._kept : self._kept + self._lead]
         self._lead = None
-        self._taken()
+        self._events.append(CallStart(self.num_calls, call_id or self.call_id(name), name))
+        self.num_calls += 1
+        self.in_call = True
+        self.taken()
 
     def send_arguments(self, text: str) -> None:
         """Send a piece of the arguments of the current call."""
         if text:
-            self._events.append(CallArguments(self._num_calls - 1, text))
+            self._events.append(CallArguments(self.num_calls - 1, text))
 
-    def stream_arguments(self) -> Step[None]:
-        """Read a JSON object and send it, while it arrives, as the arguments of the current call."""
-        self._taken()
-        self._streams = True
-        yield from self.value()
-        self.send_arguments(self._taken())
-        self._streams = False
+    def stream(self, step: Step[None], encode: Callable[[str], str] = str) -> Step[None]:
+        """Read `step` and send its text, while it arrives, as arguments of the current call."""
+        self.taken()
+        self._encode = encode
+        yield from step
+        self.flush()
+        self._encode = None
 
     def end_call(self) -> None:
         """Send the end of the current call."""
-        self._events.append(CallEnd(self._num_calls - 1))
-        self._in_call = False
-        self._taken()
+        self._events.append(CallEnd(self.num_calls - 1))
+        self.in_call = False
+        self.taken()
+
+    def object_call(self, name: str, call_id: str | None = None, *, ends: Sequence[str] = ()) -> Step[None]:
+        """Read the arguments of a call, a JSON object, and send the call. Before one of `ends`, it has none."""
+        yield from self.space()
+        if ends and (yield from self.follows(*ends)):
+            self.start_call(name, call_id)
+            self.send_arguments("{}")
+        elif (yield from self.peek()) == "{":
+            self.start_call(name, call_id)
+            yield from self.stream(self.value())
+        else:
+            raise NoMatch
+        self.end_call()
 
     def close(self, *literals: str) -> Step[str]:
         """Read white space and one of the literals, or nothing, and return the literal or ""."""
         yield from self.space()
         if literal := (yield from self.accept(*literals)):
-            self._taken()
+            self.taken()
         else:
             self._at = self._kept
         return literal
-
-    def _taken(self) -> str:
-        """Return the text that was read since the last call of this method, and keep it no longer."""
-        text = self._text[self._kept : self._at]
-        self._kept = self._at
-        return text
 
     def _send_content(self, stop: int) -> None:
         """Send the text before `stop`, without the white space at its end."""
@@ -179,20 +215,36 @@ class ToolCallParser(Scanner, ABC):
 
     def _send(self, stop: int) -> None:
         if stop > self._kept:
-            self._events.append(Content(self._text[self._kept : stop]))
+            self._events.append(Content((self._pending or "") + self._text[self._kept : stop]))
             self._kept = stop
+            self._pending = None
 
-    def _recover(self, opening: str) -> Step[None]:
-        """Go on after text that is no call."""
-        if self._in_call:
-            if self._streams:
-                self.send_arguments(self._taken())
-            self._in_call = self._streams = False
-            try:
-                yield from self.until(*self.closings, at_most=sys.maxsize)
-                yield from self.accept(*self.closings)
-            except Ended:
+    def _attempt(self, opening: str) -> Step[None]:
+        """Read calls. Text that is no call becomes content."""
+        try:
+            yield from self.calls(opening)
+        except NoMatch:
+            if self.in_call or (self._lead is None and self.closings):
+                yield from self._skip_call()
+            elif self._lead is not None:
+                self._send(self._kept + self._lead + len(opening))
+        except Ended:
+            if opening or self.in_call:  # the begin of a call is of no use to the reader
                 self._at = len(self._text)
-            self._taken()
-        elif self._lead is not None:
-            self._send(self._kept + self._lead + len(opening))
+                self.taken()
+        self._encode = None
+        self.in_call = False
+
+    def _skip_call(self) -> Step[None]:
+        """Read the rest of an invalid call."""
+        self.flush()
+        self._encode = None
+        if not self.closings:
+            self.taken()
+            return
+        try:
+            yield from self.until(*self.closings, at_most=sys.maxsize)
+            yield from self.accept(*self.closings)
+        except Ended:
+            self._at = len(self._text)
+        self.taken()

@@ -10,13 +10,43 @@ from collections.abc import Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from mindie_mm.errors import InputError
-from mindie_mm.tool_calls.hermes import HermesParser
+from mindie_mm.tool_calls.formats.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
+from mindie_mm.tool_calls.formats.deepseek_dsml import DeepSeekV4Parser, DeepSeekV32Parser, DeepSeekV41Parser
+from mindie_mm.tool_calls.formats.gemma4 import FunctionGemmaParser, Gemma4Parser
+from mindie_mm.tool_calls.formats.glm import Glm45Parser, Glm47Parser
+from mindie_mm.tool_calls.formats.hermes import HermesParser
+from mindie_mm.tool_calls.formats.internlm import InternLMParser
+from mindie_mm.tool_calls.formats.kimi_k2 import KimiK2Parser
+from mindie_mm.tool_calls.formats.llama3_json import Llama3JsonParser
+from mindie_mm.tool_calls.formats.minicpm5 import MiniCPM5Parser
+from mindie_mm.tool_calls.formats.mistral import MistralParser, MistralV3Parser
+from mindie_mm.tool_calls.formats.phi4 import Phi4Parser
+from mindie_mm.tool_calls.formats.pythonic import PythonicParser
+from mindie_mm.tool_calls.formats.qwen3_coder import Qwen3CoderParser
 from mindie_mm.tool_calls.parser import ToolCallParser
 
 GROUP = "mindie_mm.tool_call_parsers"
 
 FORMATS: Mapping[str, type[ToolCallParser]] = {
+    "gemma4": Gemma4Parser,
+    "functiongemma": FunctionGemmaParser,
+    "kimi_k2": KimiK2Parser,
+    "mistral": MistralParser,
+    "mistral_v3": MistralV3Parser,
+    "deepseek_v41": DeepSeekV41Parser,
+    "deepseek_v4": DeepSeekV4Parser,
+    "deepseek_v32": DeepSeekV32Parser,
+    "deepseek_v3": DeepSeekV3Parser,
+    "deepseek_v31": DeepSeekV31Parser,
+    "glm45": Glm45Parser,
+    "glm47": Glm47Parser,
+    "qwen3_coder": Qwen3CoderParser,
+    "minicpm5": MiniCPM5Parser,
+    "internlm": InternLMParser,
+    "phi4": Phi4Parser,
     "hermes": HermesParser,
+    "pythonic": PythonicParser,
+    "llama3_json": Llama3JsonParser,
 }
 """The formats of this package, in the order in which they are tried on a template."""
 

@@ -14,10 +14,11 @@ Step = Generator[None, None, T]
 MAX_NAME = 256
 """Maximum number of characters of a name. Longer text is no name, so that little text is ever held back."""
 
+_NAME = re.compile(r"[\w.:/-]*")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NO_QUOTE = re.compile(r'[^"\\]*')
-_WORD = re.compile(r"[-+.\w]*")
-_SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
+WORD = re.compile(r"[-+.\w]*")
+SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 
 
 class NoMatch(Exception):
@@ -44,10 +45,25 @@ class Scanner:
         """Position of the first character that is still needed."""
         self._ended = False
 
-    def _append(self, text: str) -> None:
+    def append(self, text: str) -> None:
+        """Append a piece of text."""
         self._text = self._text[self._kept :] + text
         self._at -= self._kept
         self._kept = 0
+
+    def end(self) -> None:
+        """State that no text follows."""
+        self._ended = True
+
+    def is_finished(self) -> bool:
+        """Return whether the text ended and was read."""
+        return self._ended and self._at == len(self._text)
+
+    def taken(self) -> str:
+        """Return the text that was read and not yet taken. It is kept no longer."""
+        text = self._text[self._kept : self._at]
+        self._kept = self._at
+        return text
 
     def more(self) -> Step[None]:
         """Wait for more text."""
@@ -98,6 +114,29 @@ class Scanner:
                 return
             yield from self.more()
 
+    def at_end(self) -> Step[bool]:
+        """Return whether the text ends here."""
+        while self._at == len(self._text) and not self._ended:
+            yield from self.more()
+        return self._at == len(self._text)
+
+    def name(self) -> Step[str]:
+        """Read the name of a tool, which has no white space, quotes or brackets."""
+        length = 0
+        while True:
+            match = _NAME.match(self._text, self._at + length)
+            assert match
+            length = match.end() - self._at
+            if length > MAX_NAME:
+                raise NoMatch
+            if match.end() < len(self._text):
+                break
+            yield from self.more()
+        if not length:
+            raise NoMatch
+        self._at += length
+        return self._text[self._at - length : self._at]
+
     def until(self, *literals: str, at_most: int = MAX_NAME) -> Step[str]:
         """Read up to one of the literals, which stays unread, and return what was read."""
         searched, longest = 0, max(map(len, literals))
@@ -112,6 +151,12 @@ class Scanner:
                 return text
             searched = max(0, length)
             yield from self.more()
+
+    def source(self, step: Step[None]) -> Step[str]:
+        """Read `step` and return its text."""
+        start = self._at - self._kept
+        yield from step
+        return self._text[self._kept + start : self._at]
 
     def string(self) -> Step[None]:
         """Read a JSON string. Control characters and unknown escapes pass as they are."""
@@ -163,14 +208,14 @@ class Scanner:
     def _scalar(self) -> Step[None]:
         word = ""
         while True:
-            match = _WORD.match(self._text, self._at)
+            match = WORD.match(self._text, self._at)
             assert match
             word += match[0]
             self._at = match.end()
             if self._at < len(self._text):
                 break
             yield from self.more()
-        if not _SCALAR.fullmatch(word):
+        if not SCALAR.fullmatch(word):
             raise NoMatch
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 
 from mindie_mm.tool_calls.json_calls import JsonCallParser
-from mindie_mm.tool_calls.lark import json_value, literal, repeated
 from mindie_mm.tool_calls.scanner import Step
-from mindie_mm.tool_calls.tool import Tool
 
 
 class HermesParser(JsonCallParser):
@@ -21,25 +18,13 @@ class HermesParser(JsonCallParser):
     markers = ("<tool_call>", "</tool_call>")
     openings = ("<tool_call>",)
     closings = ("</tool_call>",)
+    around = ("", "\n", "")
+    call_tags = ("<tool_call>\n", "\n</tool_call>")
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
         """Return whether the template writes the marker."""
         return "<tool_call>" in template
-
-    @classmethod
-    def grammar(
-        cls, tools: Sequence[Tool], *, parallel: bool, one_of: Sequence[str], added_tokens: Mapping[str, int]
-    ) -> str:
-        """Return a grammar of calls, each on lines of its own."""
-        rules = []
-        for tool in tools:
-            if tool.name in one_of:
-                before = f'<tool_call>\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
-                after = literal("}\n</tool_call>", added_tokens)
-                rules.append(f"{literal(before, added_tokens)} {json_value(tool.schema)} {after}")
-        separator = literal("\n", added_tokens)
-        return f"start: {repeated('call', separator, parallel=parallel)}\ncall: {' | '.join(rules)}\n"
 
     def calls(self, opening: str) -> Step[None]:
         """Read one call."""

@@ -1,0 +1,145 @@
+"""The reasoning of a model, which it writes before its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mindie_mm.errors import InputError
+from mindie_mm.tool_calls.events import Content, Reasoning
+from mindie_mm.tool_calls.scanner import Scanner, Step, partial, pattern
+
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The texts around the reasoning of a model."""
+
+    start: str
+    end: str
+
+
+FORMATS: Mapping[str, ReasoningFormat] = {
+    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
+    "qwen3": ReasoningFormat("<think>", "</think>"),
+    "deepseek_r1": ReasoningFormat("<think>", "</think>"),
+}
+"""Formats by name, in the order in which they are tried on a template."""
+
+
+class ReasoningParser(Scanner):
+    """A parser that separates reasoning from the rest of an answer while the model writes.
+
+    Reasoning begins the answer, or the prompt has begun it. White space around the reasoning belongs to the format.
+    """
+
+    def __init__(
+        self, start: str, end: str, *, opened: bool = False, call_openings: tuple[str, ...] = (), call_end: str = ""
+    ) -> None:
+        """Start an answer.
+
+        Args:
+            start: Text before the reasoning.
+            end: Text after the reasoning.
+            opened: Whether the prompt ends with `start`.
+            call_openings: Texts with which calls begin. Some models call tools without ending their reasoning.
+            call_end: Text with which such a call ends. If the answer ends with it, the call is content.
+
+        """
+        super().__init__()
+        self.start = start
+        self.end_marker = end
+        self._openings = call_openings
+        self._call_end = call_end
+        self.is_over = False
+        """Whether the reasoning has ended, or there is none."""
+        self._events: list[Reasoning | Content] = []
+        self._steps = self._answer(opened)
+        next(self._steps)
+
+    def push(self, text: str) -> list[Reasoning | Content]:
+        """Parse the next piece of the answer."""
+        self.append(text)
+        return self._resume()
+
+    def finish(self) -> list[Reasoning | Content]:
+        """Parse the end of the answer. No text may follow."""
+        self.end()
+        return self._resume()
+
+    def _resume(self) -> list[Reasoning | Content]:
+        next(self._steps, None)
+        events, self._events = self._events, []
+        return events
+
+    def _answer(self, opened: bool) -> Step[None]:
+        yield from self.space()
+        if (yield from self.accept(self.start, self.start.rstrip(_SPACE))) or opened:
+            yield from self.space()
+            self.taken()
+            yield from self._reasoning()
+        self.is_over = True
+        while not self._ended:
+            self._send(Content, len(self._text))
+            yield from self.more()
+        self._send(Content, len(self._text))
+
+    def _reasoning(self) -> Step[None]:
+        """Send reasoning up to its end. White space before the end, and after it, is not sent."""
+        literals = (self.end_marker, *self._openings)
+        while True:
+            self._at = self._kept
+            found = pattern(literals).search(self._text, self._at)
+            stop = found.start() if found else len(self._text) - partial(self._text, literals)
+            self._send(Reasoning, self._kept + len(self._text[self._kept : stop].rstrip(_SPACE)))
+            if found and found[0] == self.end_marker:
+                self._at = found.end()
+                yield from self.space()
+                self.taken()
+                return
+            if found and (yield from self._ends_in_call(found.start() - self._kept)):
+                return
+            if self._ended:
+                if not self._text[self._kept :].isspace():
+                    self._send(Reasoning, len(self._text))
+                self._kept = self._at = len(self._text)
+                return
+            if not found:
+                yield from self.more()
+
+    def _ends_in_call(self, start: int) -> Step[bool]:
+        """Wait until the reasoning ends or the answer does. Return whether the answer ends with a call."""
+        self._at = self._kept
+        while (stop := self._text.find(self.end_marker, self._at)) < 0 and not self._ended:
+            yield from self.more()
+        if stop < 0 and self._text.rstrip(_SPACE).endswith(self._call_end):
+            self._kept = self._at = self._kept + start
+            return True
+        self._send(Reasoning, self._kept + len(self._text[self._kept : stop if stop >= 0 else None].rstrip(_SPACE)))
+        return False
+
+    def _send(self, kind: type[Reasoning | Content], stop: int) -> None:
+        if stop > self._kept:
+            self._events.append(kind(self._text[self._kept : stop]))
+            self._kept = stop
+        self._at = max(self._at, self._kept)
+
+
+def reasoning_named(name: str) -> ReasoningFormat:
+    """Return a format of reasoning.
+
+    Raises:
+        InputError: No format has this name.
+
+    """
+    if name not in FORMATS:
+        raise InputError(f"no format of reasoning is named {name!r}; there are {', '.join(sorted(FORMATS))}")
+    return FORMATS[name]
+
+
+def reasoning_for(template: str) -> ReasoningFormat | None:
+    """Return the format of reasoning that a chat template shows, or None if it shows none."""
+    return next((known for known in FORMATS.values() if known.end in template), None)
