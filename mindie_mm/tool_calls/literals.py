@@ -127,7 +127,7 @@ class LiteralScanner(Scanner, ABC):
             match = WORD.match(self._text, self._at + length)
             assert match
             length = match.end() - self._at
-            if match.end() < len(self._text):
+            if match.end() < len(self._text) or self._ended:
                 break
             yield from self.more()
         word = self._text[self._at : self._at + length]

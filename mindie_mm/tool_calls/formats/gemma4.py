@@ -13,7 +13,7 @@ from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import NoMatch, Step, partial
 from mindie_mm.tool_calls.tool import Tool
 
-_KEY = re.compile(r"[^\s:{}\[\],]+")
+_KEY = re.compile(r"[^:{}\[\],\n]+")
 
 
 class Gemma4Parser(ToolCallParser, LiteralScanner):
