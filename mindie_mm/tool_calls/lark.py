@@ -51,7 +51,10 @@ class Rules:
         return unique
 
     def text(self, text: str) -> str:
-        """Return a sequence that matches `text`. Added tokens within it become tokens."""
+        """Return a sequence that matches `text`. Added tokens within it become tokens.
+
+        Where two texts may come next, neither may begin with the other, because a literal that goes on wins.
+        """
         return " ".join(
             f"<[{self._added[piece]}]>" if piece in self._added else json.dumps(piece, ensure_ascii=False)
             for piece in self._pieces(text)

@@ -34,6 +34,8 @@ class ToolCallParser(Scanner, ABC):
     closings: ClassVar[tuple[str, ...]] = ()
     """Texts with which calls end. After an invalid call, the text up to the next one is lost."""
 
+    ends_reasoning: ClassVar[bool] = False
+    """Whether the model calls tools within reasoning that it never ends."""
     around: ClassVar[tuple[str, str, str]] = ("", "", "")
     """Texts that a model writes before the calls of an answer, between them and after them."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.events import Content, Reasoning
+from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import Scanner, Step, partial, pattern
 
 _SPACE = " \t\r\n"
@@ -37,23 +38,20 @@ class ReasoningParser(Scanner):
     """
 
     def __init__(
-        self, start: str, end: str, *, opened: bool = False, call_openings: tuple[str, ...] = (), call_end: str = ""
+        self, known: ReasoningFormat, *, opened: bool = False, parser: type[ToolCallParser] | None = None
     ) -> None:
         """Start an answer.
 
         Args:
-            start: Text before the reasoning.
-            end: Text after the reasoning.
-            opened: Whether the prompt ends with `start`.
-            call_openings: Texts with which calls begin. Some models call tools without ending their reasoning.
-            call_end: Text with which such a call ends. If the answer ends with it, the call is content.
+            known: Format of the reasoning.
+            opened: Whether the prompt ends with the start of the reasoning.
+            parser: Format of the calls that may end the reasoning, if the model is known to call tools within it.
 
         """
         super().__init__()
-        self.start = start
-        self.end_marker = end
-        self._openings = call_openings
-        self._call_end = call_end
+        self._format = known
+        self._openings = parser.openings if parser and parser.ends_reasoning else ()
+        self._closings = parser.closings if parser and parser.ends_reasoning else ()
         self.is_over = False
         """Whether the reasoning has ended, or there is none."""
         self._events: list[Reasoning | Content] = []
@@ -77,7 +75,7 @@ class ReasoningParser(Scanner):
 
     def _answer(self, opened: bool) -> Step[None]:
         yield from self.space()
-        if (yield from self.accept(self.start, self.start.rstrip(_SPACE))) or opened:
+        if (yield from self.accept(self._format.start, self._format.start.rstrip(_SPACE))) or opened:
             yield from self.space()
             self.taken()
             yield from self._reasoning()
@@ -89,13 +87,13 @@ class ReasoningParser(Scanner):
 
     def _reasoning(self) -> Step[None]:
         """Send reasoning up to its end. White space before the end, and after it, is not sent."""
-        literals = (self.end_marker, *self._openings)
+        literals = (self._format.end, *self._openings)
         while True:
             self._at = self._kept
             found = pattern(literals).search(self._text, self._at)
             stop = found.start() if found else len(self._text) - partial(self._text, literals)
             self._send(Reasoning, self._kept + len(self._text[self._kept : stop].rstrip(_SPACE)))
-            if found and found[0] == self.end_marker:
+            if found and found[0] == self._format.end:
                 self._at = found.end()
                 yield from self.space()
                 self.taken()
@@ -113,9 +111,9 @@ class ReasoningParser(Scanner):
     def _ends_in_call(self, start: int) -> Step[bool]:
         """Wait until the reasoning ends or the answer does. Return whether the answer ends with a call."""
         self._at = self._kept
-        while (stop := self._text.find(self.end_marker, self._at)) < 0 and not self._ended:
+        while (stop := self._text.find(self._format.end, self._at)) < 0 and not self._ended:
             yield from self.more()
-        if stop < 0 and self._text.rstrip(_SPACE).endswith(self._call_end):
+        if stop < 0 and self._text.rstrip(_SPACE).endswith(self._closings):
             self._kept = self._at = self._kept + start
             return True
         self._send(Reasoning, self._kept + len(self._text[self._kept : stop if stop >= 0 else None].rstrip(_SPACE)))

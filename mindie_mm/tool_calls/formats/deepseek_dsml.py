@@ -33,7 +33,7 @@ class DsmlParser(TypedTextParser, ABC):
         super().__init_subclass__()
         cls.openings = (f"<{cls.prefix}{cls.section}>",)
         cls.closings = (f"</{cls.prefix}{cls.section}>",)
-        cls.around = (f"{cls.openings[0]}\n", "\n", f"\n{cls.closings[0]}")
+        cls.around = (f"{cls.openings[0]}\n", "", cls.closings[0])
         cls.excluded = (f"</{cls.prefix}parameter>",)
         cls.tags_of_argument = (
             f'<{cls.prefix}parameter name="{{name}}" string="{{is_string}}">',
@@ -49,7 +49,8 @@ class DsmlParser(TypedTextParser, ABC):
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
         """Return a rule of the calls of a tool."""
         before = rules.text(f'<{cls.prefix}invoke name="{tool.name}">\n')
-        return f"{before} {cls.arguments_rule(tool, rules)} {rules.text(f'</{cls.prefix}invoke>')}"
+        after = rules.text(f"</{cls.prefix}invoke>\n")
+        return f"{before} {cls.arguments_rule(tool, rules)} {after}"
 
     def calls(self, opening: str) -> Step[None]:
         """Read the calls of a section."""

@@ -16,7 +16,6 @@ class MiniCPM5Parser(TypedTextParser):
     markers = ("<function", "</function>", "<param", "</param>")
     openings = ('<function name="',)
     closings = ("</function>",)
-    around = ("", "\n", "")
     tags_of_argument = ('<param name="{name}">', "</param>")
     excluded = ("</param>",)
 

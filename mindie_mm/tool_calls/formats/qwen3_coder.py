@@ -20,6 +20,7 @@ class Qwen3CoderParser(TypedTextParser):
     markers = ("<tool_call>", "</tool_call>")
     openings = ("<tool_call>", "<function=")
     closings = ("</tool_call>",)
+    ends_reasoning = True
     around = ("", "\n", "")
     tags_of_argument = ("<parameter={name}>\n", "\n</parameter>\n")
     excluded = ("<parameter=", "</parameter>", "</function>")
