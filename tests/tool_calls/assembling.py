@@ -24,7 +24,12 @@ CROP = Tool(
         "type": "object",
         "properties": {
             "page": {"type": "integer", "minimum": 0, "maximum": 99},
-            "box": {"type": "array", "items": {"type": "integer"}, "minItems": 4, "maxItems": 4},
+            "box": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 0, "maximum": 99},
+                "minItems": 4,
+                "maxItems": 4,
+            },
         },
         "required": ["page", "box"],
         "additionalProperties": False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from typing import ClassVar
 
@@ -85,4 +84,4 @@ class Glm47Parser(Glm45Parser):
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
         """Return whether the template writes the tags without newlines between them."""
-        return "<arg_key>" in template and "</arg_key><arg_value>" in re.sub(r"\{[{%].*?[%}]\}", "", template)
+        return "</arg_key><arg_value>" in template

@@ -30,4 +30,4 @@ class HermesParser(JsonCallParser):
         """Read one call."""
         yield from self.space()
         yield from self.call_object()
-        yield from self.close("</tool_call>")
+        yield from self.close("</tool_call>", "}\n</tool_call>", "}</tool_call>")  # small models write a brace too many
