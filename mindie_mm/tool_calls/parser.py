@@ -223,19 +223,25 @@ class ToolCallParser(Scanner, ABC):
 
     def _attempt(self, opening: str) -> Step[None]:
         """Read calls. Text that is no call becomes content."""
+        self.is_cut = False
         try:
             yield from self.calls(opening)
         except NoMatch:
-            if self.in_call or (self._lead is None and self.closings):
+            if self.is_cut and opening:
+                self._drop()
+            elif self.in_call or (self._lead is None and self.closings):
                 yield from self._skip_call()
             elif self._lead is not None:
                 self._send(self._kept + self._lead + len(opening))
         except Ended:
             if opening or self.in_call:  # the begin of a call is of no use to the reader
-                self._at = len(self._text)
-                self.taken()
+                self._drop()
         self._encode = None
         self.in_call = False
+
+    def _drop(self) -> None:
+        self._at = len(self._text)
+        self.taken()
 
     def _skip_call(self) -> Step[None]:
         """Read the rest of an invalid call."""
@@ -248,5 +254,5 @@ class ToolCallParser(Scanner, ABC):
             yield from self.until(*self.closings, at_most=sys.maxsize)
             yield from self.accept(*self.closings)
         except Ended:
-            self._at = len(self._text)
+            self._drop()
         self.taken()

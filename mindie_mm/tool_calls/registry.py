@@ -6,8 +6,10 @@ Other packages add formats by entry points of the group `mindie_mm.tool_call_par
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.formats.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
@@ -24,6 +26,9 @@ from mindie_mm.tool_calls.formats.phi4 import Phi4Parser
 from mindie_mm.tool_calls.formats.pythonic import PythonicParser
 from mindie_mm.tool_calls.formats.qwen3_coder import Qwen3CoderParser
 from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.response_template import ResponseTemplateParser
+
+_log = logging.getLogger(__name__)
 
 GROUP = "mindie_mm.tool_call_parsers"
 
@@ -70,22 +75,38 @@ def parser_named(name: str) -> type[ToolCallParser]:
     return _loaded(entry)
 
 
-def parser_for(template: str, vocabulary: Collection[str]) -> type[ToolCallParser] | None:
-    """Return the parser for a checkpoint, or None if its template shows no known format.
+def parser_for(
+    template: str, vocabulary: Collection[str], response_template: Mapping[str, Any] | None = None
+) -> type[ToolCallParser] | None:
+    """Return the parser for a checkpoint, or None if its templates show no known format.
 
-    Formats of other packages come first.
+    A response template comes first, because the checkpoint states its format in it. Formats of other packages come
+    before those of this one.
 
     Args:
         template: The chat template.
         vocabulary: The added tokens of the tokenizer.
+        response_template: The `response_template` of tokenizer_config.json, if there is one.
+
+    Raises:
+        InputError: The response template cannot be read.
 
     """
-    parsers = [*map(_loaded, _entries().values()), *FORMATS.values()]
-    return next((parser for parser in parsers if parser.detects(template, vocabulary)), None)
+    parsers = [*_others(), *FORMATS.values()]
+    known = next((parser for parser in parsers if parser.detects(template, vocabulary)), None)
+    return ResponseTemplateParser.of(response_template, known) if response_template else known
 
 
 def _entries() -> Mapping[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _others() -> Iterator[type[ToolCallParser]]:
+    for entry in _entries().values():
+        try:
+            yield _loaded(entry)
+        except InputError as error:  # a broken package must not stop checkpoints that do not need it
+            _log.warning("%s", error)
 
 
 def _loaded(entry: EntryPoint) -> type[ToolCallParser]:

@@ -44,6 +44,8 @@ class Scanner:
         self._kept = 0
         """Position of the first character that is still needed."""
         self._ended = False
+        self.is_cut = False
+        """Whether the text ended with the begin of a literal that was looked for."""
 
     def append(self, text: str) -> None:
         """Append a piece of text."""
@@ -84,9 +86,11 @@ class Scanner:
             for literal in literals:
                 if self._text.startswith(literal, self._at):
                     return literal
-                if not self._ended and literal.startswith(self._text[self._at :]):
-                    undecided = True
-                    break
+                if self._may_become(literal):
+                    if not self._ended:
+                        undecided = True
+                        break
+                    self.is_cut = True
             if not undecided:
                 return ""
             yield from self.more()
@@ -101,8 +105,13 @@ class Scanner:
         """Read one of the literals and return it."""
         literal = yield from self.accept(*literals)
         if not literal:
-            raise Ended if self._ended and any(one.startswith(self._text[self._at :]) for one in literals) else NoMatch
+            raise Ended if self.is_cut else NoMatch
         return literal
+
+    def _may_become(self, literal: str) -> bool:
+        """Return whether the text ends here with the begin of a literal."""
+        rest = len(self._text) - self._at
+        return rest < len(literal) and literal.startswith(self._text[self._at :])
 
     def space(self) -> Step[None]:
         """Read white space, if there is any."""

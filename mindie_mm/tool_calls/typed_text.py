@@ -147,12 +147,16 @@ def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
 def json_of(text: str, types: frozenset[str]) -> str:
     """Return the JSON of a raw text for a schema that allows `types`, or any type if they are empty.
 
-    Types other than strings come first. A text that fits no type is a string.
+    JSON of another type than a string comes first. Literals of Python count only where no string is allowed. A text
+    that fits no type is a string.
     """
     stripped = text.strip()
-    for candidate in (stripped, json_of_python(stripped)):
-        if candidate is not None and _fits(candidate, types):
-            return candidate
+    if _fits(stripped, types):
+        return stripped
+    if types and "string" not in types:
+        literal = json_of_python(stripped)
+        if literal is not None and _fits(literal, types):
+            return literal
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -44,11 +44,11 @@ class DeepSeekV3Parser(ToolCallParser):
     def calls(self, opening: str) -> Step[None]:
         """Read the calls up to the end marker."""
         yield from self.space()
-        while (yield from self.accept(_CALL)):
+        while (yield from self.expect(_CALL, _END)) == _CALL:
             name = yield from self.until(_SEPARATOR)
             yield from self.expect(_SEPARATOR)
             yield from self.space()
-            fenced = not (yield from self.follows("{"))
+            fenced = not (yield from self.follows("{", _CALL_END))
             if fenced:
                 name = yield from self.until("\n", "```")
                 yield from self.space()
@@ -60,7 +60,6 @@ class DeepSeekV3Parser(ToolCallParser):
                 yield from self.close("```")
             yield from self.close(_CALL_END)
             yield from self.space()
-        yield from self.expect(_END)
         self.taken()
 
 

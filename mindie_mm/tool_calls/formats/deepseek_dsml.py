@@ -55,7 +55,7 @@ class DsmlParser(TypedTextParser, ABC):
     def calls(self, opening: str) -> Step[None]:
         """Read the calls of a section."""
         yield from self.space()
-        while (yield from self.accept(f"<{self.prefix}invoke ")):
+        while (yield from self.expect(f"<{self.prefix}invoke ", *self.closings)) not in self.closings:
             attributes = yield from self._attributes("/>", ">")
             self.start_arguments(attributes["name"])
             if (yield from self.accept(">")):
@@ -64,13 +64,12 @@ class DsmlParser(TypedTextParser, ABC):
                 yield from self.expect("/>")
             self.end_arguments()
             yield from self.space()
-        yield from self.expect(*self.closings)
         self.taken()
 
     def _parameters(self) -> Step[None]:
         yield from self.space()
-        while not (yield from self.accept(f"</{self.prefix}invoke>")):
-            yield from self.expect(f"<{self.prefix}parameter ")
+        closing = f"</{self.prefix}invoke>"
+        while (yield from self.expect(f"<{self.prefix}parameter ", closing)) != closing:
             attributes = yield from self._attributes(">")
             yield from self.expect(">")
             is_string = {"true": True, "false": False}.get(attributes.get("string", ""))

@@ -42,21 +42,17 @@ class Glm45Parser(TypedTextParser):
         yield from self.space()
         name = yield from self.name()
         yield from self.space()
-        yield from self._expect_next()
+        following = yield from self.expect("<arg_key>", "</tool_call>")
         self.start_arguments(name)
-        while not (yield from self.accept("</tool_call>")):
-            yield from self.expect("<arg_key>")
+        while following == "<arg_key>":
             key = yield from self.until("</arg_key>")
             yield from self.expect("</arg_key>")
             yield from self.space()
             yield from self.expect("<arg_value>")
             yield from self.argument(key.strip(), self._value_ends)
             yield from self.space()
+            following = yield from self.expect("<arg_key>", "</tool_call>")
         self.end_arguments()
-
-    def _expect_next(self) -> Step[None]:
-        if not (yield from self.follows("<arg_key>", "</tool_call>")):
-            yield from self.expect("<arg_key>")
 
     def _value_ends(self) -> Step[bool]:
         if (yield from self.accept("</arg_value>")):

@@ -36,8 +36,7 @@ class MiniCPM5Parser(TypedTextParser):
         yield from self.expect('">')
         self.start_arguments(name)
         yield from self.space()
-        while not (yield from self.accept("</function>")):
-            yield from self.expect('<param name="')
+        while (yield from self.expect('<param name="', "</function>")) != "</function>":
             parameter = yield from self.until('">')
             yield from self.expect('">')
             yield from self.argument(parameter, self._value_ends)

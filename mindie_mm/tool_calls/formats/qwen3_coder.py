@@ -46,8 +46,7 @@ class Qwen3CoderParser(TypedTextParser):
         yield from self.expect(">")
         self.start_arguments(name)
         yield from self.space()
-        while not (yield from self.accept("</function>")):
-            yield from self.expect("<parameter=")
+        while (yield from self.expect("<parameter=", "</function>")) == "<parameter=":
             parameter = yield from self.until(">")
             yield from self.expect(">")
             yield from self.accept("\n")
