@@ -8,12 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
+from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.events import CallArguments, CallEnd, CallStart, Content, Event
 from mindie_mm.tool_calls.lark import MAX_CALLS, Rules
-from mindie_mm.tool_calls.scanner import Ended, NoMatch, Scanner, Step, partial, pattern
+from mindie_mm.tool_calls.scanner import Ended, NoMatch, Scanner, Step
 from mindie_mm.tool_calls.tool import Tool
-
-_SPACE = " \t\r\n"
 
 
 class ToolCallParser(Scanner, ABC):
@@ -81,9 +80,11 @@ class ToolCallParser(Scanner, ABC):
             added_tokens: Ids of the added tokens of the vocabulary, because a literal never matches an added token.
 
         Raises:
-            InputError: The format cannot enforce the schema of a tool.
+            InputError: The format cannot enforce the schema of a tool, or no tool may be called.
 
         """
+        if not any(tool.name in one_of for tool in tools):
+            raise InputError(f"none of the tools offered is named {' or '.join(map(repr, one_of))}")
         rules = Rules(added_tokens)
         before, between, after = map(rules.text, cls.around)
         repetition = f"({between} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
@@ -135,17 +136,10 @@ class ToolCallParser(Scanner, ABC):
 
     def content_until(self, *literals: str) -> Step[str]:
         """Send the text up to one of the literals, read the literal and return it, or "" at the end of the text."""
-        while True:
-            self._at = self._kept
-            if found := pattern(literals).search(self._text, self._at):
-                self._send_content(found.start())
-                self._lead = found.start() - self._kept
-                self._at = found.end()
-                return found[0]
-            if self._ended:
-                break
-            self._send_content(len(self._text) - partial(self._text, literals))
-            yield from self.more()
+        literal, num_spaces = yield from self.sent_until(literals, self._send)
+        if literal:
+            self._lead = num_spaces
+            return literal
         if self.num_calls == 0 or not self._text[self._kept :].isspace():
             self._send(len(self._text))
         return ""
@@ -211,11 +205,8 @@ class ToolCallParser(Scanner, ABC):
             self._at = self._kept
         return literal
 
-    def _send_content(self, stop: int) -> None:
-        """Send the text before `stop`, without the white space at its end."""
-        self._send(self._kept + len(self._text[self._kept : stop].rstrip(_SPACE)))
-
     def _send(self, stop: int) -> None:
+        """Send the text before `stop` as content."""
         if stop > self._kept:
             self._events.append(Content((self._pending or "") + self._text[self._kept : stop]))
             self._kept = stop

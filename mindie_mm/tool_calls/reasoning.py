@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.events import Content, Reasoning
 from mindie_mm.tool_calls.parser import ToolCallParser
-from mindie_mm.tool_calls.scanner import Scanner, Step, partial, pattern
+from mindie_mm.tool_calls.scanner import Scanner, Step
 
 _SPACE = " \t\r\n"
 
@@ -19,6 +20,10 @@ class ReasoningFormat:
 
     start: str
     end: str
+
+    def is_opened_by(self, prompt: str) -> bool:
+        """Return whether a prompt ends with the start of the reasoning, so that the model only writes the end."""
+        return prompt.rstrip(_SPACE).endswith(self.start.rstrip(_SPACE))
 
 
 FORMATS: Mapping[str, ReasoningFormat] = {
@@ -89,41 +94,35 @@ class ReasoningParser(Scanner):
         """Send reasoning up to its end. White space before the end, and after it, is not sent."""
         literals = (self._format.end, *self._openings)
         while True:
-            self._at = self._kept
-            found = pattern(literals).search(self._text, self._at)
-            stop = found.start() if found else len(self._text) - partial(self._text, literals)
-            self._send(Reasoning, self._kept + len(self._text[self._kept : stop].rstrip(_SPACE)))
-            if found and found[0] == self._format.end:
-                self._at = found.end()
+            literal, num_spaces = yield from self.sent_until(literals, partial(self._send, Reasoning))
+            if literal in self._openings:
+                if (yield from self._ends_in_call(num_spaces)):
+                    return
+                continue
+            if literal:
                 yield from self.space()
-                self.taken()
-                return
-            if found and (yield from self._ends_in_call(found.start() - self._kept)):
-                return
-            if self._ended:
-                if not self._text[self._kept :].isspace():
-                    self._send(Reasoning, len(self._text))
-                self._kept = self._at = len(self._text)
-                return
-            if not found:
-                yield from self.more()
+            else:
+                self._at = len(self._text)
+            self.taken()
+            return
 
     def _ends_in_call(self, start: int) -> Step[bool]:
         """Wait until the reasoning ends or the answer does. Return whether the answer ends with a call."""
-        self._at = self._kept
-        while (stop := self._text.find(self._format.end, self._at)) < 0 and not self._ended:
+        end = self._format.end
+        while (stop := self._text.find(end, self._at)) < 0 and not self._ended:
+            self._at = max(self._at, len(self._text) - len(end))
             yield from self.more()
         if stop < 0 and self._text.rstrip(_SPACE).endswith(self._closings):
             self._kept = self._at = self._kept + start
             return True
-        self._send(Reasoning, self._kept + len(self._text[self._kept : stop if stop >= 0 else None].rstrip(_SPACE)))
+        text = self._text[self._kept : stop if stop >= 0 else None].rstrip(_SPACE)
+        self._send(Reasoning, self._kept + len(text))
         return False
 
     def _send(self, kind: type[Reasoning | Content], stop: int) -> None:
         if stop > self._kept:
             self._events.append(kind(self._text[self._kept : stop]))
             self._kept = stop
-        self._at = max(self._at, self._kept)
 
 
 def reasoning_named(name: str) -> ReasoningFormat:

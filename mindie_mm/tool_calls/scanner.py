@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import cache
 from typing import TypeVar
 
@@ -181,6 +181,34 @@ class Scanner:
             if following == "\\":
                 yield from self.peek(2)
                 self._at += 2
+
+    def sent_until(self, literals: tuple[str, ...], send: Callable[[int], None]) -> Step[tuple[str, int]]:
+        """Send the text up to one of the literals and read the literal.
+
+        White space at the end of the text is not sent, but stays kept.
+
+        Args:
+            literals: Texts to look for.
+            send: Sends the text before a position, which is then no longer kept.
+
+        Returns:
+            The literal, or "" at the end of the text, and the number of kept white space characters.
+
+        """
+        num_spaces = 0
+        while True:
+            self._at = self._kept + num_spaces
+            found = pattern(literals).search(self._text, self._at)
+            stop = found.start() if found else len(self._text) - partial(self._text, literals)
+            if text := self._text[self._at : stop].rstrip(" \t\r\n"):
+                send(self._at + len(text))
+            num_spaces = stop - self._kept
+            if found:
+                self._at = found.end()
+                return found[0], num_spaces
+            if self._ended:
+                return "", num_spaces
+            yield from self.more()
 
     def value(self) -> Step[None]:
         """Read a JSON value. The nesting needs no recursion."""

@@ -52,7 +52,7 @@ def parsed(fixture: Fixture, pieces: list[str]) -> ParseResult:
     parser = parser_named(name)(tools)
     if reasoning_name:
         known = reasoning_named(reasoning_name)
-        opened = prompt_of(fixture).rstrip().endswith(known.start.rstrip())
+        opened = known.is_opened_by(prompt_of(fixture))
         reasoning = ReasoningParser(known, opened=opened, parser=parser_named(name))
         text, answer = reasoned(reasoning, parser, pieces)
     else:

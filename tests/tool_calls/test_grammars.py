@@ -180,6 +180,11 @@ def test_what_raw_text_cannot_enforce_is_refused_by_name():
             parser_named("qwen3_coder").grammar([Tool("f", schema)], parallel=False, one_of=["f"], added_tokens={})
 
 
+def test_a_tool_that_is_not_offered_cannot_be_forced():
+    with pytest.raises(InputError, match="none of the tools offered is named 'fly'"):
+        parser_named("hermes").grammar(TOOLS, parallel=False, one_of=["fly"], added_tokens={})
+
+
 def test_names_and_properties_with_odd_characters_stay_literals():
     odd = Tool(
         'a"b\\c/<[5]>%json', {"properties": {'p"\n{}': {"type": "integer", "enum": [1]}}, "required": ['p"\n{}']}
