@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindie_mm.errors import InputError
+from mindie_mm.tool_calls.scanner import MAX_NAME
+from mindie_mm.tool_calls.tool import Tool
 
 MAX_CALLS = 8
 """Maximum number of calls in a forced answer. Without a limit, a small model repeats its call until max_tokens."""
@@ -26,6 +28,7 @@ _FORMATS = {
     "email": r"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@[a-zA-Z0-9-]+(\.[a-zA-Z0-9-]+)+",
     "uri": r"[a-z][a-z0-9+.-]*:[!#-;=?-_a-z~]+",
 }
+_ASCII_CLASSES = {"d": "[0-9]", "w": "[a-zA-Z0-9_]"}
 _FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
 
 
@@ -102,21 +105,30 @@ def json_value(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _STYLE})}"
 
 
-def properties_of(schema: Mapping[str, Any], tool: str) -> dict[str, tuple[dict[str, Any], bool]]:
-    """Return the schema of each property, and whether it is required.
+def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[str, Any], bool]]:
+    """Return the schema of each argument of a tool, and whether it is required.
+
+    Args:
+        tool: A tool.
+        names: Pattern of the names that the format can write.
 
     Raises:
-        InputError: The schema restricts the object by more than its properties.
+        InputError: The schema restricts the object by more than its properties, or a name cannot be written.
 
     """
-    root = schema
-    schema = _resolved(schema, root)
+    root = tool.schema
+    schema = _resolved(root, root)
     for key in schema:
         if key not in _OF_OBJECTS | _ANNOTATIONS | _DEFINITIONS and not key.startswith("x-"):
-            raise InputError(f"the parameters of the tool {tool!r} have {key!r}, which this format cannot enforce")
+            raise InputError(f"the parameters of the tool {tool.name!r} have {key!r}, which this format cannot enforce")
     definitions = {key: root[key] for key in _DEFINITIONS if key in root}
     properties = schema.get("properties") or {}
     required = schema.get("required") or ()
+    for name in {**properties, **dict.fromkeys(required)}:
+        if not names.fullmatch(name) or len(name) > MAX_NAME:
+            raise InputError(
+                f"the tool {tool.name!r} has the parameter {name[:MAX_NAME]!r}, a name that this format cannot write"
+            )
     return {
         name: ({**(part if isinstance(part, Mapping) else {}), **definitions}, name in required)
         for name, part in {**{key: {} for key in required}, **properties}.items()
@@ -186,6 +198,8 @@ def _string_terms(schema: Mapping[str, Any]) -> list[str]:
             raise InputError(f"this format of tool calls cannot enforce strings of the format {name!r}")
         terms.append(_FORMATS[name])
     if isinstance(expression := schema.get("pattern"), str):
+        for letter, meaning in _ASCII_CLASSES.items():  # of any script in Rust, and of ASCII in JSON Schema
+            expression = re.sub(rf"(?<!\\)\\{letter}", meaning, expression)
         before = "" if expression.startswith("^") else _ANY_TEXT
         after = "" if expression.endswith("$") and not expression.endswith("\\$") else _ANY_TEXT
         inner = expression.removeprefix("^") if not before else expression

@@ -69,7 +69,13 @@ class ToolCallParser(Scanner, ABC):
 
     @classmethod
     def grammar(
-        cls, tools: Sequence[Tool], *, parallel: bool, one_of: Collection[str], added_tokens: Mapping[str, int]
+        cls,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        one_of: Collection[str],
+        added_tokens: Mapping[str, int],
+        with_text: bool = False,
     ) -> str:
         """Return a grammar, in the Lark of llguidance, of an answer that is nothing but calls.
 
@@ -78,6 +84,8 @@ class ToolCallParser(Scanner, ABC):
             parallel: Whether the answer may have several calls.
             one_of: Names of the tools that may be called.
             added_tokens: Ids of the added tokens of the vocabulary, because a literal never matches an added token.
+            with_text: Whether the calls are optional, with any text around them. Only if the opening is a token,
+                because text cannot contain it then.
 
         Raises:
             InputError: The format cannot enforce the schema of a tool, or no tool may be called.
@@ -85,10 +93,18 @@ class ToolCallParser(Scanner, ABC):
         """
         if not any(tool.name in one_of for tool in tools):
             raise InputError(f"none of the tools offered is named {' or '.join(map(repr, one_of))}")
+        if with_text and not any(opening in added_tokens for opening in cls.openings):
+            raise InputError("calls amid text cannot be enforced, because this vocabulary has no token for their begin")
         rules = Rules(added_tokens)
         before, between, after = map(rules.text, cls.around)
         repetition = f"({between} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
-        rules.add("start", " ".join(filter(None, [before, "call", repetition, after])))
+        calls = " ".join(filter(None, [before, "call", repetition, after]))
+        if with_text:
+            text = rules.add("TEXT", r"/(.|\n)*/")
+            rules.add("start", f"{text} | {text} calls {text}")
+            rules.add("calls", calls)
+        else:
+            rules.add("start", calls)
         names = {tool.name: f"call{number}" for number, tool in enumerate(tools) if tool.name in one_of}
         rules.add("call", " | ".join(names.values()))
         for tool in tools:

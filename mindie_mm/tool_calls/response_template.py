@@ -68,12 +68,20 @@ class ResponseTemplateParser(ToolCallParser):
 
     @classmethod
     def grammar(
-        cls, tools: Sequence[Tool], *, parallel: bool, one_of: Collection[str], added_tokens: Mapping[str, int]
+        cls,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        one_of: Collection[str],
+        added_tokens: Mapping[str, int],
+        with_text: bool = False,
     ) -> str:
         """Return the grammar of the format that the chat template shows."""
         if cls.known is None:
             raise InputError("calls cannot be required, because the format of this checkpoint's calls has no grammar")
-        return cls.known.grammar(tools, parallel=parallel, one_of=one_of, added_tokens=added_tokens)
+        return cls.known.grammar(
+            tools, parallel=parallel, one_of=one_of, added_tokens=added_tokens, with_text=with_text
+        )
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:

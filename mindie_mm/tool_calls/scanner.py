@@ -14,7 +14,7 @@ Step = Generator[None, None, T]
 MAX_NAME = 256
 """Maximum number of characters of a name. Longer text is no name, so that little text is ever held back."""
 
-_NAME = re.compile(r"[\w.:/-]*")
+NAME = re.compile(r"[\w.:/-]+")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NO_QUOTE = re.compile(r'[^"\\]*')
 WORD = re.compile(r"[-+.\w]*")
@@ -133,12 +133,11 @@ class Scanner:
         """Read the name of a tool, which has no white space, quotes or brackets."""
         length = 0
         while True:
-            match = _NAME.match(self._text, self._at + length)
-            assert match
-            length = match.end() - self._at
+            if match := NAME.match(self._text, self._at + length):
+                length = match.end() - self._at
             if length > MAX_NAME:
                 raise NoMatch
-            if match.end() < len(self._text):
+            if self._at + length < len(self._text):
                 break
             yield from self.more()
         if not length:

@@ -8,6 +8,7 @@ from abc import ABC
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
+from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.lark import Rules, branches_of, json_value, properties_of
 from mindie_mm.tool_calls.literals import escaped, json_of_python
 from mindie_mm.tool_calls.parser import ToolCallParser
@@ -15,6 +16,8 @@ from mindie_mm.tool_calls.scanner import Step
 from mindie_mm.tool_calls.tool import Tool
 
 _MAX_REFERENCES = 16
+_NAMES = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
+"""Names of arguments that every one of the formats can write."""
 _CANDIDATE = re.compile(r"[\n<]")
 _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
@@ -35,7 +38,7 @@ class TypedTextParser(ToolCallParser, ABC):
     def arguments_rule(cls, tool: Tool, rules: Rules) -> str:
         """Return a sequence that matches the arguments of a tool, in the order of its schema."""
         arguments = []
-        for name, (schema, is_required) in properties_of(tool.schema, tool.name).items():
+        for name, (schema, is_required) in properties_of(tool, _NAMES).items():
             values = [cls._value(name, branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
             rule = rules.add("argument", " | ".join(dict.fromkeys(values)))
             arguments.append(rule if is_required else f"{rule}?")
@@ -50,6 +53,8 @@ class TypedTextParser(ToolCallParser, ABC):
             for tags in cls.tags_of_argument
         )
         if "const" in branch:
+            if is_string and any(tag in value for tag in cls.excluded):
+                raise InputError(f"the parameter {name!r} has the value {value!r}, which this format cannot write")
             return rules.text(before + (value if is_string else json.dumps(value, ensure_ascii=False)) + after)
         if is_string:
             return f"{rules.text(before)} {rules.raw(branch, after, cls.excluded)}"

@@ -180,6 +180,49 @@ def test_what_raw_text_cannot_enforce_is_refused_by_name():
             parser_named("qwen3_coder").grammar([Tool("f", schema)], parallel=False, one_of=["f"], added_tokens={})
 
 
+def test_text_may_stand_around_calls_that_begin_with_a_token():
+    for name in ("hermes", "mistral", "kimi_k2", "deepseek_v31", "glm47", "gemma4"):
+        plain, marked = vocabularies(name)
+        sample = next(sample for sample in SAMPLES if name_of(sample) == name)
+        arguments = {"parallel": True, "one_of": ["crop_image", "read_text"], "with_text": True}
+        grammar = parser_named(name).grammar(TOOLS, added_tokens=marked.added_tokens, **arguments)
+        call = FORCED.get(name, str)(sample["one"]).removeprefix("I crop it.").lstrip()
+        for text in (call, f"I crop it.\n{call}", f"{call} Done.", "No call.", ""):
+            assert marked.accepts(grammar, text), (name, text)
+        assert not marked.accepts(grammar, f"I crop it. {call.replace('90]', '90, 1]')}"), name
+        with pytest.raises(InputError, match="calls amid text"):
+            parser_named(name).grammar(TOOLS, added_tokens=plain.added_tokens, **arguments)
+
+
+def test_names_that_a_format_cannot_write_are_refused():
+    odd = {"qwen3_coder": ("a>b", " a", "a\n"), "gemma4": ("a:b", "{a}", ""), "pythonic": ("$a", "a b", "a=")}
+    for name, properties in odd.items():
+        for prop in (*properties, "x" * 1000):
+            tool = Tool("f", {"properties": {prop: {"type": "integer"}}})
+            with pytest.raises(InputError, match="a name that this format cannot write"):
+                parser_named(name).grammar([tool], parallel=False, one_of=["f"], added_tokens={})
+    for name, value in {"glm45": "</arg_value>", "gemma4": '<|"|>'}.items():
+        tool = Tool("f", {"properties": {"a": {"enum": ["x", f"a{value}b"]}}})
+        with pytest.raises(InputError, match="the value"):
+            parser_named(name).grammar([tool], parallel=False, one_of=["f"], added_tokens={})
+
+
+def test_names_with_spaces_and_signs_are_written_where_a_format_can():
+    properties = {"key with space": {"type": "string", "maxLength": 5}, "$filter[x]": {"enum": ["a", 1]}, "é": {}}
+    for name in FORMATS:
+        written = {key: schema or {"type": "boolean"} for key, schema in properties.items()}
+        if name in {"gemma4", "functiongemma", "pythonic"}:
+            del written["$filter[x]"]
+        if name == "pythonic":
+            del written["key with space"]
+        tool = Tool("f-1_x", {"properties": written, "required": list(written), "additionalProperties": False})
+        grammar = parser_named(name).grammar([tool], parallel=False, one_of=[tool.name], added_tokens={})
+        text = vocabularies(name)[0].random_answer(grammar, 5)
+        assert text is not None
+        (call,) = calls_of(answer_of(parser_named(name)([tool]), [text]))
+        jsonschema.validate(call["arguments"], tool.schema)
+
+
 def test_a_tool_that_is_not_offered_cannot_be_forced():
     with pytest.raises(InputError, match="none of the tools offered is named 'fly'"):
         parser_named("hermes").grammar(TOOLS, parallel=False, one_of=["fly"], added_tokens={})
@@ -190,7 +233,7 @@ def test_names_and_properties_with_odd_characters_stay_literals():
         'a"b\\c/<[5]>%json', {"properties": {'p"\n{}': {"type": "integer", "enum": [1]}}, "required": ['p"\n{}']}
     )
     vocabulary = Vocabulary()
-    for name in FORMATS:
+    for name in ("hermes", "llama3_json", "mistral_v3", "internlm", "phi4"):
         vocabulary.matcher(parser_named(name).grammar([odd], parallel=True, one_of=[odd.name], added_tokens={}))
     grammar = parser_named("hermes").grammar([odd], parallel=False, one_of=[odd.name], added_tokens={})
     call = json.dumps({"name": odd.name, "arguments": {'p"\n{}': 1}})

@@ -7,12 +7,14 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.lark import Rules, branches_of, json_value, properties_of, separated
 from mindie_mm.tool_calls.literals import LiteralScanner, escaped
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import NoMatch, Step, partial
 from mindie_mm.tool_calls.tool import Tool
 
+_WRITTEN_KEY = re.compile(r'[^\s:{}\[\],<>"](?:[^:{}\[\],<>"\n]*[^\s:{}\[\],<>"])?')
 _KEY = re.compile(r"[^:{}\[\],\n]+")
 
 
@@ -37,7 +39,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
         """Return a rule of the calls of a tool. Values are JSON, apart from strings."""
         arguments = []
-        for name, (schema, is_required) in properties_of(tool.schema, tool.name).items():
+        for name, (schema, is_required) in properties_of(tool, _WRITTEN_KEY).items():
             values = [cls._value(branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
             value = rules.add("value", " | ".join(dict.fromkeys(values)))
             arguments.append((rules.add("argument", f"{rules.text(f'{name}:')} {value}"), is_required))
@@ -48,6 +50,8 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
     def _value(cls, branch: Mapping[str, Any], rules: Rules) -> str:
         value = branch.get("const")
         if isinstance(value, str):
+            if cls.quote in value:
+                raise InputError(f"the value {value!r} has {cls.quote!r}, which ends strings in this format")
             return rules.text(cls.quote + value + cls.quote)
         if branch.get("type") == "string":
             return f"{rules.text(cls.quote)} {rules.raw(branch, cls.quote, cls.excluded)}"

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from mindie_mm.tool_calls.lark import Rules, json_value, properties_of, separated
 from mindie_mm.tool_calls.literals import LiteralScanner
 from mindie_mm.tool_calls.parser import ToolCallParser
-from mindie_mm.tool_calls.scanner import NoMatch, Step
+from mindie_mm.tool_calls.scanner import NAME, NoMatch, Step
 from mindie_mm.tool_calls.tool import Tool
 
 _CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
@@ -35,7 +35,7 @@ class PythonicParser(ToolCallParser, LiteralScanner):
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
         """Return a rule of the calls of a tool. Values are JSON, apart from the constants of Python."""
         arguments = []
-        for name, (schema, is_required) in properties_of(tool.schema, tool.name).items():
+        for name, (schema, is_required) in properties_of(tool, NAME).items():
             value = _CONSTANTS.get(schema.get("type", "")) or json_value(schema)
             arguments.append(
                 (rules.add("argument", f"{rules.text(f'{name}=')} {rules.add('value', value)}"), is_required)
