@@ -40,7 +40,10 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of a complete call. A call that the output limit cuts, or whose arguments are invalid, has none."""
+    """The end of a complete call. A call that the output limit cuts, or whose arguments are no JSON object, has none.
+
+    Strings within the arguments are not checked: a model may write a control character or an unknown escape.
+    """
 
     index: int
 

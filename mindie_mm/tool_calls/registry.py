@@ -33,25 +33,25 @@ _log = logging.getLogger(__name__)
 GROUP = "mindie_mm.tool_call_parsers"
 
 FORMATS: Mapping[str, type[ToolCallParser]] = {
-    "gemma4": Gemma4Parser,
-    "functiongemma": FunctionGemmaParser,
-    "kimi_k2": KimiK2Parser,
-    "mistral": MistralParser,
-    "mistral_v3": MistralV3Parser,
-    "deepseek_v41": DeepSeekV41Parser,
-    "deepseek_v4": DeepSeekV4Parser,
-    "deepseek_v32": DeepSeekV32Parser,
-    "deepseek_v3": DeepSeekV3Parser,
-    "deepseek_v31": DeepSeekV31Parser,
-    "glm47": Glm47Parser,
-    "glm45": Glm45Parser,
-    "qwen3_coder": Qwen3CoderParser,
-    "minicpm5": MiniCPM5Parser,
-    "internlm": InternLMParser,
-    "phi4": Phi4Parser,
-    "hermes": HermesParser,
-    "pythonic": PythonicParser,
-    "llama3_json": Llama3JsonParser,
+    "gemma4": Gemma4Parser,  # Gemma 4
+    "functiongemma": FunctionGemmaParser,  # FunctionGemma
+    "kimi_k2": KimiK2Parser,  # Kimi K2 to K2.6
+    "mistral": MistralParser,  # tokenizer version 11 and later: Mistral Small 3.2, Ministral 3, Magistral
+    "mistral_v3": MistralV3Parser,  # tokenizer version 3: Mistral 7B v0.3, Pixtral
+    "deepseek_v41": DeepSeekV41Parser,  # DeepSeek V4.1
+    "deepseek_v4": DeepSeekV4Parser,  # DeepSeek V4
+    "deepseek_v32": DeepSeekV32Parser,  # DeepSeek V3.2
+    "deepseek_v3": DeepSeekV3Parser,  # DeepSeek V3, R1
+    "deepseek_v31": DeepSeekV31Parser,  # DeepSeek V3.1
+    "glm47": Glm47Parser,  # GLM-4.7, GLM-5
+    "glm45": Glm45Parser,  # GLM-4.5, GLM-4.6V
+    "qwen3_coder": Qwen3CoderParser,  # Qwen3-Coder, Qwen3.5 and later
+    "minicpm5": MiniCPM5Parser,  # MiniCPM5
+    "internlm": InternLMParser,  # InternLM2, InternVL on it
+    "phi4": Phi4Parser,  # Phi-4-mini, Phi-4-multimodal
+    "hermes": HermesParser,  # Hermes, Qwen2.5, Qwen3, Qwen3-VL
+    "pythonic": PythonicParser,  # Llama 4
+    "llama3_json": Llama3JsonParser,  # Llama 3.1 to 3.3
 }
 """The formats of this package, in the order in which they are tried on a template."""
 

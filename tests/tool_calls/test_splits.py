@@ -64,6 +64,17 @@ def test_single_characters_give_the_same_calls_at_every_end_of_the_output():
         assert seen(streamed) == seen(parse(name, [text])), name
 
 
+def test_single_characters_give_the_same_calls_in_damaged_text():
+    chosen = random.Random(1)
+    for name, text in texts():
+        markers = [*parser_named(name).openings, *parser_named(name).closings, *'"{}[]()<>:,\\\n']
+        for _ in range(12):
+            start = chosen.randrange(len(text))
+            stop = start + chosen.choice((0, 1, 3, 10))
+            damaged = text[:start] + chosen.choice(markers) + text[stop:]
+            assert seen(parse(name, list(damaged))) == seen(parse(name, [damaged])), (name, damaged)
+
+
 def test_arguments_are_sent_while_they_arrive():
     for sample in SAMPLES:
         parser = parser_named(name_of(sample))(TOOLS)
