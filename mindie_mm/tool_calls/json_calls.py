@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ class JsonCallParser(ToolCallParser, ABC):
     string of JSON are decoded once.
     """
 
+    tool_names = re.compile(".+", re.DOTALL)
     call_tags: ClassVar[tuple[str, str]] = ("", "")
     """Texts before and after a call in a forced answer."""
     arguments_key: ClassVar[str] = "arguments"

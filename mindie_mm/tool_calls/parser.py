@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
 from abc import ABC, abstractmethod
@@ -11,7 +12,7 @@ from typing import ClassVar
 from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.events import CallArguments, CallEnd, CallStart, Content, Event
 from mindie_mm.tool_calls.lark import MAX_CALLS, Rules
-from mindie_mm.tool_calls.scanner import Ended, NoMatch, Scanner, Step
+from mindie_mm.tool_calls.scanner import MAX_NAME, NAME, Ended, NoMatch, Scanner, Step
 from mindie_mm.tool_calls.tool import Tool
 
 
@@ -35,6 +36,8 @@ class ToolCallParser(Scanner, ABC):
 
     ends_reasoning: ClassVar[bool] = False
     """Whether the model calls tools within reasoning that it never ends."""
+    tool_names: ClassVar[re.Pattern[str]] = NAME
+    """Names of tools that the format can write."""
     around: ClassVar[tuple[str, str, str]] = ("", "", "")
     """Texts that a model writes before the calls of an answer, between them and after them."""
 
@@ -95,6 +98,9 @@ class ToolCallParser(Scanner, ABC):
             raise InputError(f"none of the tools offered is named {' or '.join(map(repr, one_of))}")
         if with_text and not any(opening in added_tokens for opening in cls.openings):
             raise InputError("calls amid text cannot be enforced, because this vocabulary has no token for their begin")
+        for tool in tools:
+            if tool.name in one_of and not (cls.tool_names.fullmatch(tool.name) and len(tool.name) <= MAX_NAME):
+                raise InputError(f"the tool {tool.name[:MAX_NAME]!r} has a name that this format cannot write")
         rules = Rules(added_tokens)
         before, between, after = map(rules.text, cls.around)
         repetition = f"({between} call){{0,{MAX_CALLS - 1}}}" if parallel else ""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from mindie_mm.tool_calls.json_calls import JsonCallParser
 from mindie_mm.tool_calls.lark import Rules, json_value
-from mindie_mm.tool_calls.scanner import Step
+from mindie_mm.tool_calls.scanner import NAME, Step
 from mindie_mm.tool_calls.tool import Tool
 
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -60,6 +60,7 @@ class MistralParser(MistralV3Parser):
     """
 
     around = ("", "", "")
+    tool_names = NAME
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
