@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from mindie_mm.errors import InputError
-from mindie_mm.tool_calls.lark import Rules, branches_of, json_value, properties_of, separated
+from mindie_mm.tool_calls.lark import Rules, json_value, separated
 from mindie_mm.tool_calls.literals import LiteralScanner, escaped
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import NoMatch, Step, partial
+from mindie_mm.tool_calls.schemas import branches_of, properties_of
 from mindie_mm.tool_calls.tool import Tool
 
 _WRITTEN_KEY = re.compile(r'[^\s:{}\[\],<>"](?:[^:{}\[\],<>"\n]*[^\s:{}\[\],<>"])?')
