@@ -89,7 +89,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
         self.taken()
         while not (yield from self.accept(self.quote)):
             stop = self._text.find(self.quote, self._at)
-            self._at = stop if stop >= 0 else len(self._text) - partial(self._text, (self.quote,))
+            self._at = stop if stop >= 0 else len(self._text) - partial(self._text, self._at, (self.quote,))
             self.send_arguments(escaped(self.taken()))
             if stop < 0:
                 yield from self.more()
