@@ -201,6 +201,6 @@ class _Body:
         if held > self._config.max_held_bytes:
             raise HTTPException(
                 429,
-                f"the bodies of all requests take {held} bytes, the limit is {self._config.max_held_bytes}",
+                f"the bodies of all requests take {held} bytes; the limit is {self._config.max_held_bytes}",
                 headers={"Retry-After": "1"},
             )

@@ -39,7 +39,7 @@ def open_device(name: str = "auto") -> Device:
             if reason := kind.missing():
                 raise DeviceError(f"the device {name} can't be used: {reason}")
             return kind()
-    raise InputError(f"device is {name!r}, it must be auto, {', '.join(kind.name for kind in KINDS)}")
+    raise InputError(f"device is {name!r}; it must be auto, {', '.join(kind.name for kind in KINDS)}")
 
 
 def kind_of(device: torch.device) -> type[Device]:

@@ -73,7 +73,7 @@ def _named_of(name: str, entries: Mapping[str, EntryPoint]) -> type[Family]:
         if isinstance(value, type) and issubclass(value, Family) and value.__module__ == module.__name__
     ]
     if len(families) != 1:
-        raise InputError(f"{module.__file__} defines {len(families)} Family classes, it must be one")
+        raise InputError(f"{module.__file__} defines {len(families)} Family classes; it must be one")
     return families[0]
 
 
@@ -248,6 +248,6 @@ def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> 
 
 def _named(name: str) -> torch.dtype:
     if name not in ("float32", "bfloat16", "float16"):
-        raise InputError(f"dtype is {name!r}, it must be float32, bfloat16 or float16")
+        raise InputError(f"dtype is {name!r}; it must be float32, bfloat16 or float16")
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -171,8 +171,8 @@ class DeepseekVL2Processor(Processor):
         patch = settings["patch_size"]
         if patch != config["vision_config"]["patch_size"]:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}, it must be that of vision_config, "
-                f"{config['vision_config']['patch_size']}"
+                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}; it must be that of "
+                f"vision_config, {config['vision_config']['patch_size']}"
             )
         self.side: int = -(-(self.size // patch) // 2)
         self.canvases = [(height, width) for width, height in settings["candidate_resolutions"]]
@@ -566,5 +566,5 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
         ("projector_config.n_embed", projector["n_embed"], language["hidden_size"]),
     ):
         if found != needed:
-            raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}, it must be {needed!r}, as what it connects")
+            raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}; it must be {needed!r}, as what it connects")
     return config

@@ -321,8 +321,8 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
     width = text.get("d_model", 1024)
     if tower["projection_dim"] != width:
         raise UnsupportedCheckpoint(
-            f"{where}: vision_config.projection_dim is {tower['projection_dim']}, it must be text_config.d_model, "
-            f"{width}"
+            f"{where}: vision_config.projection_dim is {tower['projection_dim']}; it must be "
+            f"text_config.d_model, {width}"
         )
     described = with_special_tokens(checkpoint.tokenizer_json(), _ADDED_TOKENS)
     known = {key: text[key] for key in _TEXT_KEYS if key in text}

@@ -608,7 +608,7 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
             f"{config['embedding_size']}"
         )
     if config["clip_qkv"] is not None and config["clip_qkv"] <= 0:
-        raise UnsupportedCheckpoint(f"{where}: clip_qkv is {config['clip_qkv']!r}, it must be greater than 0")
+        raise UnsupportedCheckpoint(f"{where}: clip_qkv is {config['clip_qkv']!r}; it must be greater than 0")
     tower = config["vision_backbone"]
     if tower["image_num_key_value_heads"] not in (None, tower["image_num_heads"]):
         raise UnsupportedCheckpoint(

@@ -100,8 +100,8 @@ class EngineConfig:
         for name in ("vision_bits", "projector_bits"):
             if (bits := getattr(self, name)) not in (None, 16, 32):
                 raise InputError(
-                    f"{name} is {bits}, it must be 16 or 32: a part is not quantised at load; a checkpoint that is "
-                    "quantised says so in its config.json, and is loaded as it says"
+                    f"{name} is {bits}; it must be 16 or 32: a part is not quantised at load; a checkpoint "
+                    "that is quantised says so in its config.json, and is loaded as it says"
                 )
 
 
@@ -275,7 +275,7 @@ class ServiceConfig:
         require(self)
         complete_paths(self)
         if self.max_spool_bytes < self.max_media_bytes:
-            raise InputError(f"max_spool_bytes is {self.max_spool_bytes}, it must be at least {self.max_media_bytes}")
+            raise InputError(f"max_spool_bytes is {self.max_spool_bytes}; it must be at least {self.max_media_bytes}")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
             raise InputError("an api_key is empty, or holds what a header cannot: a key is printable ASCII")
         for origin in self.cors_origin:
@@ -290,8 +290,8 @@ def _require_origin(origin: str) -> None:
     port = parts[3] if parts is not None else None
     if origin != "*" and (parts is None or (port not in (None, "*") and int(port or 0) > 65535)):
         raise InputError(
-            f"cors_origin is {origin!r}, it must be * or an origin such as https://example.org, in lower case and "
-            "ASCII (xn--), without a slash at its end. A port may follow, or :* for any port"
+            f"cors_origin is {origin!r}; it must be * or an origin such as https://example.org, in lower "
+            "case and ASCII (xn--), without a slash at its end. A port may follow, or :* for any port"
         )
     if parts is not None and port is not None and port == _DEFAULT_PORTS.get(parts[1]):
         raise InputError(f"cors_origin is {origin!r}; leave out :{port}, because browsers omit the port of {parts[1]}")
@@ -306,7 +306,7 @@ def _require_url(name: str, url: str) -> None:
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise InputError(f"{name} holds a user name or a query, which may be secret, and settings are logged")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InputError(f"{name} is {url!r}, it must be a URL of http or https")
+        raise InputError(f"{name} is {url!r}; it must be a URL of http or https")
 
 
 def require_media_dir(config: ServiceConfig) -> None:

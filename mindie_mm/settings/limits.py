@@ -39,7 +39,7 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
         return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
         message = f"of type {type(value).__name__}" if secret or not isinstance(value, _SHOWN) else repr(value)
-        raise InputError(f"{name} is {message}, it must be {_wanted(hint)}") from error
+        raise InputError(f"{name} is {message}; it must be {_wanted(hint)}") from error
 
 
 def require(settings: Any) -> None:

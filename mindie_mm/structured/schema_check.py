@@ -64,7 +64,7 @@ class SchemaCheck:
 
         """
         if (num_bytes := len(schema.encode())) > MAX_SCHEMA_BYTES:
-            raise InputError(f"the JSON schema has {num_bytes} bytes, the limit is {MAX_SCHEMA_BYTES}")
+            raise InputError(f"the JSON schema has {num_bytes} bytes; the limit is {MAX_SCHEMA_BYTES}")
         message = self._known.get(schema)
         if message is None:
             async with self._turn:

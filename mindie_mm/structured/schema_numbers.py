@@ -75,7 +75,7 @@ def _rewritten(schema: Any) -> Any:
     _rewrite_bounds(made)
     _rewrite_lengths(made)
     if _is_number(divisor := made.get("multipleOf")) and divisor > _MAX_DIVISOR:
-        raise InputError(f"the JSON schema has multipleOf {shown(divisor)}, the limit is {_MAX_DIVISOR}")
+        raise InputError(f"the JSON schema has multipleOf {shown(divisor)}; the limit is {_MAX_DIVISOR}")
     return made
 
 
@@ -179,7 +179,7 @@ def _rewrite_lengths(schema: dict[str, Any]) -> None:
             schema[name] = value = int(value)
         if _is_number(value) and value > _MOST:
             if name in _LEAST_LENGTHS:
-                raise InputError(f"the JSON schema has {name} {shown(value)}, the limit is {_MOST}")
+                raise InputError(f"the JSON schema has {name} {shown(value)}; the limit is {_MOST}")
             schema[name] = _MOST
 
 

@@ -89,7 +89,7 @@ class Tokenizer:
 
         """
         if not isinstance(wire, Wire) and wire not in get_args(WireName):
-            raise InputError(f"wire is {wire!r}, it must be one of {', '.join(get_args(WireName))}")
+            raise InputError(f"wire is {wire!r}; it must be one of {', '.join(get_args(WireName))}")
         if arena is not None and wire != "native":
             raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
         if decoders and wire != "native":

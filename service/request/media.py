@@ -115,15 +115,15 @@ class MediaPolicy:
 
         """
         if len(items) > self.config.max_media_items:
-            raise LimitExceeded(f"{len(items)} media items, the limit is {self.config.max_media_items}")
+            raise LimitExceeded(f"{len(items)} media items; the limit is {self.config.max_media_items}")
         config = self.config
         limits = {"image": config.max_images, "video": config.max_videos, "audio": config.max_audios}
         for kind, limit in limits.items():
             if (count := sum(item.kind == kind for item in items)) > limit:
-                raise LimitExceeded(f"{count} media items of kind {kind}, the limit is {limit}")
+                raise LimitExceeded(f"{count} media items of kind {kind}; the limit is {limit}")
         num_frames = sum(len(item.source) for item in items if isinstance(item.source, tuple))
         if num_frames > MAX_LISTED_FRAMES:
-            raise LimitExceeded(f"{num_frames} frames in the request's lists, the limit is {MAX_LISTED_FRAMES}")
+            raise LimitExceeded(f"{num_frames} frames in the request's lists; the limit is {MAX_LISTED_FRAMES}")
         turns = asyncio.Semaphore(-(-config.max_concurrent_fetches // 4))
         request = _Request(directory.name, partial(self._quota.spend, directory.name), turns)
         counts: dict[str, int] = {}

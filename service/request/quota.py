@@ -39,9 +39,9 @@ class MediaQuota:
             own = self._requests.get(request, 0) + num_bytes
             whole = sum(self._requests.values()) + num_bytes
             if own > self._request_limit:
-                raise LimitExceeded(f"the request's media take {own} bytes, the limit is {self._request_limit}")
+                raise LimitExceeded(f"the request's media take {own} bytes; the limit is {self._request_limit}")
             if whole > self._limit:
-                raise SpoolFull(f"the media of all requests take {whole} bytes, the limit is {self._limit}")
+                raise SpoolFull(f"the media of all requests take {whole} bytes; the limit is {self._limit}")
             self._requests[request] = own
 
     def give_back(self, request: str) -> None:
@@ -65,7 +65,7 @@ class ItemQuota:
         with self._lock:
             self._spent += num_bytes
             if self._spent > self._limit:
-                raise LimitExceeded(f"{self._spent} bytes, the limit for one item is {self._limit}")
+                raise LimitExceeded(f"{self._spent} bytes; the limit for one item is {self._limit}")
         self._spend(num_bytes)
 
 

@@ -59,7 +59,7 @@ class _Completion(Form):
             raise InputError("prompt is empty", param="prompt")
         n = self.call.n
         if len(given) * n > MAX_CHOICES:
-            message = f"{len(given)} prompts of {n} choices each, the limit is {MAX_CHOICES} choices"
+            message = f"{len(given)} prompts of {n} choices each; the limit is {MAX_CHOICES} choices"
             raise LimitExceeded(message, param="prompt")
         options = PromptOptions(add_special_tokens=self.body.add_special_tokens is not False)
         if texts := [TokenizeRequest(text=text, options=options) for text in given if isinstance(text, str)]:

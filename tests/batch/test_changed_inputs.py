@@ -216,7 +216,7 @@ def test_a_file_that_is_cut_while_workers_read_it_ends_the_command(tmp_path: Pat
     assert done.stderr.endswith("Fix that, then run the same command again to continue\n")
     again = tokenize(*command)
     assert again.returncode == 2
-    assert f"{path} has another content than the earlier input" in again.stderr
+    assert f"the content of {path} differs from that of the earlier input" in again.stderr
     path.write_bytes(original)
     made(settings(path), tmp_path / "run")
     made(settings(path), tmp_path / "whole")
@@ -241,7 +241,7 @@ def test_a_listed_picture_that_is_removed_is_no_row_that_failed(pictures: Path, 
     with pytest.raises(StorageError, match=r"2\.jpg was removed while the run read .*pictures"):
         list(steps)
     assert named(folder) == []
-    with pytest.raises(InputError, match="pictures has another content than the earlier input"):
+    with pytest.raises(InputError, match="pictures differs from that of the earlier input"):
         run(given, folder)
     (pictures / "2.jpg").write_bytes(data)
     assert made(given, folder).num_errors == 0

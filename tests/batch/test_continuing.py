@@ -137,7 +137,7 @@ def test_versions_are_part_of_a_run(place: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(settings_module, "versions", lambda: other)
     own = versions()["transformers"]
     said = (
-        rf"versions was transformers {own}, more \(none\), now transformers 4\.0\.0, more 1\. Name another folder for"
+        rf"versions was transformers {own}, more \(none\), now transformers 4\.0\.0, more 1\. Choose another folder for"
     )
     with pytest.raises(InputError, match=said):
         run(given, tmp_path / "run")
@@ -174,8 +174,8 @@ def test_an_output_that_is_a_file_is_a_mistake(place: Path, tmp_path: Path) -> N
     status, said = tokenize(place / "rows.jsonl", "--output", tmp_path / "file")
     assert status == 2
     assert said == (
-        f"Error: {tmp_path / 'file'} cannot be written: {tmp_path / 'file'} is no folder. "
-        "Name a folder that you may write to, or one that does not exist yet\n"
+        f"Error: {tmp_path / 'file'} cannot be written: {tmp_path / 'file'} is not a folder. Choose a folder that "
+        "you may write to, or one that does not exist yet\n"
     )
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -209,7 +209,7 @@ def test_an_output_on_a_read_only_file_system_is_a_mistake(place: Path, tmp_path
     script = ("sh", "-c", steps, "sh", str(tmp_path / "disk"), CLI, str(place / "rows.jsonl"))
     done = subprocess.run([*own_mounts, *script], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 2, done.stderr
-    assert "disk/run cannot be written: Read-only file system. Name a folder" in done.stderr
+    assert "disk/run cannot be written: Read-only file system. Choose a folder" in done.stderr
 
 
 def test_an_output_that_one_may_not_write_is_a_mistake(place: Path, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_an_output_that_one_may_not_write_is_a_mistake(place: Path, tmp_path: Pa
     user = os.geteuid()
     os.seteuid(user or 65534)
     try:
-        with pytest.raises(InputError, match=r"closed(/run)? cannot be written: Permission denied\. Name a folder"):
+        with pytest.raises(InputError, match=r"closed(/run)? cannot be written: Permission denied\. Choose a folder"):
             run(settings(place / "rows.jsonl"), tmp_path / "closed/run")
     finally:
         os.seteuid(user)

@@ -111,7 +111,7 @@ def test_a_pixel_that_changed_is_found_before_it_is_used(folder: Path, tmp_path:
     for command, status in ((("inspect", folder, 1), 1), (generate, 3)):
         shown = invoke(*command)
         assert shown.exit_code == status
-        assert f"{ARENA} is not what the run wrote: its digest is" in shown.stderr
+        assert f"{ARENA} is not the file that the run wrote: its digest is" in shown.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
@@ -119,7 +119,7 @@ def test_a_table_that_was_exchanged_is_found_before_it_is_used(folder: Path, tmp
     rewritten(folder, input_ids=elsewhere)
     shown = invoke("inspect", folder, 1, "--png", tmp_path / "row.png")
     assert shown.exit_code == 1
-    assert f"{TABLE} is not what the run wrote: its digest is" in shown.stderr
+    assert f"{TABLE} is not the file that the run wrote: its digest is" in shown.stderr
 
 
 def test_calling_again_does_not_vouch_for_a_table_that_was_exchanged(
@@ -127,7 +127,7 @@ def test_calling_again_does_not_vouch_for_a_table_that_was_exchanged(
 ) -> None:
     rewritten(folder, id=lambda _: "another")
     made(settings(media / "damage.jsonl"), folder)
-    assert f"{folder / TABLE} is not what the run wrote: its digest is" in caplog.text
+    assert f"{folder / TABLE} is not the file that the run wrote: its digest is" in caplog.text
     assert content(folder) == content(whole)
 
 

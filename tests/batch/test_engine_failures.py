@@ -205,6 +205,6 @@ def test_the_next_shard_is_asked_before_the_last_one_is_answered(
     data[-9000] ^= 1
     blocks.write_bytes(data)
     ended = generate(damaged, tmp_path / "out.jsonl")
-    assert (ended.exit_code, f"{blocks} is not what the run wrote" in ended.stderr) == (3, True)
+    assert (ended.exit_code, f"{blocks} is not the file that the run wrote" in ended.stderr) == (3, True)
     assert (tmp_path / "out.jsonl").read_bytes().splitlines() == whole.splitlines()[:4]
     assert (most, mounted) == ([1, 2], [])

@@ -79,7 +79,9 @@ def test_a_run_without_locks_continues_with_a_warning(
     made(settings(rows), tmp_path / "run")
     assert [sample.error for sample in Dataset(tmp_path / "run")] == [None] * 3
     (warning,) = [record.getMessage() for record in caplog.records]
-    lacks = f"its file system has no locks (flock: {os.strerror(number)}). Do not let another call write there"
+    lacks = (
+        f"the file system does not support locks (flock: {os.strerror(number)}). Do not let another process write there"
+    )
     assert warning == f"{tmp_path / 'run'}: {lacks}"
     caplog.clear()
     origin = Origin(run="", model="", model_digest="", sampling=SamplingParams())

@@ -59,14 +59,18 @@ def test_media_go_where_the_chat_keeps_a_place(places: Any, columns: Any, filled
 @pytest.mark.parametrize(
     ("places", "columns", "why"),
     [
-        ([{"type": "image"}], {"images": ["a.png", "b.png"]}, "1 places for image, the row 2 to put there"),
-        ([{"type": "image"}] * 2, {"image": "a.png"}, "2 places for image, the row 1 to put there"),
-        ([{"type": "image"}], {}, "1 places for image, the row 0 to put there"),
+        (
+            [{"type": "image"}],
+            {"images": ["a.png", "b.png"]},
+            "1 places for items of kind image, but the row has 2 such items",
+        ),
+        ([{"type": "image"}] * 2, {"image": "a.png"}, "2 places for items of kind image, but the row has 1 such items"),
+        ([{"type": "image"}], {}, "1 places for items of kind image, but the row has 0 such items"),
         ([{"type": "image"}], {"images": ["a.png"], "video": "b.mp4"}, "0 places for video, the row 1"),
-        ([SAID], {"images": ["a.png"]}, "--select-columns chooses"),
-        ([{"type": "image"}], {"images": ["a.png"], "text": "What?"}, "--select-columns chooses"),
+        ([SAID], {"images": ["a.png"]}, "Choose with --select-columns"),
+        ([{"type": "image"}], {"images": ["a.png"], "text": "What?"}, "Choose with --select-columns"),
         ([{"type": "image", "url": None}, {"type": "image", "min_pixels": 9}], {"image": "a.png"}, "exactly one of"),
-        (["image"], {"images": ["a.png"]}, "--select-columns chooses"),
+        (["image"], {"images": ["a.png"]}, "Choose with --select-columns"),
     ],
 )
 def test_a_place_and_a_medium_each(places: Any, columns: Any, why: str) -> None:

@@ -265,7 +265,7 @@ def test_generate_adds_nothing_to_the_answers_of_another_call(folder: Path, tmp_
         (["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"], "was dtype auto, now dtype bfloat16. Name"),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
         (["--tokenized", str(folder), *arguments, "--output", "-"], "answers go to a file"),
-        (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0, it must be in"),
+        (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0; it must be in"),
     ):
         refused = CliRunner().invoke(main, ["generate", *other])
         assert (refused.exit_code, differing in refused.stderr) == (2, True), refused.stderr
@@ -306,7 +306,7 @@ def test_a_checkpoint_that_changed_does_not_read_the_rows(tmp_path: Path) -> Non
     inspect = ["inspect", str(run), "0"]
     for command in (inspect, [*generate, str(tmp_path / "out.jsonl")]):
         refused = CliRunner().invoke(main, command)
-        said = f"{checkpoint} is not the checkpoint that the rows were tokenised with: the digest"
+        said = f"{checkpoint} is not the checkpoint that tokenized the rows: the digest"
         assert (refused.exit_code, said in refused.stderr) == (2, True), refused.stderr
     assert not (tmp_path / "out.jsonl").exists()
     assert CliRunner().invoke(main, ["inspect", str(run)]).exit_code == 0

@@ -83,7 +83,7 @@ def test_what_killed_actors_left_goes_with_the_runs_end(few: Path, whole: Path, 
 
 def test_a_folder_of_something_else_is_left_alone(few: Path, tmp_path: Path) -> None:
     (tmp_path / "errors.jsonl").write_text("mine")
-    with pytest.raises(InputError, match=r"holds no run, but errors\.jsonl: name a folder that is empty"):
+    with pytest.raises(InputError, match=r"does not hold a run, but has errors\.jsonl\. Choose a folder that is empty"):
         run(settings(few), tmp_path)
     assert (tmp_path / "errors.jsonl").read_text() == "mine"
 
@@ -93,13 +93,13 @@ def test_a_file_in_the_place_of_the_folder_is_named(few: Path, tmp_path: Path) -
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "round").symlink_to(tmp_path / "round")
     for name, why in (
-        ("file", "file is no folder"),
-        ("file/below/it", "file is no folder"),
-        ("link", "link is a link that leads nowhere"),
-        ("round", "round is a link that leads nowhere"),
+        ("file", "file is not a folder"),
+        ("file/below/it", "file is not a folder"),
+        ("link", "link is a broken symbolic link"),
+        ("round", "round is a broken symbolic link"),
         ("x" * 300, "File name too long"),
     ):
-        with pytest.raises(InputError, match=rf"cannot be written: .*{why}\. Name a folder that you may write to"):
+        with pytest.raises(InputError, match=rf"cannot be written: .*{why}\. Choose a folder that you may write to"):
             run(settings(few), tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "round"]
 

@@ -110,7 +110,7 @@ def test_it_stops_where_too_many_rows_fail_and_goes_on_where_they_may(lines, row
     assert (done.returncode, done.stdout) == (3, "")
     *_, progress, error = done.stderr.splitlines()
     count = 1 if given == "stop" else 2
-    said = rf"\(rows that failed: {count}, the limit is {count - 1}\)\. Fix that, then .* again to continue"
+    said = rf"\(rows that failed: {count}; the limit is {count - 1}\)\. Fix that, then .* again to continue"
     assert re.fullmatch(rf"Error: row {row}: MediaError: .* {said}", error)
     shown = json.loads(progress)
     assert (shown["rows"], shown["errors"], shown["resumed_rows"]) == (row + 1, count, 0)
@@ -370,7 +370,7 @@ def test_workers_that_are_killed_while_they_start_leave_their_rows_to_another(tm
     assert (manifest.num_rows, manifest.num_errors) == (22, 0)
     starting.join(300)
     starting = Starting(2)
-    with pytest.raises(ProcessDied, match="a worker ended with signal 9 before it was ready"):
+    with pytest.raises(ProcessDied, match="a worker exited with signal 9 before it was ready"):
         run(settings(path), tmp_path / "again", num_workers=1)
     starting.join(300)
 
@@ -414,7 +414,7 @@ def test_workers_that_are_killed_lose_their_rows_alone(media, rows, tmp_path, mo
         fifo.unlink()
     errors = {sample.id: sample.error for sample in Dataset(tmp_path / "run")}
     assert errors["killed 1"] is None
-    how = "the worker ended with signal 9 at this row, twice, the second time alone"
+    how = "the worker exited twice with signal 9 at this row. The second time, no other row was being processed"
     assert errors["killed 2"] == f"ProcessDied: {how}"
     assert manifest.num_errors == len(BAD) + 1
     assert deadly[2].alone[1:] == [True]

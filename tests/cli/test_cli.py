@@ -161,5 +161,5 @@ def test_the_tower_has_a_precision_of_its_own(random_checkpoint, tmp_path):
     Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)
     asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 2)
     run_warm(*asked, MINDIE_MM_VISION_BITS="16", MINDIE_MM_PROJECTOR_BITS="32", MINDIE_MM_PROJECTOR_DEVICE="cpu")
-    assert "vision_bits is 8, it must be 16 or 32" in run_warm(*asked, status=2, MINDIE_MM_VISION_BITS="8")
+    assert "vision_bits is 8; it must be 16 or 32" in run_warm(*asked, status=2, MINDIE_MM_VISION_BITS="8")
     assert "device is 'tpu'" in run_warm("serve", random_checkpoint, "--port", 0, "--vision-device", "tpu", status=2)

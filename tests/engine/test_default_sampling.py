@@ -40,7 +40,7 @@ def test_end_tokens_come_from_the_folder_in_use(random_checkpoint, tmp_path):
 @pytest.mark.parametrize("stated", ["2", [1, "2"], [True]], ids=str)
 def test_end_tokens_of_a_folder_are_integers(stated, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
-    with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is .*, it must be an integer or"):
+    with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is .*; it must be an integer or"):
         stated_end_tokens(str(tmp_path))
 
 
@@ -68,7 +68,7 @@ def test_reads_the_parameters_that_vllm_reads(tmp_path: Path, stated: dict[str, 
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        ({"temperature": -1}, r"temperature is -1, it must be in \[0, 100\]"),
+        ({"temperature": -1}, r"temperature is -1; it must be in \[0, 100\]"),
         ({"top_p": 0}, "top_p is 0"),
         ({"top_k": 2.5}, "top_k is 2.5"),
         ({"repetition_penalty": "high"}, "repetition_penalty is 'high'"),

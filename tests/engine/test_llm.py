@@ -90,7 +90,7 @@ def test_what_nobody_foresaw_leaves_the_others(llm, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"temperature": -1}, "temperature is -1, it must be in"),
+        ({"temperature": -1}, "temperature is -1; it must be in"),
         ({"max_tokens": "5"}, "max_tokens is '5': it must be an integer, not a string"),
         ({"stop": None}, "stop must be a list, not null"),
         ({"stop": (1,)}, r"stop\[0\] must be a string, not an integer"),

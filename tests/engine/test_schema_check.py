@@ -155,7 +155,7 @@ def test_a_step_comes_between_two_that_are_compiled() -> None:
 
 
 async def test_a_large_one_is_not_looked_at(check: SchemaCheck) -> None:
-    with pytest.raises(InputError, match=f"{MAX_SCHEMA_BYTES + 2} bytes, the limit is {MAX_SCHEMA_BYTES}"):
+    with pytest.raises(InputError, match=f"{MAX_SCHEMA_BYTES + 2} bytes; the limit is {MAX_SCHEMA_BYTES}"):
         await check.check(f'"{"x" * MAX_SCHEMA_BYTES}"')
 
 

@@ -258,7 +258,7 @@ async def test_decodes_the_named_content_encodings(server: str, name: str) -> No
         ("deflate cut off", "not valid deflate, or is truncated"),
         ("br", "content encoding br; only gzip and deflate are supported"),
         ("gzip, zstd", "content encoding zstd"),
-        ("too often", "4 content encodings, the limit is 3"),
+        ("too often", "4 content encodings; the limit is 3"),
         ("a gzip bomb", "gzip that decodes to more than 1048576 bytes, the limit for one item"),
         ("a deflate bomb", "deflate that decodes to more than 1048576 bytes, the limit for one item"),
         ("a nested gzip bomb", "gzip that decodes to more than 1048576 bytes, the limit for one item"),

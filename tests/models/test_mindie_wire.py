@@ -408,7 +408,7 @@ def test_a_failure_half_way_leaves_nothing(mindie, tmp_path):
 
 
 def test_the_wire_is_one_of_two(random_checkpoint):
-    with pytest.raises(InputError, match="wire is 'psm', it must be one of native, mindie"):
+    with pytest.raises(InputError, match="wire is 'psm'; it must be one of native, mindie"):
         Tokenizer.from_pretrained(random_checkpoint, wire="psm")
     with Arena.create(1 << 16) as arena, pytest.raises(InputError, match="an arena was given"):
         Tokenizer.from_pretrained(random_checkpoint, wire="mindie", arena=arena)

@@ -75,7 +75,7 @@ def test_a_family_may_have_a_default(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("value", ["</s>", 2.0, True, [1, "2"]])
 def test_another_type_is_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(UnsupportedCheckpoint, match=r"eos_token_id is .*, it must be an integer or a list of integers"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"eos_token_id is .*; it must be an integer or a list of integers"):
         found(tmp_path, config={"eos_token_id": value})
 
 

@@ -63,7 +63,7 @@ def test_a_tower_of_32_bits_is_nearer_in_a_model_of_16(random_checkpoint, ids):
 @pytest.mark.parametrize("name", ["vision", "projector"])
 @pytest.mark.parametrize("bits", [4, 8, 0, 64])
 def test_other_precisions_are_refused_by_name(name, bits):
-    with pytest.raises(InputError, match=f"{name}_bits is {bits}, it must be 16 or 32"):
+    with pytest.raises(InputError, match=f"{name}_bits is {bits}; it must be 16 or 32"):
         EngineConfig(**{f"{name}_bits": bits})
 
 

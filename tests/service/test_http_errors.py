@@ -530,10 +530,10 @@ def test_a_truncated_image(http: Any, media_dir: Path) -> None:
 
 def test_too_many_items_and_bytes(http: Any, red_square: str) -> None:
     items = [{"image": red_square}] * 5 + [{"text": "?"}]
-    assert "5 media items, the limit is 4" in check(http.post("/infer", json={"inputs": items}), 400)["message"]
+    assert "5 media items; the limit is 4" in check(http.post("/infer", json={"inputs": items}), 400)["message"]
     big = base64.b64encode(bytes(2_900_000)).decode()
     message = check(http.post("/infer", json={"inputs": [{"image": big}] * 2}), 400)["message"]
-    assert "5800000 bytes, the limit is 5242880" in message
+    assert "5800000 bytes; the limit is 5242880" in message
 
 
 def test_audio_is_refused_by_this_family(http: Any) -> None:

@@ -445,7 +445,7 @@ def test_only_failing_to_listen_is_called_so() -> None:
 
 
 def test_settings_that_would_stall_the_service() -> None:
-    with pytest.raises(InputError, match="max_concurrent_fetches is 0, it must be an integer of at least 1"):
+    with pytest.raises(InputError, match="max_concurrent_fetches is 0; it must be an integer of at least 1"):
         ServiceConfig(max_concurrent_fetches=0)
 
 

@@ -51,7 +51,7 @@ def test_a_folder_of_media_that_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])
 def test_a_port_that_is_none(port: int) -> None:
-    with pytest.raises(InputError, match=f"port is {port}, it must be an integer from 0 to 65535"):
+    with pytest.raises(InputError, match=f"port is {port}; it must be an integer from 0 to 65535"):
         ServiceConfig(port=port)
     assert ServiceConfig(port=65535).port == 65535
 

@@ -45,7 +45,7 @@ async def test_what_all_requests_spool_is_bounded_and_given_back(tmp_path: Path)
         directory.mkdir()
     await policy.spool([of_size(15), of_size(15)], first)
     for _ in range(3):  # what is refused takes nothing
-        with pytest.raises(SpoolFull, match="the media of all requests take 54 bytes, the limit is 50"):
+        with pytest.raises(SpoolFull, match="the media of all requests take 54 bytes; the limit is 50"):
             await policy.spool([of_size(24)], second)
         policy.remove(second)
     for _ in range(2):  # nor is anything given back twice
@@ -56,7 +56,7 @@ async def test_what_all_requests_spool_is_bounded_and_given_back(tmp_path: Path)
 
 
 def test_one_request_finds_room_at_least() -> None:
-    with pytest.raises(InputError, match="max_spool_bytes is 29, it must be at least 30"):
+    with pytest.raises(InputError, match="max_spool_bytes is 29; it must be at least 30"):
         ServiceConfig(max_media_bytes=30, max_spool_bytes=29)
 
 

@@ -155,7 +155,7 @@ def test_chat_takes_the_form_for_text(http: httpx2.Client, red: str) -> None:
         (f'<img src="data:image/jpeg;base64,{"A" * 6_000_000}">', "limit for one item is 4194304"),
         (f'<img src="data:image/jpeg;base64,{"A" * 2_600_000}">' * 3, "the limit is 5242880"),
         ([f'<img src="data:image/jpeg;base64,{"A" * 2_600_000}">'] * 3, "the limit is 5242880"),
-        (['<img src="data:image/jpeg;base64,AAAA">'] * 5, "5 media items, the limit is 4"),
+        (['<img src="data:image/jpeg;base64,AAAA">'] * 5, "5 media items; the limit is 4"),
     ],
     ids=["padding", "cut", "no picture", "5", "150,000", "large", "sum", "sum over prompts", "5 prompts"],
 )

@@ -82,27 +82,27 @@ def test_a_value_of_another_type_is_named(monkeypatch, name, value):
     ],
 )
 def test_what_nothing_could_run_with_is_refused(cls, name, value):
-    with pytest.raises(InputError, match=f"{name} is {value}, it must be an integer of at least"):
+    with pytest.raises(InputError, match=f"{name} is {value}; it must be an integer of at least"):
         cls(**{name: value})
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"port": 65536}, "port is 65536, it must be an integer from 0 to 65535"),
-        ({"port": "80"}, "port is '80', it must be an integer from 0 to 65535"),
-        ({"port": True}, "port is True, it must be an integer from 0 to 65535"),
-        ({"grace_s": -1}, "grace_s is -1, it must be a number of at least 0"),
-        ({"grace_s": math.nan}, "grace_s is nan, it must be a number of at least 0"),
-        ({"request_timeout_s": 0}, "request_timeout_s is 0, it must be a number above 0"),
-        ({"send_timeout_s": math.inf}, "send_timeout_s is inf, it must be a number from 0.001 to 86400"),
+        ({"port": 65536}, "port is 65536; it must be an integer from 0 to 65535"),
+        ({"port": "80"}, "port is '80'; it must be an integer from 0 to 65535"),
+        ({"port": True}, "port is True; it must be an integer from 0 to 65535"),
+        ({"grace_s": -1}, "grace_s is -1; it must be a number of at least 0"),
+        ({"grace_s": math.nan}, "grace_s is nan; it must be a number of at least 0"),
+        ({"request_timeout_s": 0}, "request_timeout_s is 0; it must be a number above 0"),
+        ({"send_timeout_s": math.inf}, "send_timeout_s is inf; it must be a number from 0.001 to 86400"),
         ({"served_model_name": ""}, "served_model_name is '', which holds no value: leave it out, or give one"),
-        ({"log_level": "loud"}, "log_level is 'loud', it must be one of debug, info, warning, error"),
-        ({"web_page": "no"}, "web_page is 'no', it must be true or false"),
-        ({"spool": 5}, "spool is 5, it must be a string"),
-        ({"api_key": "a-key"}, "api_key is of type str, it must be a list, each a string"),
-        ({"api_key": ("a-key", 5)}, "api_key is of type tuple, it must be a list, each a string"),
-        ({"max_images": 1.5}, "max_images is 1.5, it must be an integer of at least 0"),
+        ({"log_level": "loud"}, "log_level is 'loud'; it must be one of debug, info, warning, error"),
+        ({"web_page": "no"}, "web_page is 'no'; it must be true or false"),
+        ({"spool": 5}, "spool is 5; it must be a string"),
+        ({"api_key": "a-key"}, "api_key is of type str; it must be a list, each a string"),
+        ({"api_key": ("a-key", 5)}, "api_key is of type tuple; it must be a list, each a string"),
+        ({"max_images": 1.5}, "max_images is 1.5; it must be an integer of at least 0"),
     ],
 )
 def test_a_setting_beyond_its_limits_is_told_them(settings, said):

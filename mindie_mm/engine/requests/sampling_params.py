@@ -108,14 +108,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require_ranges(self)
         typed = self._typed()
         if typed.top_p == 0:
-            raise InputError("top_p is 0, it must be above 0", param="top_p")
+            raise InputError("top_p is 0; it must be above 0", param="top_p")
         if typed.max_tokens is not None and typed.min_tokens > typed.max_tokens:
             raise InputError(
                 f"min_tokens is {typed.min_tokens}, above max_tokens, {typed.max_tokens}", param="min_tokens"
             )
         if len(typed.cache_salt) > MAX_SALT_CHARACTERS:
             raise InputError(
-                f"cache_salt has {len(typed.cache_salt)} characters, the limit is {MAX_SALT_CHARACTERS}",
+                f"cache_salt has {len(typed.cache_salt)} characters; the limit is {MAX_SALT_CHARACTERS}",
                 param="cache_salt",
             )
         with blaming("stop"):
@@ -169,17 +169,17 @@ def _require_ranges(params: SamplingParams) -> None:
     for name, low, high in _RANGES:
         value = getattr(params, name)
         if isinstance(value, int | float) and not low <= value <= high:
-            raise InputError(f"{name} is {shown(value)}, it must be in [{low}, {high}]", param=name)
+            raise InputError(f"{name} is {shown(value)}; it must be in [{low}, {high}]", param=name)
 
 
 def _require_stop(stop: Sequence[str]) -> None:
     """Raise InputError if there are too many stop strings, or one is too long or empty."""
     if len(stop) > MAX_STOP_STRINGS:
-        raise InputError(f"there are {len(stop)} stop strings, the limit is {MAX_STOP_STRINGS}")
+        raise InputError(f"there are {len(stop)} stop strings; the limit is {MAX_STOP_STRINGS}")
     if "" in stop:
         raise InputError(f"stop string {stop.index('')} of {len(stop)} is empty")
     if (longest := max(map(len, stop), default=0)) > MAX_STOP_CHARACTERS:
-        raise InputError(f"a stop string has {longest} characters, the limit is {MAX_STOP_CHARACTERS}")
+        raise InputError(f"a stop string has {longest} characters; the limit is {MAX_STOP_CHARACTERS}")
 
 
 def _require_ids(params: SamplingParams, vocab_size: float) -> None:
@@ -190,11 +190,11 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
         ("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS),
     ):
         if len(ids) > most:
-            raise InputError(f"{name} names {len(ids)} tokens, the limit is {most}", param=name)
+            raise InputError(f"{name} names {len(ids)} tokens; the limit is {most}", param=name)
         if bad := [i for i in ids if not 0 <= i < limit]:
             raise InputError(f"{name} names token {shown(bad[0])}, ids are in [0, {limit})", param=name)
     if bad_bias := [b for b in params.logit_bias.values() if not -100 <= b <= 100]:
-        raise InputError(f"logit_bias is {bad_bias[0]}, it must be in [-100, 100]", param="logit_bias")
+        raise InputError(f"logit_bias is {bad_bias[0]}; it must be in [-100, 100]", param="logit_bias")
 
 
 def _mistyped(given: Mapping[str, Any], message: str) -> InputError:

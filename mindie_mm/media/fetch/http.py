@@ -130,7 +130,7 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callabl
         raise MediaError(f"{host} answered with status {response.status}")
     codings = codings_of(response.headers.getall("Content-Encoding", ()), host)
     if (length := response.content_length) is not None and length > max_bytes:
-        raise LimitExceeded(f"{host} announces {length} bytes, the limit for one item is {max_bytes}")
+        raise LimitExceeded(f"{host} announces {length} bytes; the limit for one item is {max_bytes}")
     body = bytearray()
     async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
         body += chunk

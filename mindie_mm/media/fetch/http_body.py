@@ -38,7 +38,7 @@ def codings_of(headers: Iterable[str], host: str | None) -> list[str]:
         raise MediaError(f"{host} answered with content encoding {min(undecoded)}; only gzip and deflate are supported")
     codings = [_DECODED[name] for name in names if name in _DECODED]
     if len(codings) > MAX_CODINGS:
-        raise LimitExceeded(f"{host} answered with {len(codings)} content encodings, the limit is {MAX_CODINGS}")
+        raise LimitExceeded(f"{host} answered with {len(codings)} content encodings; the limit is {MAX_CODINGS}")
     return codings
 
 

@@ -40,7 +40,7 @@ def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
 
     """
     if len(url) > MAX_URL_LENGTH:
-        raise LimitExceeded(f"a URL of {len(url)} characters, the limit is {MAX_URL_LENGTH}")
+        raise LimitExceeded(f"a URL of {len(url)} characters; the limit is {MAX_URL_LENGTH}")
     if "\\" in url or _UNPRINTABLE.search(url):
         raise MediaError("a URL with a backslash, white space or a control character")
     try:

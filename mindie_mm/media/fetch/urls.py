@@ -39,7 +39,7 @@ def file_url_path(url: str) -> str:
 
     """
     if len(url) > MAX_URL_LENGTH:
-        raise LimitExceeded(f"a file: URL of {len(url)} characters, the limit is {MAX_URL_LENGTH}")
+        raise LimitExceeded(f"a file: URL of {len(url)} characters; the limit is {MAX_URL_LENGTH}")
     try:
         parts = urlsplit(url)
         path = os.fsdecode(unquote_to_bytes(parts.path))

@@ -97,12 +97,12 @@ class Keys:
                 completed[name] = default.default if isinstance(default, Nullable) else default
             elif not _fits(config[name], default):
                 raise UnsupportedCheckpoint(
-                    f"{where}: {prefix}{name} is {config[name]!r}, it must be {_described(default)}"
+                    f"{where}: {prefix}{name} is {config[name]!r}; it must be {_described(default)}"
                 )
         for name, keys in self.sections.items():
             section = config.get(name, {})
             if not isinstance(section, Mapping):
-                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {section!r}, it must be an object")
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {section!r}; it must be an object")
             completed[name] = keys.complete(section, where, f"{prefix}{name}.")
         return completed
 

@@ -149,7 +149,7 @@ class Checkpoint:
             if (found := joint.get(part)) is not None:
                 if not isinstance(found, dict):
                     raise UnsupportedCheckpoint(
-                        f"{self.path}: {part} in processor_config.json is {found!r}, it must be an object"
+                        f"{self.path}: {part} in processor_config.json is {found!r}; it must be an object"
                     )
                 return found, "processor_config.json"
         for file in _FILES[kind]:

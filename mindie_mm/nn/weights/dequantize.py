@@ -176,8 +176,8 @@ def _spread(numbers: Tensor, shape: torch.Size, block: tuple[int, int] | None) -
     needed = (-(-rows // block[0]), -(-columns // block[1]))
     if tuple(numbers.shape[-2:]) != needed:
         raise ValueError(
-            f"of {rows} x {columns} numbers in blocks of {block[0]} x {block[1]} has scales {list(numbers.shape)}, "
-            f"it must be {list(needed)}"
+            f"of {rows} x {columns} numbers in blocks of {block[0]} x {block[1]} has scales "
+            f"{list(numbers.shape)}; it must be {list(needed)}"
         )
     spread = numbers.repeat_interleave(block[0], -2)[..., :rows, :]
     return spread.repeat_interleave(block[1], -1)[..., :columns]

@@ -41,7 +41,7 @@ def is_first() -> bool:
 def refuse_shares(checkpoint: Checkpoint, what: str = "is of a family for whose layers there is no plan") -> None:
     """Raise UnsupportedCheckpoint if several ranks share the weights. `what` states why they cannot be split."""
     if num_shares() > 1:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} {what}: tensor_parallel is {num_shares()}, it must be 1")
+        raise UnsupportedCheckpoint(f"{checkpoint.path} {what}: tensor_parallel is {num_shares()}; it must be 1")
 
 
 def shared(

@@ -163,7 +163,7 @@ def _integer(value: SupportsIndex, what: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise InputError(f"{what} is {value!r}, it must be an integer") from None
+        raise InputError(f"{what} is {value!r}; it must be an integer") from None
 
 
 def _corrupt(word: int, kind: str, why: str) -> NoReturn:
