@@ -23,7 +23,7 @@ from mindie_mm.settings.config import WorkerConfig
 @click.option("--family", help="Model family to use, whatever config.json says.  [default: the one in config.json]")
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Maximum number of tokens of the answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True,
-              help="Randomness of the answer. 0 always gives the same answer.")  # fmt: skip
+              help="Sampling temperature. 0 always gives the same answer.")  # fmt: skip
 @click.option("--generation-config", metavar="auto|vllm|FOLDER",
               help="Source of the other sampling parameters: the checkpoint's generation_config.json, neutral values, "
               "or a folder with such a file. --json shows what applied.  [default: auto]")  # fmt: skip
@@ -100,4 +100,6 @@ def _require_kinds(config: WorkerConfig, given: list[str]) -> None:
     kinds = family_of(checkpoint, config.family).kinds
     for kind in given:
         if kind not in kinds:
-            raise InputError(f"--{kind}: {checkpoint.path} takes no {kind}, only {', '.join(kinds)}")
+            raise InputError(
+                f"--{kind}: {checkpoint.path} does not accept {kind} inputs; it accepts {', '.join(kinds)}"
+            )

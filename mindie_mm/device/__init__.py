@@ -37,7 +37,7 @@ def open_device(name: str = "auto") -> Device:
     for kind in KINDS:
         if kind.name == name:
             if reason := kind.missing():
-                raise DeviceError(f"the device {name} can't be used: {reason}")
+                raise DeviceError(f"the device {name} cannot be used: {reason}")
             return kind()
     raise InputError(f"device is {name!r}; it must be auto, {', '.join(kind.name for kind in KINDS)}")
 

@@ -44,7 +44,7 @@ def test_an_npu_whose_memory_is_used_up_by_others(said):
     one = said(memory_bytes=2**30, others_bytes=2**30 - 2**27)["npu runtime"]
     assert one.status == "warning"
     assert one.found == "1 x Ascend910B1, 0.1 of 1.0 GiB free on the first"
-    assert "stop what uses it" in one.advice
+    assert "stop the processes that use it" in one.advice
 
 
 def test_what_is_amiss_where_they_start_is_no_error(said, tree):
@@ -74,7 +74,7 @@ def test_cann_without_its_operators(said):
     one = said(missing="aten::matmul")["npu runtime"]
     assert one.status == "error"
     assert one.found.startswith(
-        "CANN's operators are not installed, or not of its version: RuntimeError: aclnnMatmul or "
+        "CANN's operators are not installed, or have another version: RuntimeError: aclnnMatmul or "
     )
     assert one.advice.startswith("install the ops package")
 
@@ -82,19 +82,23 @@ def test_cann_without_its_operators(said):
 def test_an_npu_that_multiplies_wrongly(said):
     one = said(idle="aten::matmul")["npu runtime"]
     assert one.status == "error"
-    assert one.found == "starting the NPU ends with status 1: the NPU multiplies wrongly: 4096 comes out as nan"
+    assert (
+        one.found
+        == "the process that starts the NPU exited with status 1: the NPU computes wrong results: a sum of products "
+        "is nan instead of 4096"
+    )
 
 
 def test_an_error_that_is_not_known(said):
     one = said(fail="aclrtGetMemInfo=500000")["npu runtime"]
     assert one.status == "error"
-    assert one.found.startswith("starting the NPU ends with status 1: RuntimeError: GetDeviceMemories")
+    assert one.found.startswith("the process that starts the NPU exited with status 1: RuntimeError: GetDeviceMemories")
 
 
 def test_no_npu_is_visible(said):
     one = said(fail="aclrtGetDeviceCount=507899")["npu runtime"]
     assert one.status == "error"
-    assert one.found == "starting the NPU ends with status 1: no NPU is visible, see npu-smi info"
+    assert one.found == "the process that starts the NPU exited with status 1: no NPU is visible; check npu-smi info"
 
 
 def test_torch_npu_without_canns_environment(tree, monkeypatch):
@@ -127,4 +131,4 @@ def test_doctor_where_none_starts(tree):
     amiss = {subject: one["status"] for subject, one in found.items() if one["status"] != "ok"}
     assert amiss == {"npu runtime": "error", "device": "error"}
     assert found["npu runtime"]["found"].startswith("the NPU does not start (507033): RuntimeError: ")
-    assert found["device"]["advice"] == "see what is said of npu below"
+    assert found["device"]["advice"] == "see the findings about npu below"

@@ -52,7 +52,7 @@ def test_an_npu_is_opened_and_measured(soc, dtype):
 
 def test_no_npu_is_visible():
     found = call(opened, fail="aclrtGetDeviceCount=507033")
-    assert found == {"error": "the device npu can't be used: no NPU is visible, see npu-smi info"}
+    assert found == {"error": "the device npu cannot be used: no NPU is visible; check npu-smi info"}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def without_torch_npu() -> str:
 
 def test_torch_npu_is_missing():
     release = torch.__version__.partition("+")[0]
-    assert call(without_torch_npu) == f"torch_npu is not installed: pip install torch_npu=={release} beside CANN"
+    assert call(without_torch_npu) == f"torch_npu is not installed: install CANN, then pip install torch_npu=={release}"
 
 
 def test_cann_is_missing():
@@ -113,7 +113,7 @@ def test_cann_is_missing():
         timeout=300,
         check=True,
     )
-    assert answer.stdout.startswith("the device npu can't be used: torch_npu does not load (")
+    assert answer.stdout.startswith("the device npu cannot be used: torch_npu cannot be imported (")
     assert "source CANN's set_env.sh first" in answer.stdout
 
 

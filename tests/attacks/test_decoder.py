@@ -105,7 +105,7 @@ def test_a_decoder_that_takes_too_much_memory_costs_its_request(limited: Running
     right = ask(limited, "image", good).json()["choices"]
     pid = tokenizer(limited).pid
     heavy = encoded(Image.new("RGBA", (7000, 7000)), "PNG")  # 196 MB, and as much again as RGB
-    assert "takes more memory than the limit (--max-decode-bytes)" in said(limited, "image", heavy)
+    assert "needs more memory than the limit allows (--max-decode-bytes)" in said(limited, "image", heavy)
     assert tokenizer(limited).pid == pid
     assert ask(limited, "image", good).json()["choices"] == right
 
@@ -122,7 +122,7 @@ def test_pictures_and_texts_are_answered_beside_pictures_that_take_too_much_memo
     for found in answers[::3]:
         message = found.json()["error"]["message"]
         assert "media item 0 (image)" in message
-        assert "takes more memory than the limit (--max-decode-bytes)" in message
+        assert "needs more memory than the limit allows (--max-decode-bytes)" in message
     assert [found.json()["choices"] for found in answers[1::3]] == [right[0]] * 3
     assert [found.json()["choices"] for found in answers[2::3]] == [right[1]] * 3
     wait_until(lambda: len(decoders(limited)) == number)

@@ -166,19 +166,19 @@ def test_a_run_of_another_format_is_not_called_damaged(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["run"]["format"] = 1
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match="was written in format 1; only 2 is read"):
+    with pytest.raises(InputError, match="was written in format 1; only format 2 is supported"):
         Dataset(folder)
 
 
 def test_what_is_no_run(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no finished run"):
+    with pytest.raises(InputError, match="does not hold a finished run"):
         Dataset(tmp_path)
-    with pytest.raises(InputError, match=r"manifest.json is a file; give the folder of a finished run"):
+    with pytest.raises(InputError, match=r"manifest.json is a file. Give the folder of a finished run"):
         Dataset(whole / "manifest.json")
     shown = invoke("inspect", whole, 3)
     assert (shown.exit_code, shown.stderr.splitlines()[-1]) == (
         2,
-        f"Error: there is no row 3: {whole} has 3, numbered from 0",
+        f"Error: there is no row 3: {whole} has 3 rows, numbered from 0",
     )
 
 

@@ -253,7 +253,7 @@ ATTACKS: Sequence[tuple[bytes, str]] = (
     (b'{"inputs": [{"image": "."}]}', "Is a directory"),
     (b'{"inputs": [{"image": "http://127.0.0.1:9/a.jpg"}]}', "address is not public"),
     (b'{"inputs": "[{]"}', "not JSON"),
-    (b'{"inputs": [], "text": "a"}', "it must have inputs, messages, or"),
+    (b'{"inputs": [], "text": "a"}', "it must have only one of"),
     (b'{"text": null}', "it must have inputs, messages, or"),
     (b"{}", "it must have inputs, messages, or"),
     (b"[null]", "must be a dict"),
@@ -534,7 +534,7 @@ def test_a_template_without_a_use_is_refused(folder: Path, tmp_path: Path) -> No
 
 
 def test_standard_input_is_read_once() -> None:
-    with pytest.raises(InputError, match="standard input is named 2 times"):
+    with pytest.raises(InputError, match="standard input is given 2 times"):
         settings(Path("-"), Path("-"))
 
 

@@ -122,7 +122,7 @@ def test_a_pipe_is_read_like_standard_input(tmp_path: Path) -> None:
 def test_standard_input_can_be_named_only_once(tmp_path: Path) -> None:
     assert {*map(input_named, ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"))} == {"-"}
     for twice in (("-", "-"), ("/dev/fd/63", "/dev/fd/63")):
-        with pytest.raises(InputError, match="is named 2 times; it can be read only once"):
+        with pytest.raises(InputError, match="is given 2 times; it can be read only once"):
             settings(*map(Path, twice))
     with pytest.raises(InputError, match="an input is an empty string"):
         input_named("")

@@ -73,7 +73,7 @@ def test_a_dataset_is_a_sequence(folder: Path) -> None:
     assert "gone.png" in dataset[2].error
     with pytest.raises(IndexError, match="row 8 of 8"):
         dataset[8]
-    with pytest.raises(InputError, match=r"holds no finished run: there is no manifest\.json"):
+    with pytest.raises(InputError, match=r"does not hold a finished run: there is no manifest\.json"):
         Dataset(folder.parent)
 
 
@@ -264,7 +264,7 @@ def test_generate_adds_nothing_to_the_answers_of_another_call(folder: Path, tmp_
         (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "answers: max_tokens was 4, now 5. Name"),
         (["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"], "was dtype auto, now dtype bfloat16. Name"),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
-        (["--tokenized", str(folder), *arguments, "--output", "-"], "answers go to a file"),
+        (["--tokenized", str(folder), *arguments, "--output", "-"], "answers are written to a file"),
         (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0; it must be in"),
     ):
         refused = CliRunner().invoke(main, ["generate", *other])
@@ -343,7 +343,7 @@ def test_inspect_shows_the_run_and_the_pictures_of_a_row(
     monkeypatch.chdir(tmp_path)
     assert inspect().startswith("8 rows, 1 failed, ")
     said = inspect(5)
-    assert "2 pictures; --png FILE writes them" in said
+    assert "2 pictures; to write a PNG file of them, use --png FILE" in said
     assert "Both?" in said
     before = sorted(tmp_path.rglob("*"))
     assert "wrote 2 pictures to two.png" in inspect(5, "--png", "two.png")

@@ -385,7 +385,7 @@ def test_an_empty_medium_is_no_null(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"id": 1, "image": "0.jpg", "conversations": []}, r"no text, and \['conversations'\].* id,image chooses"),
+        ({"id": 1, "image": "0.jpg", "conversations": []}, r"no text, and \['conversations'\].* id,image to read"),
         ({"images": ["0.jpg"], "texts": [{"user": "q"}]}, r"media, no text, and \['texts'\], which would be ignored"),
         ({"video": "0.mp4", "question": "q", "answers": []}, r"media, no text, and \['answers', 'question'\]"),
         ({"file_name": "0.jpg", "text": "q"}, r"a text, no media, and \['file_name'\].* text to read"),

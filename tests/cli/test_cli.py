@@ -98,7 +98,7 @@ def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, t
     assert (refused.exit_code, "temperature is -1" in refused.stderr) == (2, True)
     sound.touch()
     said = run_warm("ask", "What?", "--model", folder, "--audio", sound, status=2)
-    assert said == f"Error: --audio: {folder} takes no audio, only image, video\n"
+    assert said == f"Error: --audio: {folder} does not accept audio inputs; it accepts image, video\n"
 
 
 def test_ask_logs_only_warnings_by_default(random_checkpoint):

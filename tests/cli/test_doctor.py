@@ -26,7 +26,7 @@ def test_folders_that_will_do(tmp_path):
     spool, file = tmp_path / "new" / "spool", tmp_path / "settings.toml"
     file.write_text(f'spool = "{spool}"\nallowed_media_dir = "{tmp_path}"\n')
     found = doctor(file, MINDIE_MM_MAX_IMAGE="a-value")
-    assert (found["spool"]["status"], found["spool"]["found"]) == ("ok", f"{spool} can be made")
+    assert (found["spool"]["status"], found["spool"]["found"]) == ("ok", f"{spool} can be created")
     assert not spool.parent.exists()
     assert found["media folder"]["status"] == "ok"
     assert found["settings"]["status"] == "warning"

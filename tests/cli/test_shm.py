@@ -142,7 +142,7 @@ def test_free_frees_nothing_if_one_target_is_wrong(arena, path_file):
     ref = publish(arena, path_file)
     said = run("shm", "free", path_file, "nothing-here", status=2)
     assert said.splitlines() == [
-        "Error: nothing-here: neither a block of `mindie-mm shm list -b` nor a path file: No such file or directory"
+        "Error: nothing-here: neither a block from `mindie-mm shm list -b` nor a path file: No such file or directory"
     ]
     attach(ref).verify()
 
@@ -217,13 +217,13 @@ def test_a_strange_default_spool_keeps_nothing_else_from_being_reclaimed(dead_ar
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("gc", "--spool", "{tmp}/none"), "no spool: No such file"),
+        (("gc", "--spool", "{tmp}/none"), "not a spool: No such file"),
         (("gc", "--spool", "{tmp}/file"), "is no directory"),
         (("gc", "--spool", "{tmp}/data"), "data/samples is no request directory (mode 1700): {tmp}/data is no spool"),
-        (("gc", "--path-file", "{tmp}/none"), "no path file: No such file"),
-        (("gc", "--path-file", "{tmp}/data"), "no path file: not a regular file"),
-        (("gc", "--path-file", "{tmp}/pipe"), "no path file: not a regular file"),
-        (("gc", "--path-file", "{tmp}/link"), "no path file: not a regular file"),
+        (("gc", "--path-file", "{tmp}/none"), "not a path file: No such file"),
+        (("gc", "--path-file", "{tmp}/data"), "not a path file: not a regular file"),
+        (("gc", "--path-file", "{tmp}/pipe"), "not a path file: not a regular file"),
+        (("gc", "--path-file", "{tmp}/link"), "not a path file: not a regular file"),
         (("free", "{tmp}/pipe"), "not a regular file"),
         (("free", "mindie_mm-0000:99999"), "there is no arena mindie_mm-0000"),
     ],

@@ -26,4 +26,4 @@ def test_the_driver_s_own_words_are_handed_on(monkeypatch):
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert CUDA.missing().startswith(f"{OLD}; see nvidia-smi")
+    assert CUDA.missing().startswith(f"{OLD}; check nvidia-smi")

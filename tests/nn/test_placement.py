@@ -70,7 +70,7 @@ def test_other_precisions_are_refused_by_name(name, bits):
 def test_a_device_that_is_not_there_is_refused(random_checkpoint):
     absent = [kind.name for kind in KINDS if kind.missing()]
     for device in absent:
-        with pytest.raises(DeviceError, match=f"the device {device} can't be used"):
+        with pytest.raises(DeviceError, match=f"the device {device} cannot be used"):
             load_model(random_checkpoint, device="cpu", vision=Placement(device))
     with pytest.raises(InputError, match="device is 'tpu'"):
         load_model(random_checkpoint, device="cpu", projector=Placement("tpu"))

@@ -33,8 +33,7 @@ def with_media(messages: Sequence[Any], columns: Sequence[Mapping[str, Any]]) ->
     for kind, items in media.items():
         if places[kind] != len(items):
             raise InputError(
-                f"the row's messages have {places[kind]} places for items of kind {kind}, but the row has "
-                f"{len(items)} such items"
+                f"the row has {len(items)} items of kind {kind}, but its messages have places for {places[kind]}"
             )
     left = {kind: iter(items) for kind, items in media.items()}
 
