@@ -16,9 +16,9 @@ from mindie_mm.settings.config import WorkerConfig
 
 @click.command("ask", short_help="Ask one question and print the answer.")
 @click.argument("question", type=TEXT)
-@click.option("--image", "images", multiple=True, type=READABLE_FILE, help="Picture to ask about. Repeatable.")
+@click.option("--image", "images", multiple=True, type=READABLE_FILE, help="Image to ask about. Repeatable.")
 @click.option("--video", "videos", multiple=True, type=READABLE_FILE, help="Video to ask about. Repeatable.")
-@click.option("--audio", "sounds", multiple=True, type=READABLE_FILE, help="Sound to ask about. Repeatable.")
+@click.option("--audio", "sounds", multiple=True, type=READABLE_FILE, help="Audio clip to ask about. Repeatable.")
 @click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]")
 @click.option("--family", help="Model family to use, whatever config.json says.  [default: the one in config.json]")
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Maximum number of tokens of the answer.")

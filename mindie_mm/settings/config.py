@@ -100,8 +100,8 @@ class EngineConfig:
         for name in ("vision_bits", "projector_bits"):
             if (bits := getattr(self, name)) not in (None, 16, 32):
                 raise InputError(
-                    f"{name} is {bits}; it must be 16 or 32: a part is not quantised at load; a checkpoint "
-                    "that is quantised says so in its config.json, and is loaded as it says"
+                    f"{name} is {bits}; it must be 16 or 32. A part is not quantised when it is loaded; a "
+                    "quantised checkpoint is loaded as its config.json describes"
                 )
 
 
@@ -277,7 +277,9 @@ class ServiceConfig:
         if self.max_spool_bytes < self.max_media_bytes:
             raise InputError(f"max_spool_bytes is {self.max_spool_bytes}; it must be at least {self.max_media_bytes}")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
-            raise InputError("an api_key is empty, or holds what a header cannot: a key is printable ASCII")
+            raise InputError(
+                "an api_key is empty or has a character that an HTTP header cannot have; use printable ASCII"
+            )
         for origin in self.cors_origin:
             _require_origin(origin)
         if self.otlp_endpoint is not None:
@@ -290,8 +292,8 @@ def _require_origin(origin: str) -> None:
     port = parts[3] if parts is not None else None
     if origin != "*" and (parts is None or (port not in (None, "*") and int(port or 0) > 65535)):
         raise InputError(
-            f"cors_origin is {origin!r}; it must be * or an origin such as https://example.org, in lower "
-            "case and ASCII (xn--), without a slash at its end. A port may follow, or :* for any port"
+            f"cors_origin is {origin!r}; it must be * or an origin such as https://example.org, in lower-case "
+            "ASCII (xn--), without a trailing slash. It may end with a port, or with :* for any port"
         )
     if parts is not None and port is not None and port == _DEFAULT_PORTS.get(parts[1]):
         raise InputError(f"cors_origin is {origin!r}; leave out :{port}, because browsers omit the port of {parts[1]}")
@@ -302,11 +304,13 @@ def _require_url(name: str, url: str) -> None:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise InputError(f"{name} is no URL: {error}") from error
+        raise InputError(f"{name} is not a valid URL: {error}") from error
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise InputError(f"{name} holds a user name or a query, which may be secret, and settings are logged")
+        raise InputError(
+            f"{name} has a user name or a query, which may be secret; remove it, because settings are logged"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InputError(f"{name} is {url!r}; it must be a URL of http or https")
+        raise InputError(f"{name} is {url!r}; it must be an http or https URL")
 
 
 def require_media_dir(config: ServiceConfig) -> None:
@@ -315,6 +319,6 @@ def require_media_dir(config: ServiceConfig) -> None:
     if folder is None:
         return
     if not os.path.isdir(folder):  # noqa: PTH112 - False where it cannot be looked at, too
-        raise InputError(f"allowed_media_dir is {folder}, which is no folder")
+        raise InputError(f"allowed_media_dir is {folder}, which is not a folder")
     if not os.access(folder, os.X_OK):
         raise InputError(f"allowed_media_dir is {folder}, which user {os.geteuid()} may not enter")

@@ -59,7 +59,7 @@ class Grammars:
         try:
             self._vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=list(eos_token_ids))
         except ValueError as error:
-            self._unfit = f"this checkpoint's tokenizer takes no JSON schema: {error}"
+            self._unfit = f"JSON schemas cannot be used with this checkpoint's tokenizer: {error}"
 
     def __contains__(self, schema: str) -> bool:
         """Return whether `schema` is compiled already."""
@@ -110,8 +110,8 @@ class Grammars:
             raise InputError(f"the JSON schema is not valid JSON: {str(error)[:_MAX_SAID]}") from error
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise InputError(f"the JSON schema cannot be served: {matcher.get_error()[:_MAX_SAID]}")
+            raise InputError(f"the JSON schema is not supported: {matcher.get_error()[:_MAX_SAID]}")
         matcher.compute_logit_bias()
         if matcher.is_error():  # llguidance only reports a schema that refers to nothing but itself at this point
-            raise InputError("the JSON schema cannot be served: nothing can begin an answer that fits it")
+            raise InputError("the JSON schema is not supported: no output can match it")
         return matcher

@@ -88,8 +88,8 @@ def _require_exact(value: Any, keyword: str) -> None:
             _require_exact(part, keyword)
     elif _is_number(value) and abs(value) >= _EXACT and not _is_certain(value):
         raise InputError(
-            f"the JSON schema has {shown(value)} in {keyword}; "
-            f"numbers there are exact only from -{_EXACT} to {_EXACT}. Use a string"
+            f"the JSON schema has {shown(value)} in {keyword}; numbers there are exact only from -{_EXACT} to "
+            f"{_EXACT}. Use a string instead"
         )
 
 
@@ -119,8 +119,8 @@ def _require_range(schema: Mapping[str, Any], given: Sequence[Any]) -> None:
     low, high = schema.get("minimum"), schema.get("maximum")
     if _is_number(low) and _is_number(high) and low > high and all(map(_is_number, given)) and given[0] <= given[1]:
         raise InputError(
-            f"the JSON schema has minimum {shown(given[0])} and maximum {shown(given[1])}, with no number between "
-            f"them that is exact; numbers are exact from -{_EXACT} to {_EXACT}. Use a string"
+            f"the JSON schema has minimum {shown(given[0])} and maximum {shown(given[1])}, but no exact number "
+            f"lies between them; numbers are exact only from -{_EXACT} to {_EXACT}. Use a string instead"
         )
 
 

@@ -85,8 +85,11 @@ def test_caps_are_settings(limited: RunningService) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("image", "media item 1 (image): the request's images have 98000000 pixels or more, .*; the limit is 90000000"),
-        ("video", "media item 1 (video): of the request's videos 24576 pixels or more would .*; the limit is 20000"),
+        (
+            "image",
+            "media item 1 (image): the request's images and frames have at least 98000000 .* limit is 90000000",
+        ),
+        ("video", "media item 1 (video): at least 24576 pixels of the request's videos would .*; the limit is 20000"),
     ],
 )
 def test_caps_of_a_request(kind: str, message: str, limited: RunningService) -> None:

@@ -32,7 +32,9 @@ def test_many_pictures_that_are_each_within_their_cap(attacked: Attacked) -> Non
     ]
     content = [with_bytes("image", data)["messages"][0]["content"][0] for data in each]
     body = {"messages": [{"role": "user", "content": content}]}
-    message = attacked.refused(body, "media item 6 (image): the request's images have 1252421632 pixels or more")
+    message = attacked.refused(
+        body, "media item 6 (image): the request's images and frames have at least 1252421632 pixels"
+    )
     assert message.endswith("; the limit is 1073741824")
 
 
@@ -55,7 +57,8 @@ def test_parts_are_counted_before_a_decoder_sees_them(attacked: Attacked, make: 
 @named(pictures.PACKED)
 def test_what_unpacks_beside_the_pixels(attacked: Attacked, make: Make) -> None:
     attacked.refused(
-        with_bytes("image", make()), "bytes are no readable image (JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF, "
+        with_bytes("image", make()),
+        "bytes cannot be read as an image (supported formats: JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF, ",
     )
 
 
@@ -66,7 +69,7 @@ def test_broken_pictures(attacked: Attacked, make: Make) -> None:
 
 @named(pictures.OTHER_FORMATS)
 def test_other_formats(attacked: Attacked, make: Make) -> None:
-    attacked.refused(with_bytes("image", make()), "bytes are no readable image")
+    attacked.refused(with_bytes("image", make()), "bytes cannot be read as an image")
 
 
 @named(pictures.HARMLESS)

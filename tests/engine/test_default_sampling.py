@@ -110,5 +110,5 @@ def test_a_default_length_is_cut_to_the_context(tmp_path: Path) -> None:
         (output,) = llm.generate(["What is in the picture?"], msgspec.structs.replace(default, ignore_eos=True))
         assert output.finish_reason == "length"
         assert 0 < len(output.token_ids) < 64
-        with pytest.raises(ContextLengthExceeded, match="64 to generate"):
+        with pytest.raises(ContextLengthExceeded, match="needs 64 output tokens"):
             llm.generate(["What is in the picture?"], default.stating(max_tokens=64))

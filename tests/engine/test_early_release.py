@@ -311,5 +311,5 @@ def test_a_loose_view_keeps_no_arena_mapped_and_reads_no_other_arena(tokenizer, 
     tokenizer.close()
     drop_removed(cleanups=True)
     gc.collect()
-    with pytest.raises(SegmentMissing, match="its arena is gone"):
+    with pytest.raises(SegmentMissing, match="its arena was closed"):
         loose.verify()

@@ -142,5 +142,5 @@ def test_what_is_no_schema(grammars: Grammars, schema: str) -> None:
 
 def test_a_tokenizer_of_no_known_kind() -> None:
     unfit = Grammars(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")), [0])
-    with pytest.raises(InputError, match="tokenizer takes no JSON schema"):
+    with pytest.raises(InputError, match="JSON schemas cannot be used with this checkpoint's tokenizer"):
         unfit.constraint("{}")

@@ -94,7 +94,7 @@ def test_what_nobody_foresaw_leaves_the_others(llm, monkeypatch):
         ({"max_tokens": "5"}, "max_tokens is '5': it must be an integer, not a string"),
         ({"stop": None}, "stop must be a list, not null"),
         ({"stop": (1,)}, r"stop\[0\] must be a string, not an integer"),
-        ({"stop_token_ids": (10**6,)}, "stop_token_ids names token 1000000"),
+        ({"stop_token_ids": (10**6,)}, "stop_token_ids has token id 1000000"),
     ],
 )
 def test_a_wrong_setting_is_told_before_any_input_is_read(llm, wrong, said):
@@ -121,7 +121,7 @@ def test_an_output_has_all_that_was_asked_for(llm):
 def test_a_chat_takes_what_its_template_does(llm):
     messages = [{"role": "user", "content": "Hello"}]
     assert llm.chat(messages, GREEDY).token_ids != llm.chat(messages, GREEDY, add_generation_prompt=False).token_ids
-    with pytest.raises(InputError, match="cannot hold 'messages'"):
+    with pytest.raises(InputError, match="must not contain 'messages'"):
         llm.chat(messages, GREEDY, chat_template_kwargs={"messages": []})
 
 

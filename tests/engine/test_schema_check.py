@@ -77,7 +77,7 @@ async def test_ordinary_schemas_pass(check: SchemaCheck, schema: dict[str, Any])
 )
 async def test_what_takes_too_long_is_refused(check: SchemaCheck, schema: str) -> None:
     before = used_s()
-    with pytest.raises(InputError, match=r"more than 0.1 s of processor time, the limit"):
+    with pytest.raises(InputError, match=r"more processor time than the limit of 0.1 s"):
         await check.check(schema)
     assert used_s() - before < 0.25
     before = used_s()
@@ -128,7 +128,7 @@ async def test_what_the_engine_has_to_compile_again_is_tried_again(
 
 async def test_a_process_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     check = SchemaCheck(tmp_path / "gone", None)
-    with pytest.raises(ProcessDied, match=f"JSON schemas did not start: {tmp_path}/gone is no checkpoint directory"):
+    with pytest.raises(ProcessDied, match=f"JSON schemas did not start: {tmp_path}/gone is not a checkpoint directory"):
         await check.check("{}")
     await check.close()
 

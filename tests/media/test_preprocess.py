@@ -29,14 +29,16 @@ def test_what_is_made_of_every_picture_is_known_where_it_is_one_size(steps, made
     assert sizes == {made} if made else len(sizes) == 2
 
 
-@pytest.mark.parametrize(("made", "named"), [(None, "of several sizes"), ((20, 30), r"\(20, 30\), the tower takes 20")])
+@pytest.mark.parametrize(
+    ("made", "named"), [(None, "several sizes"), ((20, 30), r"\(20, 30\), but the tower takes squares of 20")]
+)
 def test_other_sizes_than_the_towers_are_refused(made, named):
     check_output_size((20, 20), 20, "here")
-    with pytest.raises(UnsupportedCheckpoint, match=rf"here: images become {named}"):
+    with pytest.raises(UnsupportedCheckpoint, match=rf"here: images are resized to {named}"):
         check_output_size(made, 20, "here")
 
 
 def test_a_setting_is_refused_where_it_is_another_one():
     check_settings({"stated": 1, "null": None}, {"stated": 1, "null": 2, "left out": 3, "none": None}, "here")
-    with pytest.raises(UnsupportedCheckpoint, match="here: stated is 0, only 1 is served"):
+    with pytest.raises(UnsupportedCheckpoint, match="here: stated is 0; only 1 is supported"):
         check_settings({"stated": 0}, {"stated": 1}, "here")

@@ -16,7 +16,7 @@ from mindie_mm.settings.sources import configuration, from_environment, read_fil
 def test_an_empty_list_in_the_environment_is_a_mistake(monkeypatch, name, empty):
     """Taken as none, a key that was meant to be there would leave the service open."""
     monkeypatch.setenv(f"MINDIE_MM_{name}", empty)
-    with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{empty}', which holds no value"):
+    with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{empty}', which is empty"):
         from_environment(ServiceConfig)
 
 
@@ -24,7 +24,7 @@ def test_an_empty_list_in_the_environment_is_a_mistake(monkeypatch, name, empty)
 @pytest.mark.parametrize("name", ["allowed_media_dir", "spool", "host"])
 def test_an_empty_text_is_a_mistake_wherever_it_stands(monkeypatch, tmp_path, name, empty):
     """Of `${DIR:-}`: the empty path is the working directory, all of whose files clients could name."""
-    said = f"is '{empty}', which holds no value"
+    said = f"is '{empty}', which is empty"
     monkeypatch.setenv(f"MINDIE_MM_{name.upper()}", empty)
     with pytest.raises(InputError, match=f"MINDIE_MM_{name.upper()} {said}"):
         from_environment(ServiceConfig)
@@ -47,12 +47,12 @@ def test_an_empty_text_is_a_mistake_wherever_it_stands(monkeypatch, tmp_path, na
 def test_an_empty_path_on_the_command_line_is_a_mistake(arguments, name):
     found = CliRunner().invoke(main, arguments)
     assert found.exit_code == 2
-    assert f"{name}': it is empty" in found.output
+    assert f"{name}': the value is empty" in found.output
 
 
 def test_an_empty_path_of_the_file_of_settings_is_a_mistake(monkeypatch):
     monkeypatch.setenv("MINDIE_MM_CONFIG", "")
-    with pytest.raises(InputError, match="MINDIE_MM_CONFIG is '', which holds no value"):
+    with pytest.raises(InputError, match="MINDIE_MM_CONFIG is '', which is empty"):
         configuration({})
 
 
@@ -96,12 +96,12 @@ def test_what_nothing_could_run_with_is_refused(cls, name, value):
         ({"grace_s": math.nan}, "grace_s is nan; it must be a number of at least 0"),
         ({"request_timeout_s": 0}, "request_timeout_s is 0; it must be a number above 0"),
         ({"send_timeout_s": math.inf}, "send_timeout_s is inf; it must be a number from 0.001 to 86400"),
-        ({"served_model_name": ""}, "served_model_name is '', which holds no value: leave it out, or give one"),
+        ({"served_model_name": ""}, "served_model_name is '', which is empty; leave it out, or give a value"),
         ({"log_level": "loud"}, "log_level is 'loud'; it must be one of debug, info, warning, error"),
         ({"web_page": "no"}, "web_page is 'no'; it must be true or false"),
         ({"spool": 5}, "spool is 5; it must be a string"),
-        ({"api_key": "a-key"}, "api_key is of type str; it must be a list, each a string"),
-        ({"api_key": ("a-key", 5)}, "api_key is of type tuple; it must be a list, each a string"),
+        ({"api_key": "a-key"}, "api_key is of type str; it must be a list of elements, each a string"),
+        ({"api_key": ("a-key", 5)}, "api_key is of type tuple; it must be a list of elements, each a string"),
         ({"max_images": 1.5}, "max_images is 1.5; it must be an integer of at least 0"),
     ],
 )

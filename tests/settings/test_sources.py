@@ -72,7 +72,7 @@ def test_a_color_in_the_environment_and_in_a_flag(monkeypatch):
     assert parsed["rgba_background_color"] == (1, 2, 3)
     for text in ("white", "0,0", "0,0,256", "#ffffff"):
         monkeypatch.setenv("MINDIE_MM_RGBA_BACKGROUND_COLOR", text)
-        said = "MINDIE_MM_RGBA_BACKGROUND_COLOR is .*; it must be a list of 3, each an integer from 0 to 255"
+        said = "MINDIE_MM_RGBA_BACKGROUND_COLOR is .*; it must be a list of 3 elements, each an integer from 0 to 255"
         with pytest.raises(InputError, match=said):
             configuration({})
 
@@ -80,13 +80,16 @@ def test_a_color_in_the_environment_and_in_a_flag(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rgba_background_color = [0, 0]", r"is \[0, 0\]; it must be a list of 3, each an integer from 0 to 255"),
+        (
+            "rgba_background_color = [0, 0]",
+            r"is \[0, 0\]; it must be a list of 3 elements, each an integer from 0 to 255",
+        ),
         ("rgba_background_color = 'white'", "is 'white'; it must be a list of 3"),
         ("prot = 1", "there is no setting 'prot'; 'port' is one"),
         ("max-images = 1", "there is no setting 'max-images'; 'max_images' is one"),
         ("xyzzy = 1", "there is no setting 'xyzzy'$"),
         ("engine = 1", "there is no setting 'engine'"),
-        ("[engine]\nmax_num_seqs = 1", r"\[engine\] is a table; every setting stands at the top"),
+        ("[engine]\nmax_num_seqs = 1", r"\[engine\] is a table; settings must be top-level keys"),
         ("port = '1'", "port is '1'; it must be an integer from 0 to 65535"),
         ("port = 1.0", "port is 1.0; it must be an integer from 0 to 65535"),
         ("port = true", "port is True; it must be an integer from 0 to 65535"),
@@ -94,10 +97,10 @@ def test_a_color_in_the_environment_and_in_a_flag(monkeypatch):
         ("truncate = 1", "truncate is 1; it must be true or false"),
         ("spool = 1", "spool is 1; it must be a string"),
         ("family = 1979-05-27", "family is of type date; it must be a string"),
-        ("api_key = 'a-secret'", "api_key is of type str; it must be a list, each a string$"),
-        ("api_key = ['a', 1]", "api_key is of type list; it must be a list, each a string$"),
-        ("port = ", "is no TOML"),
-        ("port = 1\nport = 2", "is no TOML"),
+        ("api_key = 'a-secret'", "api_key is of type str; it must be a list of elements, each a string$"),
+        ("api_key = ['a', 1]", "api_key is of type list; it must be a list of elements, each a string$"),
+        ("port = ", "is not valid TOML"),
+        ("port = 1\nport = 2", "is not valid TOML"),
     ],
 )
 def test_a_mistake_is_told_with_file_and_key(file, text, message):
@@ -139,10 +142,10 @@ def test_names_of_settings_are_one_of_a_kind():
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("localhost:4318", "it must be a URL of http or https"),
-        ("grpc://collector:4317", "it must be a URL of http or https"),
-        ("http://", "it must be a URL of http or https"),
-        ("http://user:word@collector/v1/traces", "holds a user name or a query, which may be secret"),
+        ("localhost:4318", "it must be an http or https URL"),
+        ("grpc://collector:4317", "it must be an http or https URL"),
+        ("http://", "it must be an http or https URL"),
+        ("http://user:word@collector/v1/traces", "has a user name or a query, which may be secret"),
     ],
 )
 def test_an_endpoint_for_spans_that_is_none(url, message):

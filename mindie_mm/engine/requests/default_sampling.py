@@ -51,7 +51,7 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
             return _params(config, checkpoint.path)
         except InputError as error:
             raise UnsupportedCheckpoint(
-                f"{error}. Correct the file, or choose other defaults by --generation-config vllm"
+                f"{error}. Correct the file, or use other defaults with --generation-config vllm"
             ) from error
     return _params(_file_in(source), Path(source))
 

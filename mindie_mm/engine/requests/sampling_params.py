@@ -111,7 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError("top_p is 0; it must be above 0", param="top_p")
         if typed.max_tokens is not None and typed.min_tokens > typed.max_tokens:
             raise InputError(
-                f"min_tokens is {typed.min_tokens}, above max_tokens, {typed.max_tokens}", param="min_tokens"
+                f"min_tokens is {typed.min_tokens}; it must not exceed max_tokens, {typed.max_tokens}",
+                param="min_tokens",
             )
         if len(typed.cache_salt) > MAX_SALT_CHARACTERS:
             raise InputError(
@@ -124,9 +125,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         try:
             msgspec.msgpack.encode(typed)  # fails here rather than on the way to the engine
         except UnicodeEncodeError as error:
-            raise InputError("a stop string, the salt or the JSON schema holds a lone surrogate") from error
+            raise InputError("a stop string, cache_salt or the JSON schema contains a lone surrogate") from error
         if typed.json_schema is not None and (typed.ignore_eos or typed.min_tokens):
-            raise InputError("a JSON schema determines the end of the output; leave out ignore_eos and min_tokens")
+            raise InputError(
+                "ignore_eos and min_tokens cannot be used with a JSON schema, which determines the end of the "
+                "output; leave them out"
+            )
         return typed
 
     def _typed(self) -> SamplingParams:
@@ -190,9 +194,9 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
         ("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS),
     ):
         if len(ids) > most:
-            raise InputError(f"{name} names {len(ids)} tokens; the limit is {most}", param=name)
+            raise InputError(f"{name} has {len(ids)} tokens; the limit is {most}", param=name)
         if bad := [i for i in ids if not 0 <= i < limit]:
-            raise InputError(f"{name} names token {shown(bad[0])}, ids are in [0, {limit})", param=name)
+            raise InputError(f"{name} has token id {shown(bad[0])}; it must be in [0, {limit})", param=name)
     if bad_bias := [b for b in params.logit_bias.values() if not -100 <= b <= 100]:
         raise InputError(f"logit_bias is {bad_bias[0]}; it must be in [-100, 100]", param="logit_bias")
 
