@@ -190,7 +190,7 @@ class LLM:
                 except MindieMMError as error:
                     return Output("", [], None, error=error)
                 except Exception as error:  # noqa: BLE001 - one input fails, not all
-                    failure = OperationalError(f"the answer failed: {type(error).__name__}")
+                    failure = OperationalError(f"the request failed: {type(error).__name__}")
                     failure.__cause__ = error
                     return Output("", [], None, error=failure)
                 finally:

@@ -82,7 +82,7 @@ def too_large() -> str:
 
 def test_weights_that_do_not_fit_are_the_devices_failure():
     said = call(too_large, memory_bytes=4 * 2**20)
-    assert "does not fit into the memory of npu:0: NPU out of memory" in said
+    assert "does not fit in the memory of npu:0: NPU out of memory" in said
 
 
 def without_torch_npu() -> str:

@@ -174,7 +174,7 @@ def test_an_engine_that_does_not_come_back_ends_the_run(
     failing(kill)
     ended = generate(folder, tmp_path / "out.jsonl")
     assert ended.exit_code == 3
-    assert "it is not back after 0.5 s. " in ended.stderr
+    assert "it was not restarted within 0.5 s. " in ended.stderr
     assert ended.stderr.endswith(" of 6 rows are answered. Fix that, then run the same command again to continue\n")
     assert whole.startswith((tmp_path / "out.jsonl").read_bytes())
 

@@ -248,7 +248,7 @@ def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, linked: P
     output.write_bytes(whole[: whole.index(b'{"row":4')].replace(b'"id":"r3"', b'"id":"s3"'))
     refused = CliRunner().invoke(main, arguments)
     assert refused.exit_code == 2
-    assert "its row 3 is 's3', this run's 'r3'" in refused.stderr
+    assert "its row 3 has the id 's3', but the id in this run is 'r3'" in refused.stderr
 
 
 def test_generate_adds_nothing_to_the_answers_of_another_call(folder: Path, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_generate_adds_nothing_to_the_answers_of_another_call(folder: Path, tmp_
     made(settings(folder.parent / "rows.jsonl", shard_rows=5), tmp_path / "run")
     copy.write_text("a line without an end")
     for other, differing in (
-        (["--tokenized", str(tmp_path / "run"), *arguments], "out.jsonl has other answers: run was "),
+        (["--tokenized", str(tmp_path / "run"), *arguments], "out.jsonl has answers of another run: run was "),
         (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "answers: max_tokens was 4, now 5. Name"),
         (["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"], "was dtype auto, now dtype bfloat16. Name"),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
@@ -288,7 +288,9 @@ def test_answers_of_rows_that_were_made_anew_want_another_file(tmp_path: Path) -
     (tmp_path / "run" / failed.table).unlink()
     made(settings(rows, shard_rows=1), tmp_path / "run")
     refused = CliRunner().invoke(main, [*arguments, str(tmp_path / "out.jsonl")])
-    assert (refused.exit_code, "out.jsonl has other answers: run was " in refused.stderr) == (2, True), refused.output
+    assert (refused.exit_code, "out.jsonl has answers of another run: run was " in refused.stderr) == (2, True), (
+        refused.output
+    )
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 

@@ -250,14 +250,14 @@ def test_a_tables_tools_are_the_same_but_for_its_nulls(handy: str, tmp_path: Pat
 
 
 REFUSED: Sequence[tuple[dict[str, Any], str]] = [
-    ({"tools": TOOLS}, "not served: the model's chat template has no place for tools"),
+    ({"tools": TOOLS}, "not supported: the model's chat template does not use tools"),
     ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
     ({"tools": 5}, "the row's tools: the value must be a list"),
     ({"tools": ["weigh"]}, "the row's tools: [0] must be an object"),
     ({"tools": "weigh"}, "the row's tools is not JSON"),
     ({"add_generation_prompt": 1}, "the row's add_generation_prompt: the value must be true or false"),
     ({"chat_template_kwargs": []}, "the row's chat_template_kwargs: the value must be an object"),
-    ({"chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs cannot hold 'conversation'"),
+    ({"chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs must not contain 'conversation'"),
     ({"continue_final_message": True}, "the row has continue_final_message, which is not supported"),
     ({"functions": TOOLS}, "the row has functions, which is not supported"),
 ]
@@ -271,7 +271,10 @@ def test_what_a_prompt_cannot_have_is_refused_not_dropped(tmp_path: Path) -> Non
     rows = [{"text": "a", "add_generation_prompt": False}, {"text": "a", "add_generation_prompt": True}]
     made(settings(written(tmp_path / "bare.jsonl", rows), chat=False), tmp_path / "bare")
     errors = [sample.error for sample in Dataset(tmp_path / "bare")]
-    assert errors == ["InputError: there are variables of a chat template, and the prompt goes through none", None]
+    assert errors == [
+        "InputError: chat template variables were given, but the prompt does not use a chat template",
+        None,
+    ]
 
 
 def parsed(row: Any) -> Row:

@@ -84,7 +84,11 @@ def test_mistakes_are_one_line(random_checkpoint):
 def test_ask_checks_its_files_before_it_loads_the_model(option, tmp_path):
     """The checkpoint does not exist, so loading it first would report that instead."""
     asked = ["ask", "What?", "--model", str(tmp_path / "none"), option]
-    for path, said in ((tmp_path / "none.png", "does not exist"), (tmp_path, "is a directory"), ("", "it is empty")):
+    for path, said in (
+        (tmp_path / "none.png", "does not exist"),
+        (tmp_path, "is a directory"),
+        ("", "the value is empty"),
+    ):
         refused = CliRunner().invoke(main, [*asked, str(path)])
         assert refused.exit_code == 2
         assert f"'{option}'" in refused.stderr

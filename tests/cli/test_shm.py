@@ -152,7 +152,7 @@ def test_a_damaged_path_file_is_freed_as_far_as_it_goes(arena, path_file):
         publish(arena, path_file)
         with path_file.open("a") as file:
             file.write("mindie_mm-12")
-        assert "no reference" in run("shm", *command, path_file, status=1)
+        assert "not references" in run("shm", *command, path_file, status=1)
         assert listed(arena)["blocks"] == []
         path_file.unlink()
 
@@ -202,14 +202,14 @@ def test_what_cannot_be_reclaimed_is_told(tmp_path):
     path_file.unlink()
     os.mkfifo(path_file)
     (error,) = run("shm", "gc", "--spool", spool, status=1).splitlines()
-    assert "no regular file" in error
+    assert "not a regular file" in error
 
 
 def test_a_strange_default_spool_keeps_nothing_else_from_being_reclaimed(dead_arena, tmp_path):
     spool = tmp_path / "spool"
     spool.mkdir()
     spool.chmod(0o777)
-    assert "others may write it" in run("shm", "gc", "--spool", spool, status=2)
+    assert "other users can write to it" in run("shm", "gc", "--spool", spool, status=2)
     assert dead_arena.exists()
     assert gc(status=1, MINDIE_MM_SPOOL=str(spool))[str(dead_arena)] == "owner_dead"
 
@@ -218,8 +218,11 @@ def test_a_strange_default_spool_keeps_nothing_else_from_being_reclaimed(dead_ar
     ("arguments", "said"),
     [
         (("gc", "--spool", "{tmp}/none"), "not a spool: No such file"),
-        (("gc", "--spool", "{tmp}/file"), "is no directory"),
-        (("gc", "--spool", "{tmp}/data"), "data/samples is no request directory (mode 1700): {tmp}/data is no spool"),
+        (("gc", "--spool", "{tmp}/file"), "is not a directory"),
+        (
+            ("gc", "--spool", "{tmp}/data"),
+            "data/samples is not a request directory (mode 1700), so {tmp}/data is not a spool",
+        ),
         (("gc", "--path-file", "{tmp}/none"), "not a path file: No such file"),
         (("gc", "--path-file", "{tmp}/data"), "not a path file: not a regular file"),
         (("gc", "--path-file", "{tmp}/pipe"), "not a path file: not a regular file"),

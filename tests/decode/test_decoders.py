@@ -330,9 +330,9 @@ async def test_no_item_waits_for_decoders_that_cannot_be_started(
             patch.setattr(bench.decoders._nursery, "_setup", msgspec.json.encode(gone).decode())
             bench.nursery.kill()
             for item in waiting:
-                with pytest.raises(NoProcess, match=f"{tmp_path}/gone is no checkpoint directory"):
+                with pytest.raises(NoProcess, match=f"{tmp_path}/gone is not a checkpoint directory"):
                     await item
-            with pytest.raises(NoProcess, match=f"{tmp_path}/gone is no checkpoint directory"):
+            with pytest.raises(NoProcess, match=f"{tmp_path}/gone is not a checkpoint directory"):
                 await bench.plan(SMALL)
     await bench.whole()
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))

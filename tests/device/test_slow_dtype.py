@@ -38,7 +38,7 @@ def test_an_engine_and_doctor_warn_about_a_slow_dtype():
     assert ended.stdout.splitlines() == [
         f"['warning {said}; --dtype float32']",
         "[]",
-        f"{said}; --dtype float32, or 32 bits for that part, is faster",
+        f"{said}. Use --dtype float32, or 32 bits for this part",
     ]
 
 

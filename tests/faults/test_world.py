@@ -174,5 +174,5 @@ def test_a_service_for_which_shm_is_too_small_says_so_and_ends(tmp_path: Path) -
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
-    for words in (f"free of {32 * MiB}", "the arena needs 67", "--shm-size", "emptyDir"):
+    for words in (f"of {32 * MiB} bytes free", "the arena needs 67", "--shm-size", "emptyDir"):
         assert words in last

@@ -143,14 +143,16 @@ class Seq2SeqContract(FamilyContract):
     def test_lengths_that_the_room_does_not_hold_are_refused_where_asked_for_and_else_told(self, model, caplog):
         caplog.set_level("INFO")
         each, own = model.prompt_token_bytes + model.spec.kv_token_bytes, model.spec.max_model_len
-        with pytest.raises(DeviceError, match=f"a context of 10 tokens takes {10 * each} bytes .* for 9 tokens"):
+        with pytest.raises(DeviceError, match=f"a context of 10 tokens needs {10 * each} bytes .* for 9 tokens"):
             self.engine(model, kv_cache_bytes=10 * each - 1, max_model_len=10, max_num_seqs=2)
         ready = self.engine(model, kv_cache_bytes=10 * each, max_model_len=10).ready
         assert (ready.max_model_len, ready.max_output_len) == (10, 10)
         assert "holds 10 tokens in" in caplog.text
         assert "WARNING" not in caplog.text
         ready = self.engine(model, kv_cache_bytes=2 * each).ready
-        assert f"a context of {own} tokens takes {own * each} bytes of KV cache, which has {2 * each}" in caplog.text
+        assert (
+            f"a context of {own} tokens needs {own * each} bytes of KV cache; the cache has {2 * each}" in caplog.text
+        )
         # More of the one where there is less of the other.
         assert ready.max_model_len == 2 + model.spec.kv_token_bytes // model.prompt_token_bytes
         assert ready.max_output_len == 2 + model.prompt_token_bytes // model.spec.kv_token_bytes

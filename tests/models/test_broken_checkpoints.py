@@ -67,7 +67,7 @@ def test_missing_weights_are_named(copy):
 def test_unexpected_weights_are_named(copy):
     rewrite(copy, lambda weights: weights.update({"model.adapter.weight": torch.zeros(2), "zeta": torch.zeros(2)}))
     said = refused(copy)
-    assert "2 weights that its model does not know" in said
+    assert "2 weights that its model does not have" in said
     assert "model.adapter.weight" in said
 
 
@@ -111,7 +111,13 @@ def test_a_file_that_is_cut(copy):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("", "not JSON"), ("{", "not JSON"), ("[]", "no JSON object"), ("{}", "no model_type"), (None, "no config.json")],
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[]", "not contain a JSON object"),
+        ("{}", "no model_type"),
+        (None, "no config.json"),
+    ],
 )
 def test_configurations_that_cannot_be_read(copy, content, said):
     file = copy / "config.json"
@@ -193,20 +199,20 @@ def test_quantised_weights_whose_package_is_missing(random_checkpoint: Path, tmp
     command = [sys.executable, "-c", LOAD_WITHOUT_PACKAGES, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     for said, (method, _) in zip(done.stdout.splitlines(), cases, strict=True):
-        assert f"quantised with '{method}', which cannot be run here" in said, said
+        assert f"quantised with '{method}', which cannot run here" in said, said
         assert any(name in said for name in NO_PACKAGE[method][1].split("|")), said
 
 
 def test_a_quantisation_that_nobody_knows(copy):
     reconfigure(copy, quantization_config={"quant_method": "abacus"})
     said = refused(copy)
-    assert "quantised with 'abacus', which transformers does not load; it loads aqlm" in said
+    assert "quantised with 'abacus', which transformers does not support; it supports aqlm" in said
 
 
 def test_layers_of_our_own_take_plain_weights(copy):
     refuse_quantized(Checkpoint.open(copy))
     reconfigure(copy, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(UnsupportedCheckpoint, match="only plain weights are served"):
+    with pytest.raises(UnsupportedCheckpoint, match="supports only unquantised weights"):
         refuse_quantized(Checkpoint.open(copy))
 
 

@@ -245,7 +245,7 @@ class TestDeepseekVLOriginal(OriginalContract):
         config = json.loads((path / "config.json").read_text())
         config["vision_config"]["params"] |= {"pixel_mean": [0.5, 0.4, 0.3], "pixel_std": [0.5, 0.5, 0.5]}
         other = changed(path, tmp_path / "other", "config", config)
-        self.assert_refused(other, "do_normalize is True .* pixel_mean is stated by 1 of 1 towers")
+        self.assert_refused(other, "do_normalize is True .* 1 of 1 towers have a pixel_mean")
         other = changed(other, tmp_path / "third", "preprocessor_config", {"do_normalize": False})
         self.assert_same(other, reference, path_file)
         other = changed(other, tmp_path / "fourth", "preprocessor_config", {"image_mean": [0.1, 0.2, 0.3]})
@@ -299,13 +299,13 @@ class TestDeepseekVLOriginal(OriginalContract):
                 "lacks 1 weights, the first is vision_model.vision_tower.blocks.1.attn.qkv.bias",
             ),
             (lambda w: w.pop("language_model.lm_head.weight"), "the first is language_model.lm_head.weight"),
-            (lambda w: w.update(answer=torch.zeros(2)), "does not know, the first is answer"),
+            (lambda w: w.update(answer=torch.zeros(2)), "does not have; the first is answer"),
             (
                 lambda w: w.update({"vision_model.vision_tower.blocks.1.attn.qkv.bias": torch.zeros(95)}),
                 r"vision_model.vision_tower.blocks.1.attn.qkv.bias: \[95\], not \[96\]",
             ),
         ],
-        ids=["projector", "qkv", "untied", "unknown", "another shape"],
+        ids=["projector", "qkv", "untied", "unknown", "shape does not match"],
     )
     def test_weights_are_named_as_published(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)
@@ -448,7 +448,7 @@ class TestDeepseekVLHybridOriginal(OriginalContract):
                 {"vision_config.params.high_res_cfg.model_name": "sam_vit_l"},
                 "tower is 'sam_vit_l', only sam_b_downsample",
             ),
-            ({"vision_config.params.low_res_cfg.pixel_mean": None}, "pixel_mean is stated by 1 of 2 towers"),
+            ({"vision_config.params.low_res_cfg.pixel_mean": None}, "1 of 2 towers have a pixel_mean"),
             ({"aligner_config.params.projector_type": "mlp_gelu"}, "projector_type is 'mlp_gelu'"),
         ],
         ids=str,

@@ -228,7 +228,11 @@ class TestGemma3(ExtremeShapes, FamilyContract):
             ("preprocessor_config", {"size": {"height": 28, "width": 56}}, "the tower takes 56"),
             ("preprocessor_config", {"resample": 0}, "resample is 0"),
             ("preprocessor_config", {"image_processor_type": "SiglipImageProcessor"}, "SiglipImageProcessor"),
-            ("preprocessor_config", {**SCAN, "pan_and_scan_max_num_crops": 21}, "max_num_crops is 21, only 1 to"),
+            (
+                "preprocessor_config",
+                {**SCAN, "pan_and_scan_max_num_crops": 21},
+                "max_num_crops is 21; it must be from 1 to",
+            ),
             ("preprocessor_config", {**SCAN, "pan_and_scan_max_num_crops": 0}, "max_num_crops is 0"),
         ],
         ids=str,

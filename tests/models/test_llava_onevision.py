@@ -134,8 +134,8 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
         ("frames", "options", "error", "named"),
         [
             (1500, {}, LimitExceeded, "1500 frames .* limit is 1023"),
-            (3, {"num_frames": 4}, InputError, "num_frames 4 .* 3 frames"),
-            (3, {"fps": 2.0}, InputError, "without a rate"),
+            (3, {"num_frames": 4}, InputError, "num_frames is 4; .* 3 frames"),
+            (3, {"fps": 2.0}, InputError, "frames have no rate"),
         ],
         ids=str,
     )

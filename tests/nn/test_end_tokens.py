@@ -60,8 +60,8 @@ def test_warns_if_there_is_none(tmp_path: Path, files: dict[str, Any], caplog: p
         assert found(tmp_path, **files) == ()
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path} names no end-of-sequence token, in generation_config.json, config.json or tokenizer_config.json: "
-        "answers end at max_tokens"
+        f"{tmp_path} has no end-of-sequence token in generation_config.json, config.json or "
+        "tokenizer_config.json; outputs end only at max_tokens"
     )
 
 

@@ -86,7 +86,7 @@ class Bare:
 
 
 def test_a_model_without_the_part_is_refused():
-    with pytest.raises(InputError, match=re.escape("vision_device or vision_bits is given, but this model has no")):
+    with pytest.raises(InputError, match=re.escape("vision_device or vision_bits is set, but this model has no")):
         place(Bare(text=nn.Linear(2, 2)), Placement(bits=16), Placement())
 
 

@@ -133,7 +133,7 @@ async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: Mind
 @pytest.mark.parametrize(
     ("executable", "said"),
     [
-        (None, "no worker process can be started: sys.executable is None, as in a program that embeds Python"),
+        (None, "no worker process can be started: sys.executable is None, as in some programs that embed Python"),
         ("", "no worker process can be started: sys.executable is ''"),
         ("/no/python", "with sys.executable, /no/python: No such file or directory"),
         ("/dev/null", "with sys.executable, /dev/null: Permission denied"),

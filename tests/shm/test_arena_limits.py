@@ -29,7 +29,9 @@ def stats(arena: Arena) -> ArenaStats:
 def test_a_request_takes_half_of_an_arena_and_no_more(arena: Arena, tmp_path: Path) -> None:
     greedy, modest = tmp_path / "greedy.txt", tmp_path / "modest.txt"
     refs = [publish(arena, TENTH, greedy) for _ in range(4)]
-    with pytest.raises(LimitExceeded, match=rf"a request that holds [0-9]+; a request may hold {MiB // 2} bytes"):
+    with pytest.raises(
+        LimitExceeded, match=rf"its request already holds [0-9]+ bytes; a request may hold {MiB // 2} bytes"
+    ):
         arena.allocate(TENTH, path_file=greedy)
     assert len(greedy.read_text().splitlines()) == 4, "what was refused is not recorded"
     publish(arena, TENTH, modest)
@@ -57,7 +59,7 @@ def test_blocks_being_filled_count_and_those_given_up_do_not(tmp_path: Path) -> 
 
 
 def test_a_quota_is_at_least_a_byte() -> None:
-    with pytest.raises(InputError, match="quota of 0 bytes"):
+    with pytest.raises(InputError, match="quota of a request is 0 bytes"):
         Arena.create(MiB, quota_bytes=0)
 
 
@@ -78,7 +80,7 @@ def test_the_collector_frees_a_block_whose_lease_ran_out(arena: Arena) -> None:
 
 
 def test_a_block_of_a_request_has_no_lease(arena: Arena, path_file: Path) -> None:
-    with pytest.raises(InputError, match=r"lease of 5 s .*shm_name.txt"):
+    with pytest.raises(InputError, match=r"lease is 5 s, .*shm_name.txt"):
         arena.allocate(TENTH, path_file=path_file, lease_s=5)
 
 

@@ -112,9 +112,9 @@ say(sorted(os.listdir("/dev/shm")))
 def test_a_nearly_full_shm_says_what_there_is_and_how_to_enlarge_it() -> None:
     require(FULL_SHM)
     some, left_then, none, left = run(FULL_SHM, FILL + NO_ROOM)
-    assert f"has {12 << 20} bytes free of {32 << 20}, the arena needs " in some
+    assert f"has {12 << 20} of {32 << 20} bytes free, but the arena needs " in some
     for message in (some, none):
-        for advice in ("mindie-mm shm gc", "make it smaller", "mount -o remount,size=", "--shm-size", "emptyDir"):
+        for advice in ("mindie-mm shm gc", "ask for less", "mount -o remount,size=", "--shm-size", "emptyDir"):
             assert advice in message
     assert "has 0 bytes free" in none
     assert left_then == left == "['another-program']", "what could not be made leaves nothing"
@@ -227,7 +227,7 @@ def test_an_unlinked_arena_fails_its_owner_clearly_and_its_readers_one_by_one(ar
     view = attach(first)
     arena.path.unlink()
     settled(arena)
-    with pytest.raises(SharedMemoryError, match=f"{arena.path} was removed.* make a new one"):
+    with pytest.raises(SharedMemoryError, match=f"{arena.path} was removed.* create a new arena"):
         arena.allocate(SPECS, path_file=None)
     for ref in (first, second):
         with pytest.raises(BadReference, match=f"mindie_mm-{arena.number:04x}"):
@@ -261,7 +261,7 @@ def test_a_cut_arena_is_an_error_for_its_owner_and_its_readers_and_no_sigbus(siz
         said = owner.stdout.read().splitlines()
     assert owner.wait() == 0, f"it ended with {owner.returncode}: {said}"
     owners, readers, left = said
-    assert "make a new one" in owners
+    assert "create a new arena" in owners
     assert "mindie_mm-" in readers
     assert left == "False"
 
@@ -287,7 +287,7 @@ def test_another_arena_under_the_same_number_is_never_taken_for_this_one(arena: 
                 attach(ref)
         assert (view["x"] == 7).all()
         settled(arena)
-        with pytest.raises(SharedMemoryError, match="make a new one"):
+        with pytest.raises(SharedMemoryError, match="create a new arena"):
             arena.allocate(SPECS, path_file=None)
         arena.close()
         assert arena.path.exists(), "it is not this owner's file"
@@ -365,7 +365,7 @@ def test_damaged_release_words_free_nothing_but_what_they_name(arena: Arena) -> 
 
 def test_a_path_file_that_is_a_fifo_is_refused_and_nobody_waits(arena: Arena, path_file: Path) -> None:
     os.mkfifo(path_file)
-    with pytest.raises(InputError, match="is no regular file"):
+    with pytest.raises(InputError, match="is not a regular file"):
         release(path_file)
     with pytest.raises(SharedMemoryError, match=f"{path_file} cannot be written"):
         arena.allocate(SPECS, path_file=path_file)

@@ -76,7 +76,7 @@ def test_dtype_and_shape_must_be_the_blocks(arena: Arena) -> None:
         Ref(ref.arena, ref.block, ref.generation, "int8", ref.shape),
         Ref(ref.arena, ref.block, ref.generation, ref.dtype, (588, 300)),
     ):
-        with pytest.raises(CorruptReference, match="first array is uint8"):
+        with pytest.raises(CorruptReference, match="first array of the block has dtype uint8"):
             attach(wrong)
 
 
@@ -161,7 +161,7 @@ def test_a_truncated_arena_is_missing(arena: Arena) -> None:
     ref, _ = publish(arena)
     view = attach(ref)
     os.truncate(arena.path, arena.path.stat().st_size - PAGE)
-    with pytest.raises(SegmentMissing, match="its header says"):
+    with pytest.raises(SegmentMissing, match="its header requires"):
         attach(ref)
     free(ref)
     assert len(view) == 2
@@ -173,7 +173,7 @@ def test_a_replaced_arena_is_missing_and_another_arena_there_is_stale(arena: Are
     with Arena.create(1 << 20) as other:
         stranger, _ = publish(other)
         other.path.replace(arena.path)
-        with pytest.raises(SegmentMissing, match="names arena"):
+        with pytest.raises(SegmentMissing, match="belongs to arena"):
             attach(ref)
     arena.path.unlink()
     arena.path.write_bytes(b"somebody's notes")

@@ -41,7 +41,7 @@ def test_counts_of_a_file_that_was_cut_short_are_missing(tmp_path: Path) -> None
     """Another program may cut an arena while it is described."""
     cut = tmp_path / "cut"
     cut.write_bytes(bytes(STATS_OFFSET + 8))
-    with cut.open("rb") as file, pytest.raises(SegmentMissing, match="ends before byte 584"):
+    with cut.open("rb") as file, pytest.raises(SegmentMissing, match="end at byte 584"):
         ArenaStats.read(file.fileno())
 
 
@@ -292,7 +292,7 @@ def test_a_path_files_blocks_and_segments_are_freed_once(arena: Arena, tmp_path:
             assert [(one.cause, one.what) for one in collected.reclaimed] == expected
             assert collected.num_bytes == num_bytes + 5000
             assert len(collected.failures) == 1
-            assert "2 lines are no reference (line 3, 4)" in collected.failures[0]
+            assert "2 lines are not references (line 3, 4)" in collected.failures[0]
         assert collect_path_file(path_file).reclaimed == ()
         assert stranger.exists()
         assert arena.num_blocks == 0

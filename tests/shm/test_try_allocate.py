@@ -98,7 +98,7 @@ def test_what_can_never_be_had_is_refused(arena: Arena, path_file: Path, items: 
 
 def test_a_request_counts_with_what_it_holds(arena: Arena, path_file: Path) -> None:
     (block,) = arena.try_allocate(pages(40), path_file=path_file)
-    with pytest.raises(LimitExceeded, match="for a request that holds 163840"):
+    with pytest.raises(LimitExceeded, match="its request already holds 163840"):
         arena.require(pages(9), path_file)
     assert arena.require(pages(8), path_file) == 8 * PAGE
     arena.discard(block)

@@ -214,7 +214,7 @@ def test_the_path_file_is_required_where_no_file_lies(tokenizer, spool):
     ("bad", "error", "message"),
     [
         ({"image": "/no/such.jpg"}, MediaError, "media item 1 .image.: there is no file /no/such.jpg"),
-        ({"image": b"junk"}, MediaError, "media item 1 .image.: the 4 bytes are no readable image"),
+        ({"image": b"junk"}, MediaError, "media item 1 .image.: the 4 bytes cannot be read as an image"),
         ({"image": "truncated"}, MediaError, "media item 1 .image.: the JPEG image of 150x120 pixels is broken"),
         ({"image": "opened"}, MediaError, "media item 1 .image.: the JpegImageFile cannot be read: OSError"),
         ({"audio": b"sound"}, InputError, "takes no audio"),
@@ -262,7 +262,7 @@ def test_ids_of_any_type_of_integers(tokenizer):
     for ids in (np.array([1, 2, 3]), torch.tensor([1, 2, 3]), np.array([1, 2, 3], np.int32)):
         assert tokenizer.tokenize_ids(ids).equal(tokenizer.tokenize_ids([1, 2, 3]))
     for wrong in (True, 1.0, "1", None, -1, 2**31, np.array([1]), np.float32(1)):
-        with pytest.raises(TokenOutOfRange, match="is no token id"):
+        with pytest.raises(TokenOutOfRange, match="is not a token id"):
             tokenizer.tokenize_ids([1, wrong])
 
 
@@ -296,7 +296,9 @@ def test_what_a_template_makes_is_no_longer_than_what_is_encoded(tmp_path):
         )
         assert len(prompt) > 100
         for options in (PromptOptions(4096), PromptOptions(4096, truncate=True)):
-            with pytest.raises(ContextLengthExceeded, match=r"the prompt has \d{6} characters; with a limit of 4096"):
+            with pytest.raises(
+                ContextLengthExceeded, match=r"the prompt has \d{6} characters; the limit is .* at most 4096"
+            ):
                 tokenizer.make(tokenizer.prompts.draft_messages(messages, True, {"tools": many}, options), None)
 
 
@@ -426,6 +428,6 @@ def test_what_a_request_takes_to_decode_is_counted_by_request(checkpoint_path, a
         for _ in range(3):
             tokenizer.tokenize([{"image": picture}] * 2, path_file)
             release(path_file)
-        with pytest.raises(LimitExceeded, match=r"media item 2 .image.: .* 180000 pixels or more, .* limit is 120000"):
+        with pytest.raises(LimitExceeded, match=r"media item 2 .image.: .* at least 180000 pixels .* limit is 120000"):
             tokenizer.tokenize([{"image": picture}] * 3, path_file)
         assert arena.num_blocks == 0

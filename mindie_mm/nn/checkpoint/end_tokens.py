@@ -35,8 +35,8 @@ def eos_token_ids(checkpoint: Checkpoint, default: Collection[int] = ()) -> tupl
     ids = ids or list(default)
     if not ids:
         _log.warning(
-            "%s names no end-of-sequence token, in generation_config.json, config.json or tokenizer_config.json: "
-            "answers end at max_tokens",
+            "%s has no end-of-sequence token in generation_config.json, config.json or tokenizer_config.json; "
+            "outputs end only at max_tokens",
             checkpoint.path,
         )
     return tuple(ids)
