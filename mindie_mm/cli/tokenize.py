@@ -21,7 +21,8 @@ from mindie_mm.settings.config import MediaCaps, MiB
 @click.option("--output", type=PATH, required=True, help="Folder for the run. It is created if it does not exist.")
 @click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]")
 @click.option("--family", default="",
-              help="Model family to use, whatever config.json says.  [default: the one in config.json]")  # fmt: skip
+              help="Model family to use instead of the one that config.json names.  [default: the one in "
+              "config.json]")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1),
               help="Number of worker processes, or of Ray actors.  [default: one per CPU]")  # fmt: skip
 @click.option("--shard-bytes", type=click.IntRange(1), default=256 * MiB, show_default=True,

@@ -127,9 +127,9 @@ class MediaCaps:
     """Maximum number of pixels of all decoded video frames in one request. Frames between the sampled ones count too,
     because they have to be decoded."""
     max_audio_seconds: Seconds = 4 * 3600.0
-    """Maximum length of a sound in seconds, as its container states it."""
+    """Maximum length of an audio clip in seconds, as its container states it."""
     max_audio_samples: Count = 2**26
-    """Maximum number of samples per channel to decode from a sound, whatever its container states."""
+    """Maximum number of samples per channel to decode from an audio clip, whatever its container states."""
     max_decode_bytes: CountOrNone = 4 * GiB
     """Maximum memory in bytes that a decoder process may allocate, beyond its size at the start. A request that needs
     more fails alone. 0 removes the limit."""
@@ -153,7 +153,7 @@ class WorkerConfig:
     model: Path | None = None
     """Checkpoint directory. Default: the embedded checkpoint."""
     family: str | None = None
-    """Model family to use, whatever config.json says. Default: the family that config.json names."""
+    """Model family to use instead of the one that config.json names. Default: the family that config.json names."""
     generation_config: str = "auto"
     """Source of the sampling parameters that a request leaves out. auto: the checkpoint's generation_config.json. vllm:
     neutral values, temperature 1 and no other limits. Or a folder with a generation_config.json, whose end-of-sequence
@@ -252,7 +252,7 @@ class ServiceConfig:
     max_videos: CountOrNone = 8
     """Maximum number of videos in one request."""
     max_audios: CountOrNone = 8
-    """Maximum number of sounds in one request."""
+    """Maximum number of audio clips in one request."""
     fetch_timeout_s: Seconds = 30.0
     """Maximum time in seconds to fetch one media item over HTTP, redirects included."""
     fetch_connect_timeout_s: Seconds = 5.0

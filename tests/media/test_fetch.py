@@ -275,7 +275,7 @@ async def test_spend_counts_the_bytes_that_decoding_adds(server: str) -> None:
     def spend(num_bytes: int) -> None:
         spent.append(num_bytes)
         if sum(spent) > len(BODY) - 1:
-            raise LimitExceeded("the request's media have too much")
+            raise LimitExceeded("the request's media take too much")
 
     spent: list[int] = []
     with pytest.raises(LimitExceeded, match="take too much"):

@@ -293,7 +293,7 @@ def test_nothing_is_kept_for_another_request(model, mindie, path_file):
 
 
 @pytest.mark.parametrize("moment", ["before it is added", "while it waits"])
-@pytest.mark.parametrize("harm", ["removed", "truncated"])
+@pytest.mark.parametrize("harm", ["removed", "cut short"])
 def test_a_lost_segment_fails_its_own_request_alone(model, mindie, path_file, moment, harm):
     good, bad = (mindie.tokenize(PROMPTS[name], path_file) for name in ("mixed", "an image"))
     expected, _ = run(Engine(model, EngineConfig()), [good], max_tokens=8)
@@ -315,7 +315,7 @@ def test_a_lost_segment_fails_its_own_request_alone(model, mindie, path_file, mo
     while engine.has_work():
         news += engine.step().progress
     news = [progress for progress in news if progress]
-    lost = moment == "before it is added" or harm == "truncated"  # a segment that was attached outlives its file
+    lost = moment == "before it is added" or harm == "cut short"  # a segment that was attached outlives its file
     errors = {progress.request_id: progress.error.name for progress in news if progress.error}
     assert errors == ({"bad": "SegmentMissing"} if lost else {})
     tokens = [token for progress in news if progress.request_id == "good" for token in progress.token_ids]

@@ -144,7 +144,7 @@ def test_what_cannot_be_looked_at_is_marked(page: Page) -> None:
 
 def test_a_sick_service_is_asked_no_more_often(page: Page, noted: Noted) -> None:
     """While a question waits; its memory goes on being shown."""
-    words = "the engine process died, another is being started"
+    words = "the engine process died, and another one is being started"
     page.route("**/health", lambda route: route.fulfill(status=503, json={"error": {"message": words}}))
     page.route("**/v1/chat/completions", lambda _: None)
     page.get_by_label("Question", exact=True).fill("Hello!")

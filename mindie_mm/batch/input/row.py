@@ -181,8 +181,8 @@ def _from_object(record: Any, locate: _Locate) -> Row:
         prompt, flat = with_media(prompt, _flat_items(record)), []
     if len(given) + bool(flat) > 1 or record.keys() >= {*_TEXTS}:
         raise InputError(
-            f"the row has the keys {given + flat}; it must have only one of inputs, messages, and text with "
-            "media. prompt is an alias of text. Choose with --select-columns"
+            f"the row has the keys {given + flat}; it must have only one of inputs, messages, and text (or its "
+            "alias prompt) with media. Choose with --select-columns"
         )
     variables = _variables(record)
     if flat:
@@ -199,13 +199,13 @@ def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
     chosen = ",".join(key for key in record if key == "id" or key in flat)
     if others and not any(key in _TEXTS for key in flat):
         raise InputError(
-            f"the row has media, no text, and {others}, which would be ignored. Rename the text to text, or "
-            f"use --select-columns {chosen} to read the row without a text"
+            f"the row has media, no text, and {others}, which would be ignored. Rename the key of the text to "
+            f"text, or use --select-columns {chosen} to read the row without a text"
         )
     if _MEDIA.isdisjoint(flat) and (named := [key for key in others if key in _FILE_KEYS]):
         raise InputError(
-            f"the row has a text, no media, and {named}, which would be ignored. Rename the media to image, "
-            f"video or audio, or use --select-columns {chosen} to read the row without media"
+            f"the row has a text, no media, and {named}, which would be ignored. Rename the key of the media "
+            f"to image, video or audio, or use --select-columns {chosen} to read the row without media"
         )
 
 
@@ -232,8 +232,8 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
     if not text and (others := sorted(described.keys() - _KNOWN)):
         raise InputError(
             f"{record.key} has media, no text, and {others} in its .json, which would be ignored. Rename the "
-            "text to text, give a text with --template, or use --select-columns id to read the row without a "
-            "text"
+            "key of the text to text, give a text with --template, or use --select-columns id to read the row "
+            "without a text"
         )
     if text.count(MEDIA_MARK) > 1:
         raise InputError(f"the text of {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; the limit is 1")

@@ -59,7 +59,7 @@ def check_adapter(root: Path) -> None:
         base = settings.get("base_model_name_or_path") or "the base model"
         raise UnsupportedCheckpoint(
             f"{root} has {names[0]}, {kind} of {base}, and adapters are not supported. Merge the adapter into "
-            "the weights:  PeftModel.from_pretrained(model, "
+            "the weights: PeftModel.from_pretrained(model, "
             f"{str(root)!r}).merge_and_unload().save_pretrained(FOLDER). Or remove the file to serve the model "
             "without it"
         )
@@ -67,9 +67,9 @@ def check_adapter(root: Path) -> None:
 
 def no_checkpoint(root: Path) -> UnsupportedCheckpoint:
     """Return the error for a path that is not a directory with a config.json, with advice on the path to give."""
-    message = f"{root} is not a checkpoint directory:  it has no config.json"
+    message = f"{root} is not a checkpoint directory: it has no config.json"
     if root.is_file():
-        return UnsupportedCheckpoint(f"{root} is not a checkpoint directory:  {_file(root)}")
+        return UnsupportedCheckpoint(f"{root} is not a checkpoint directory: {_file(root)}")
     if not root.is_dir():
         return UnsupportedCheckpoint(message + _download(root))
     with os_errors_as(UnsupportedCheckpoint, f"{root} cannot be read"):

@@ -73,7 +73,7 @@ def _check(file: Path) -> Sequence[str] | None:
     """
     check_pointer(file)
     if not (size := file.stat().st_size):
-        raise UnsupportedCheckpoint(f"{file} cannot be read: it is empty. Download it again")
+        raise UnsupportedCheckpoint(f"{file} is empty. Download it again")
     if file.suffix != ".safetensors":
         _check_torch(file)
         return None
@@ -82,7 +82,7 @@ def _check(file: Path) -> Sequence[str] | None:
         length = int.from_bytes(start, "little")
         if length > _MOST_HEADER_BYTES and len(start) == 8:
             raise UnsupportedCheckpoint(
-                f"{file} cannot be read: it is not a safetensors file: it begins with {start!r}. Download it again"
+                f"{file} is not a safetensors file: it begins with {start!r}. Download it again"
             )
         header = opened.read(length)
     try:
@@ -97,8 +97,7 @@ def _check(file: Path) -> Sequence[str] | None:
         ) from error
     if size < needed:
         raise UnsupportedCheckpoint(
-            f"{file} cannot be read: it is truncated: it has {size} bytes, but its header requires {needed}. "
-            "Download it again"
+            f"{file} is truncated: it has {size} bytes, but its header requires {needed}. Download it again"
         )
     return [*tensors]
 
@@ -109,12 +108,10 @@ def _check_torch(file: Path) -> None:
         start = opened.read(8)
         is_whole = zipfile.is_zipfile(opened)
     if start.startswith(b"PK") and not is_whole:
-        raise UnsupportedCheckpoint(
-            f"{file} cannot be read: it is truncated: it has no directory at its end. Download it again"
-        )
+        raise UnsupportedCheckpoint(f"{file} is truncated: it has no directory at its end. Download it again")
     if not start.startswith((b"PK", b"\x80")):
         raise UnsupportedCheckpoint(
-            f"{file} cannot be read: it was not written by torch.save: it begins with {start!r}. Download it again"
+            f"{file} was not written by torch.save: it begins with {start!r}. Download it again"
         )
 
 

@@ -96,7 +96,7 @@ def _append(path_file: bytes, line: bytes) -> None:
         try:
             if (size := _require_own(name, descriptor)) > _FULL_BYTES:
                 raise LimitExceeded(
-                    f"path file {name} has {size} bytes, the limit is {_FULL_BYTES}. Release and remove the file"
+                    f"path file {name} has {size} bytes; the limit is {_FULL_BYTES}. Release and remove the file"
                 )
             written = os.write(descriptor, line)
         finally:
