@@ -192,7 +192,7 @@ def test_videos_with_a_wrong_packet_count_are_planned_again(pair: Pair) -> None:
         ({"image": encoded(CAT)[:3000]}, "media item 1 (image): the JPEG image of 150x120 pixels is broken"),
         ({"image": encoded(photograph(size=(401, 2)))}, "media item 1 (image): 401x2 pixels"),
         ({"video": [encoded(CAT), b"junk"]}, "media item 1 (video): frame 1: the 4 bytes cannot be read as an image"),
-        ({"audio": b"sound"}, "takes no audio"),
+        ({"audio": b"sound"}, "does not accept audio"),
         ({"image": encoded(CAT), "num_frames": 3}, ""),
     ],
     ids=str,

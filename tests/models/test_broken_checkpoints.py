@@ -158,7 +158,7 @@ def test_an_unknown_dtype(copy):
 def test_a_modality_that_the_family_lacks(copy, tmp_path):
     with (
         Tokenizer.from_pretrained(copy) as tokenizer,
-        pytest.raises(InputError, match="takes no audio; it takes image, video"),
+        pytest.raises(InputError, match="does not accept audio inputs; it accepts image, video"),
     ):
         tokenizer.tokenize([{"audio": b"RIFF"}], tmp_path / "shm_name.txt")
 

@@ -293,7 +293,7 @@ class TestMolmo2(FamilyContract):
             ([{"image": picture(8, 8)}, {"video": clip(1, 8, 8)}], InputError, "accepts only one kind per prompt"),
             ([{"video": clip(1, 8, 8)}, {"video": clip(2, 8, 8)}], LimitExceeded, "limit is 1"),
             ([{"video": clip(9, 8, 8)}], LimitExceeded, "9 frames .* limit is 6"),
-            ([{"audio": np.zeros(100, np.float32)}], InputError, "takes no audio"),
+            ([{"audio": np.zeros(100, np.float32)}], InputError, "does not accept audio"),
         ],
         ids=str,
     )

@@ -133,5 +133,5 @@ def test_weights_with_an_adapter_in_place_are_told(random_checkpoint, tmp_path):
     plain = next(name for name in weights if name.endswith("layers.0.self_attn.q_proj.weight"))
     weights[wrapped.replace("N", "0")] = weights.pop(plain)
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(UnsupportedCheckpoint, match=r"adapter in place.*q_proj\.base_layer\.weight.*merge"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"active adapter.*q_proj\.base_layer\.weight.*merge"):
         load_model(tmp_path / "other", device="cpu")

@@ -141,7 +141,7 @@ def test_bad_parameters(http: Any, path: str, parameters: dict[str, Any]) -> Non
 def test_its_own_parameters_stand_in_their_place(http: Any, path: str, field: dict[str, Any]) -> None:
     answer = http.post(path, json={"inputs": "What colour"} | field)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == f"body: {min(field)} must stand in parameters"
+    assert answer.json()["error"]["message"] == f"body: {min(field)} must be inside parameters"
 
 
 @pytest.mark.parametrize("inputs", [[], "", [{"image": "/etc/passwd"}], 5, None, [{"text": 5}]])

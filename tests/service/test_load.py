@@ -179,9 +179,9 @@ def test_the_deadline_of_a_stream_is_its_last_event(hasty: RunningService, red_s
     if response.status == 200:
         assert text.endswith("data: [DONE]\n\n")
         why = "RequestTimeout: the request took longer than the limit of 2 s"
-        told = f"the answer broke off: {why} [{id_of(response)}]"
+        told = f"the response was aborted: {why} [{id_of(response)}]"
         wait_until(lambda: told in hasty.log.read_text())
-        line = re.compile(rf"POST {CHAT} 200 [\d.]+ s, broken off: RequestTimeout \[{id_of(response)}\]")
+        line = re.compile(rf"POST {CHAT} 200 [\d.]+ s, aborted: RequestTimeout \[{id_of(response)}\]")
         wait_until(lambda: line.search(hasty.log.read_text()) is not None)  # written once the client has it
     assert unfinished(hasty) == before + Counter(error=8), "its client did not leave"
     assert hasty.wait_until_free()["blocks"] == 0

@@ -338,8 +338,8 @@ def test_a_process_that_dies_again_and_again_is_started_after_pauses_and_readine
         assert service.stop() == 0
     said = (tmp_path / "log").read_text()
     for pause_s in ("0.5", "1.0", "2.0"):
-        assert f"{role} process is started again in {pause_s} s" in said
-    assert "was started again (restart 1)" in said
+        assert f"{role} process is restarted in {pause_s} s" in said
+    assert "was restarted (restart 1)" in said
 
 
 def test_a_killed_service_is_cleaned_up_by_the_next(
@@ -432,7 +432,7 @@ def test_a_folder_of_data_is_no_spool(settings: dict[str, object], tmp_path: Pat
     (tmp_path / "a" / "image").mkdir(parents=True)
     (tmp_path / "a" / "shm_name.txt").touch()
     with (
-        pytest.raises(RuntimeError, match=f"{tmp_path / 'a'} is no request directory .*is no spool"),
+        pytest.raises(RuntimeError, match=f"{tmp_path / 'a'} is not a request directory .*is not a spool"),
         running_service(settings | {"spool": tmp_path}, tmp_path / "log"),
     ):
         pytest.fail("started")

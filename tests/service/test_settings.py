@@ -27,9 +27,9 @@ def refused(*flags: object) -> str:
 def test_a_spool_that_cannot_be_one(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert re.fullmatch(r"Error: spool /proc/x cannot be made: .*", refused("--spool", "/proc/x"))
-    assert re.fullmatch(rf"Error: spool {file} cannot be made: .*", refused("--spool", file))
-    assert re.fullmatch(rf"Error: spool {file}/x cannot be made: .*", refused("--spool", file / "x"))
+    assert re.fullmatch(r"Error: spool /proc/x cannot be created: .*", refused("--spool", "/proc/x"))
+    assert re.fullmatch(rf"Error: spool {file} cannot be created: .*", refused("--spool", file))
+    assert re.fullmatch(rf"Error: spool {file}/x cannot be created: .*", refused("--spool", file / "x"))
     assert file.is_file()
 
 
@@ -45,7 +45,7 @@ def test_a_folder_of_media_that_is_none(tmp_path: Path) -> None:
     file.touch()
     for folder in (tmp_path / "nothing", file):
         said = refused("--spool", spool, "--allowed-media-dir", folder)
-        assert said == f"Error: allowed_media_dir is {folder}, which is no folder"
+        assert said == f"Error: allowed_media_dir is {folder}, which is not a folder"
     assert list(spool.iterdir()) == []
 
 

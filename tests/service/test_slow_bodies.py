@@ -78,7 +78,7 @@ async def test_a_body_that_pauses_ends_its_connection(address: tuple[str, int], 
     assert head.startswith(b"HTTP/1.1 408")
     assert b"connection: close" in head.lower()
     error = json.loads(body)["error"]
-    assert error["message"] == "the request's body paused for longer than the limit of 1 s"
+    assert error["message"] == "the request body paused for longer than the limit of 1 s"
     assert error["type"] == "TimeoutError"
 
 

@@ -45,13 +45,13 @@ async def test_what_all_requests_spool_is_bounded_and_given_back(tmp_path: Path)
         directory.mkdir()
     await policy.spool([of_size(15), of_size(15)], first)
     for _ in range(3):  # what is refused takes nothing
-        with pytest.raises(SpoolFull, match="the media of all requests take 54 bytes; the limit is 50"):
+        with pytest.raises(SpoolFull, match="the media of all requests in progress have 54 bytes; the limit is 50"):
             await policy.spool([of_size(24)], second)
         policy.remove(second)
     for _ in range(2):  # nor is anything given back twice
         policy.remove(first)
     await asyncio.gather(policy.spool([of_size(30)], first), policy.spool([of_size(20)], second))
-    with pytest.raises(SpoolFull, match="take 51 bytes"):
+    with pytest.raises(SpoolFull, match="have 51 bytes"):
         await policy.spool([of_size(1)], tmp_path)
 
 
@@ -63,10 +63,10 @@ def test_one_request_finds_room_at_least() -> None:
 async def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "image").mkdir()
     (tmp_path / "image/1.bin").symlink_to("/dev/full")
-    with pytest.raises(SpoolFull, match="the spool takes no more: No space left on device"), room_to_spool():
+    with pytest.raises(SpoolFull, match="the spool cannot be written: No space left on device"), room_to_spool():
         await MediaPolicy(ServiceConfig()).spool([of_size(9)], tmp_path)
     assert [record.getMessage() for record in caplog.records] == [
-        "the spool takes no more: [Errno 28] No space left on device"
+        "the spool cannot be written: [Errno 28] No space left on device"
     ]
 
 
@@ -93,7 +93,7 @@ def test_any_error_of_the_spool_is_reported_without_its_path(number: int, caplog
         wrapping = os_errors_as(SharedMemoryError, "/the/spool") if wrapped else nullcontext()
         with pytest.raises(SpoolFull) as raised, room_to_spool(), wrapping:
             raise OSError(number, os.strerror(number), "/the/spool/x")
-        assert str(raised.value) == f"the spool takes no more: {os.strerror(number)}"
+        assert str(raised.value) == f"the spool cannot be written: {os.strerror(number)}"
     assert all("/the/spool" in record.getMessage() for record in caplog.records)
 
 
@@ -117,7 +117,7 @@ async def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(spending, "make_spool", lambda root: (asked.append(root), answer.wait(30)))
     probe = SpoolProbe(tmp_path)
     for _ in range(3):
-        with pytest.raises(SpoolFull, match="its file system has not answered for"):
+        with pytest.raises(SpoolFull, match="its file system has not responded for"):
             await probe.check()
     answer.set()
     monkeypatch.setattr(spending, "PROBE_S", 30)
@@ -158,7 +158,7 @@ def test_a_file_system_that_becomes_read_only(mounted: Path, tmp_path: Path, red
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"
             error = answer.json()["error"]
-            assert error["message"] == "the spool takes no more: Read-only file system"
+            assert error["message"] == "the spool cannot be written: Read-only file system"
             assert error["type"] == "ServiceUnavailableError"
         assert ask(text).status_code == 200
         remount("rw")
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_removed_fails_no_request(tmp_path: Path, caplog
                 pytest.skip("this user may mount nothing")
             with arena.allocate({"x": ArraySpec((1,), "uint8")}, path_file=directory.path_file) as block:
                 ref = block.publish()
-        assert "the next reclaim will remove it" in caplog.text
+        assert "it is removed at the next reclaim" in caplog.text
         with pytest.raises(StaleReference), attach(ref) as view:
             view.verify()
         subprocess.run(("umount", str(directory.path)), check=True)

@@ -44,7 +44,7 @@ async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
 async def test_the_request_has_a_budget(tmp_path: Path) -> None:
     policy = MediaPolicy(ServiceConfig(max_media_bytes=20))
     items = [Media("image", "data:;base64,AAAAAAAAAAAAAAAAAAAA")] * 2
-    with pytest.raises(LimitExceeded, match=r"item 1 \(image\): the request's media take 30 bytes; the limit is 20"):
+    with pytest.raises(LimitExceeded, match=r"item 1 \(image\): the request's media have 30 bytes; the limit is 20"):
         await policy.spool(items, tmp_path)
 
 
@@ -83,7 +83,7 @@ async def test_base64_is_decoded_off_the_event_loop(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("path", ["/proc/self/environ", "/proc/version", "/sys/kernel/uevent_seqnum"])
 async def test_the_kernels_own_files_are_none_whatever_folder_is_allowed(tmp_path: Path, path: str) -> None:
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=Path("/")))
-    with pytest.raises(MediaError, match="no such file under the allowed media folder"):
+    with pytest.raises(MediaError, match="there is no such file in the allowed media folder"):
         await policy.spool([Media("image", path)], tmp_path)
 
 
@@ -101,7 +101,7 @@ async def test_a_file_that_grows_while_it_is_read_ends_at_the_limits(
     monkeypatch.setattr("service.request.media.os.fstat", before)
     for config, message in (
         (ServiceConfig(allowed_media_dir=tmp_path, max_item_bytes=4000), "the limit for one item is 4000"),
-        (ServiceConfig(allowed_media_dir=tmp_path, max_media_bytes=4000), "take 5000 bytes; the limit is 4000"),
+        (ServiceConfig(allowed_media_dir=tmp_path, max_media_bytes=4000), "have 5000 bytes; the limit is 4000"),
     ):
         with pytest.raises(LimitExceeded, match=message):
             await MediaPolicy(config).spool([Media("image", str(tmp_path / "in.png"))], tmp_path)
@@ -139,7 +139,7 @@ async def test_what_is_read_too_late_is_not_written(tmp_path: Path, monkeypatch:
 
 async def test_the_budget_ends_a_fetch(tmp_path: Path, web_server: str, sent: list[int]) -> None:
     config = ServiceConfig(allow_private_media=True, max_item_bytes=1 << 30, max_media_bytes=1 << 20)
-    with pytest.raises(LimitExceeded, match=r"the request's media take \d+ bytes; the limit is 1048576"):
+    with pytest.raises(LimitExceeded, match=r"the request's media have \d+ bytes; the limit is 1048576"):
         await MediaPolicy(config).spool([Media("image", f"{web_server}/endless")] * 4, tmp_path)
     assert sum(sent) < 64 << 20, "what the sockets buffer may come on top"
 
@@ -181,13 +181,13 @@ async def test_frames_are_files_of_their_video(tmp_path: Path, web_server: str) 
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
-        ("/etc/hostname", "no such file under the allowed media folder"),
-        ("file:///etc/hostname", "no such file under the allowed media folder"),
+        ("/etc/hostname", "there is no such file in the allowed media folder"),
+        ("file:///etc/hostname", "there is no such file in the allowed media folder"),
         ("http://127.0.0.1:9/a.jpg", "its address is not public"),
         ("http://[::1]:9/a.jpg", "its address is not public"),
-        ("https://elsewhere.org/a.jpg", "elsewhere.org is none of the allowed media domains"),
-        ("ftp://host/a.jpg", "a URL of scheme 'ftp'"),
-        ("data:image/jpeg;base64,AAA", "base64 is not valid"),
+        ("https://elsewhere.org/a.jpg", "elsewhere.org is not one of the allowed media domains"),
+        ("ftp://host/a.jpg", "the URL has the scheme 'ftp'"),
+        ("data:image/jpeg;base64,AAA", "base64 of the data: URL is not valid"),
         ("data:image/jpeg;base64," + "AAAA" * 11, "33 bytes; the limit for one item is 30"),
         ("data:image/jpeg;base64,AAAA\ud800", "a lone surrogate"),
     ],
@@ -204,10 +204,12 @@ async def test_frames_are_one_item_to_its_limit(tmp_path: Path, web_server: str,
     policy = MediaPolicy(ServiceConfig(max_item_bytes=12, max_media_bytes=30, allow_private_media=True))
     await policy.spool([Media("video", ("AAAA",) * 4), Media("image", "A" * 16)], tmp_path)
     policy.remove(tmp_path)
-    with pytest.raises(LimitExceeded, match=r"\(video\): frame \d: 15 bytes; the limit for one item is 12"):
+    with pytest.raises(
+        LimitExceeded, match=r"\(video\): frame \d: the item has at least 15 bytes; the limit for one item is 12"
+    ):
         await policy.spool([Media("video", ("AAAA",) * 5)], tmp_path)
     policy.remove(tmp_path)
-    with pytest.raises(LimitExceeded, match=r"the request's media take \d+ bytes; the limit is 30"):
+    with pytest.raises(LimitExceeded, match=r"the request's media have \d+ bytes; the limit is 30"):
         await policy.spool([Media("video", ("AAAA",) * 4)] * 3, tmp_path)
     many = MediaPolicy(ServiceConfig(max_item_bytes=1 << 20, allow_private_media=True))
     sent.clear()
@@ -218,7 +220,7 @@ async def test_frames_are_one_item_to_its_limit(tmp_path: Path, web_server: str,
 
 async def test_a_request_has_so_many_frames(tmp_path: Path) -> None:
     videos = [Media("video", ("AAAA",) * 1025)] * 2
-    with pytest.raises(LimitExceeded, match="2050 frames in the request's lists; the limit is 2048"):
+    with pytest.raises(LimitExceeded, match="the request has 2050 frames in lists; the limit is 2048"):
         await MediaPolicy(ServiceConfig()).spool(videos, tmp_path)
 
 

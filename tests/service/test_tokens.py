@@ -54,11 +54,11 @@ def test_a_chat_without_generation_prompt(http: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "no place for tools"),
-        ({"reasoning_effort": "low"}, "no place for reasoning_effort"),
-        ({"continue_final_message": True}, "continue_final_message is not served"),
-        ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not served"),
-        ({"add_special_tokens": True}, "add_special_tokens is True; it is not served"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "not use tools"),
+        ({"reasoning_effort": "low"}, "not use reasoning_effort"),
+        ({"continue_final_message": True}, "continue_final_message is not supported"),
+        ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not supported"),
+        ({"add_special_tokens": True}, "add_special_tokens is True, which is supported only with prompt"),
     ],
 )
 def test_another_prompt_than_a_chats_is_refused(http: Any, change: dict[str, Any], said: str) -> None:
@@ -106,8 +106,8 @@ def test_inputs_have_the_prompt_of_a_generate_of_the_same(http: Any, chat_templa
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"prompt": "Hello!", "chat_template": False}, "chat_template is False, which needs inputs"),
-        ({"messages": [{"role": "user", "content": "a"}], "chat_template": True}, "is True, which needs inputs"),
+        ({"prompt": "Hello!", "chat_template": False}, "chat_template is False, which requires inputs"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template": True}, "is True, which requires inputs"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages }}"}, "must be true or false"),
         ({"inputs": [{"text": "a"}], "chat_template": 0}, "must be true or false"),
     ],

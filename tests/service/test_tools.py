@@ -67,8 +67,8 @@ def test_they_are_left_out(handy: RunningService, handy_http: httpx2.Client, giv
 @pytest.mark.parametrize(
     ("given", "param", "said"),
     [
-        ({"tool_choice": "auto"}, "tool_choice", "tool_choice is 'auto' and there are no tools"),
-        ({"tool_choice": "auto", "tools": None}, "tool_choice", "tool_choice is 'auto' and there are no tools"),
+        ({"tool_choice": "auto"}, "tool_choice", "tool_choice is 'auto', but there are no tools"),
+        ({"tool_choice": "auto", "tools": None}, "tool_choice", "tool_choice is 'auto', but there are no tools"),
         ({"tools": []}, "tools", "tools is an empty list"),
         ({"tools": [], "tool_choice": "auto"}, "tools", "tools is an empty list"),
         ({"tools": [], "tool_choice": "none"}, "tools", "tools is an empty list"),

@@ -78,7 +78,7 @@ def test_a_salt_in_mindies_forms(http: Any, path: str) -> None:
         assert bool(usage["prompt_tokens_details"]["cached_tokens"]) is cached, salt
     misplaced = http.post(path, json={"inputs": text, "cache_salt": "mine"})
     assert misplaced.status_code == 400
-    assert "cache_salt must stand in parameters" in misplaced.text
+    assert "cache_salt must be inside parameters" in misplaced.text
 
 
 def test_timings(client: openai.OpenAI, red_square: str) -> None:

@@ -217,7 +217,7 @@ def test_the_path_file_is_required_where_no_file_lies(tokenizer, spool):
         ({"image": b"junk"}, MediaError, "media item 1 .image.: the 4 bytes cannot be read as an image"),
         ({"image": "truncated"}, MediaError, "media item 1 .image.: the JPEG image of 150x120 pixels is broken"),
         ({"image": "opened"}, MediaError, "media item 1 .image.: the JpegImageFile cannot be read: OSError"),
-        ({"audio": b"sound"}, InputError, "takes no audio"),
+        ({"audio": b"sound"}, InputError, "does not accept audio"),
         ({"image": "wide"}, LimitExceeded, "media item 1 .image.: 401x2 pixels"),
     ],
 )
