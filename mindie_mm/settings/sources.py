@@ -159,7 +159,7 @@ def _checked(file: Path, key: str, value: Any, hints: Mapping[str, Any]) -> Any:
         if isinstance(value, dict):
             raise InputError(f"{file}: [{key}] is a table; settings must be top-level keys")
         near = difflib.get_close_matches(key.replace("-", "_"), hints, n=1)
-        raise InputError(f"{file}: there is no setting {key!r}{f'; {near[0]!r} is one' if near else ''}")
+        raise InputError(f"{file}: there is no setting {key!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     return converted(f"{file}: {key}", value, hints[key], secret=key in SECRETS)
 
 

@@ -44,7 +44,7 @@ def with_exact_numbers(schema: str) -> str:
     try:
         return json.dumps(_rewritten(json.loads(schema, parse_float=_finite, parse_constant=_finite)))
     except RecursionError as error:
-        raise InputError("the JSON schema nests too deeply") from error
+        raise InputError("the JSON schema is nested too deeply") from error
     except json.JSONDecodeError as error:
         raise InputError(f"the JSON schema is not valid JSON: {error}") from error
     except ValueError as error:

@@ -91,7 +91,9 @@ class ResponseFormat(_Closed):
         """
         if (self.type == "json_schema") != (self.json_schema is not None):
             has = "no" if self.json_schema is None else "a"
-            raise InputError(f"response_format is {self.type!r} and has {has} json_schema", param="response_format")
+            raise InputError(
+                f"response_format.type is {self.type!r}, but there is {has} json_schema", param="response_format"
+            )
         if self.type == "text":
             return None
         if self.json_schema is None or self.json_schema.content is None:

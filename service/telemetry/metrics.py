@@ -279,7 +279,11 @@ class _SharedMemory(Collector):
     def _filesystem(self) -> Iterator[Metric]:
         space = ShmSpace.now()
         for name, text, num_bytes in (
-            ("filesystem_bytes", "Size of /dev/shm, used by any program. +Inf without a limit.", space.total_bytes),
+            (
+                "filesystem_bytes",
+                "Size of /dev/shm, which any program may use, or +Inf if it has no limit.",
+                space.total_bytes,
+            ),
             ("filesystem_free_bytes", "Bytes of /dev/shm that are free.", space.free_bytes),
         ):
             metric = GaugeMetricFamily(f"{PREFIX}shm_{name}", text, labels=("model_name",))

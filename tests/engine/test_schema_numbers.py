@@ -107,7 +107,7 @@ def test_no_other_number_is_accepted(
         ('{"maximum": NaN}', "NaN is not a finite number"),
         ('{"const": 1%s}' % ("0" * 4200), "has an integer of 13953 bits in const"),
         ('{"const": 1%s}' % ("0" * 5000), "is not valid JSON: an integer has more than 4300 digits"),
-        ("[" * 5000 + "]" * 5000, "nests too deeply"),
+        ("[" * 5000 + "]" * 5000, "nested too deeply"),
     ],
 )
 def test_a_number_that_would_be_rounded_is_refused(grammars: Grammars, schema: Any, said: str) -> None:

@@ -293,10 +293,10 @@ class TestDeepseekVLOriginal(OriginalContract):
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            (lambda w: w.pop("aligner.layers.2.bias"), "lacks 1 weights, the first is aligner.layers.2.bias"),
+            (lambda w: w.pop("aligner.layers.2.bias"), "lacks 1 weights; the first is aligner.layers.2.bias"),
             (
                 lambda w: w.pop("vision_model.vision_tower.blocks.1.attn.qkv.bias"),
-                "lacks 1 weights, the first is vision_model.vision_tower.blocks.1.attn.qkv.bias",
+                "lacks 1 weights; the first is vision_model.vision_tower.blocks.1.attn.qkv.bias",
             ),
             (lambda w: w.pop("language_model.lm_head.weight"), "the first is language_model.lm_head.weight"),
             (lambda w: w.update(answer=torch.zeros(2)), "does not have; the first is answer"),

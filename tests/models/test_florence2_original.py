@@ -253,7 +253,7 @@ class TestFlorence2Original(Seq2SeqContract):
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            (lambda weights: weights.pop("image_proj_norm.bias"), "lacks 1 weights, the first is image_proj_norm.bias"),
+            (lambda weights: weights.pop("image_proj_norm.bias"), "lacks 1 weights; the first is image_proj_norm.bias"),
             (
                 lambda weights: weights.pop("vision_tower.blocks.2.1.channel_block.channel_attn.fn.qkv.weight"),
                 "the first is vision_tower.blocks.2.1.channel_block.channel_attn.fn.qkv.weight",

@@ -262,10 +262,10 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            (lambda w: w.pop("mlp1.3.bias"), "lacks 1 weights, the first is mlp1.3.bias"),
+            (lambda w: w.pop("mlp1.3.bias"), "lacks 1 weights; the first is mlp1.3.bias"),
             (
                 lambda w: w.pop("vision_model.encoder.layers.1.attn.qkv.bias"),
-                "lacks 1 weights, the first is vision_model.encoder.layers.1.attn.qkv.bias",
+                "lacks 1 weights; the first is vision_model.encoder.layers.1.attn.qkv.bias",
             ),
             (lambda w: w.pop("language_model.lm_head.weight"), "the first is language_model.lm_head.weight"),
             (lambda w: w.update(answer=torch.zeros(2)), "does not have; the first is answer"),

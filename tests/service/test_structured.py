@@ -152,8 +152,8 @@ def test_a_null_is_as_good_as_no_key(http: Any, given: dict[str, Any]) -> None:
     ("given", "said"),
     [
         ({"type": "json_object", "schema": SCENE}, "response_format.schema: Extra inputs"),
-        ({"type": "json_object", "json_schema": {"schema": SCENE}}, "is 'json_object' and has a json_schema"),
-        ({"type": "text", "json_schema": {"schema": SCENE}}, "is 'text' and has a json_schema"),
+        ({"type": "json_object", "json_schema": {"schema": SCENE}}, "is 'json_object', but there is a json_schema"),
+        ({"type": "text", "json_schema": {"schema": SCENE}}, "is 'text', but there is a json_schema"),
         ({"type": "json_schema", "json_schema": {"name": "x", "json_schema": SCENE}}, "json_schema.json_schema: Extra"),
     ],
 )

@@ -211,7 +211,7 @@ def test_a_damaged_block_header_is_missing(arena: Arena) -> None:
 
 
 def test_a_block_beyond_the_table_is_stale(arena: Arena) -> None:
-    with pytest.raises(StaleReference, match="has 64 blocks"):
+    with pytest.raises(StaleReference, match="has only 64 blocks"):
         attach(Ref(arena.number, 64, 1))
     free(Ref(arena.number, 64, 1))
 

@@ -65,7 +65,7 @@ def no_json(text: str | bytes) -> str | None:
     except (ValueError, RecursionError):
         return None
     if constants:
-        return f"it has {constants[0]}, which JSON does not allow. Write null"
+        return f"it has {constants[0]}, which JSON does not allow. Write null instead"
     if half := _HALF_PAIR.search(json.dumps(value, ensure_ascii=False)):
         return f"it has \\u{ord(half[0]):04x}, half of a surrogate pair. The text may have been cut inside an emoji"
     return None

@@ -95,8 +95,8 @@ class Preprocess:
         new_height, new_width = self.size.of(side, side) if self.background is not None else self.size.of(height, width)
         if new_height * new_width > MAX_IMAGE_PIXELS:
             raise LimitExceeded(
-                f"{width}x{height} pixels would be resized to {new_width}x{new_height}; "
-                f"the limit is {MAX_IMAGE_PIXELS} pixels"
+                f"the image of {width}x{height} pixels would be resized to {new_width}x{new_height}; the limit "
+                f"is {MAX_IMAGE_PIXELS} pixels"
             )
 
     def apply(self, rgb: Pixels) -> Pixels:

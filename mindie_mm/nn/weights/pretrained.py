@@ -296,7 +296,7 @@ def check_weights(
 ) -> None:
     """Raise UnsupportedCheckpoint if weights are missing, or are unexpected and match no pattern in `unused`."""
     if missing:
-        message = f"{checkpoint.path} lacks {len(missing)} weights, the first is {min(missing)}"
+        message = f"{checkpoint.path} lacks {len(missing)} weights; the first is {min(missing)}"
         if all(name.endswith("lm_head.weight") for name in missing):
             message += "; a model without a head, such as an embedding model, cannot generate text"
         raise UnsupportedCheckpoint(message)

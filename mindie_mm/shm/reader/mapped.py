@@ -144,7 +144,7 @@ class MappedArena:
     def check(self, ref: Ref) -> None:
         """Raise StaleReference unless the block is published at the reference's generation and not freed."""
         if ref.block >= self._num_entries:
-            raise StaleReference(f"{ref}: the arena has {self.header.num_entries} blocks")
+            raise StaleReference(f"{ref}: the arena has only {self.header.num_entries} blocks")
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
         if state != state_word(ref.generation, PUBLISHED):
             raise StaleReference(f"{ref}: the block is {_state_name(state)} at generation {state >> 8}")

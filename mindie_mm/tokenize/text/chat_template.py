@@ -136,7 +136,7 @@ class ChatTemplate:
                 **{name: escapes.apply(value) for name, value in template_kwargs.items()},
             )
         except RecursionError as error:
-            raise InputError("the chat template refuses these messages: they nest too deeply") from error
+            raise InputError("the chat template refuses these messages: they are nested too deeply") from error
         except Exception as error:  # a template is a program and can raise anything
             raise InputError(f"the chat template refuses these messages: {error}") from error
         return escapes.rendered(_with_items(text, mark, items) if mark else text)
