@@ -190,7 +190,7 @@ def test_videos_with_a_wrong_packet_count_are_planned_again(pair: Pair) -> None:
         ({"image": "/no/such.jpg"}, "media item 1 (image): there is no file /no/such.jpg"),
         ({"image": b"junk"}, "media item 1 (image): the 4 bytes cannot be read as an image"),
         ({"image": encoded(CAT)[:3000]}, "media item 1 (image): the JPEG image of 150x120 pixels is broken"),
-        ({"image": encoded(photograph(size=(401, 2)))}, "media item 1 (image): 401x2 pixels"),
+        ({"image": encoded(photograph(size=(401, 2)))}, "media item 1 (image): the size is 401x2 pixels"),
         ({"video": [encoded(CAT), b"junk"]}, "media item 1 (video): frame 1: the 4 bytes cannot be read as an image"),
         ({"audio": b"sound"}, "does not accept audio"),
         ({"image": encoded(CAT), "num_frames": 3}, ""),
@@ -230,6 +230,6 @@ def test_a_file_that_is_truncated_after_it_was_opened_is_a_media_error(
         return parcel
 
     monkeypatch.setattr(decoded, "pack_file", truncated)
-    with pytest.raises(MediaError, match=r"media item 0 \(image\): the file cannot be read, or has changed"):
+    with pytest.raises(MediaError, match=r"media item 0 \(image\): the file cannot be read or has changed"):
         pair.prompt(pair.decoded, {"image": str(path)})
     assert pair.arena.num_blocks == 0

@@ -118,7 +118,7 @@ async def test_a_worker_that_is_busy_ends_with_its_channel_and_removes_what_it_h
 
 @pytest.mark.parametrize(
     ("how", "error"),
-    [("fails", ArenaFull("no room")), ("ends", ProcessDied(f"it exited with 3 before it was ready; {BY}"))],
+    [("fails", ArenaFull("no room")), ("ends", ProcessDied(f"it exited with status 3 before it was ready; {BY}"))],
 )
 async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: MindieMMError) -> None:
     child = await Child.start("tests.starting_worker", "begins")
@@ -135,9 +135,9 @@ async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: Mind
     [
         (None, "no worker process can be started: sys.executable is None, as in some programs that embed Python"),
         ("", "no worker process can be started: sys.executable is ''"),
-        ("/no/python", "with sys.executable, /no/python: No such file or directory"),
-        ("/dev/null", "with sys.executable, /dev/null: Permission denied"),
-        ("/bin/false", "it exited with 1 before it was ready; it was started with sys.executable, /bin/false"),
+        ("/no/python", r"with sys.executable \(/no/python\): No such file or directory"),
+        ("/dev/null", r"with sys.executable \(/dev/null\): Permission denied"),
+        ("/bin/false", "it exited with status 1 before it was ready; it was started with sys.executable, /bin/false"),
     ],
 )
 async def test_an_executable_that_is_not_python_is_named_in_the_error(
@@ -155,7 +155,7 @@ async def test_a_process_that_the_system_refuses_is_one_of_our_errors():
     try:
         with pytest.raises(
             ProcessDied,
-            match=r"^tests\.starting_worker cannot be started with sys.executable, .*: Too many open files$",
+            match=r"^tests\.starting_worker cannot be started with sys.executable \(.*\): Too many open files$",
         ):
             await Child.start("tests.starting_worker", "begins")
     finally:

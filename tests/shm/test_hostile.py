@@ -116,7 +116,7 @@ def test_a_nearly_full_shm_says_what_there_is_and_how_to_enlarge_it() -> None:
     for message in (some, none):
         for advice in ("mindie-mm shm gc", "ask for less", "mount -o remount,size=", "--shm-size", "emptyDir"):
             assert advice in message
-    assert "has 0 bytes free" in none
+    assert f"has 0 of {32 << 20} bytes free" in none
     assert left_then == left == "['another-program']", "what could not be made leaves nothing"
 
 
@@ -408,7 +408,7 @@ def test_names_of_others_in_a_path_file_free_nothing_of_theirs(arena: Arena, pat
                     print(other.path.name, theirs.block, theirs.generation, file=file)
                 for line in ("../../etc/passwd 0 1", "psm_0123abcd_not", f"/dev/shm/{program.name} 0 1", "psm_../x"):
                     print(line, file=file)
-            with pytest.raises(MindieMMError, match=r"lines? (are|is) no reference|could not be released"):
+            with pytest.raises(MindieMMError, match=r"lines? are not references|could not be released"):
                 release(path_file)
             assert program.read_bytes() == content
             assert psm.read_bytes() == b"theirs"

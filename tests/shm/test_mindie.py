@@ -313,11 +313,11 @@ hear()
 @pytest.mark.parametrize(
     ("size", "error", "message"),
     [
-        (0, InputError, "a segment of 0 bytes"),
-        (-1, InputError, "a segment of -1 bytes"),
-        (1.0, InputError, "a segment of 1.0 bytes"),
-        ("1", InputError, "a segment of '1' bytes"),
-        (True, InputError, "a segment of True bytes"),
+        (0, InputError, "the size of a segment is 0;"),
+        (-1, InputError, "the size of a segment is -1;"),
+        (1.0, InputError, "the size of a segment is 1.0;"),
+        ("1", InputError, "the size of a segment is '1';"),
+        (True, InputError, "the size of a segment is True;"),
         (10**9 + 1, LimitExceeded, "the size of a segment is 1000000001 bytes; the limit is 1000000000"),
     ],
 )

@@ -218,7 +218,7 @@ def test_the_path_file_is_required_where_no_file_lies(tokenizer, spool):
         ({"image": "truncated"}, MediaError, "media item 1 .image.: the JPEG image of 150x120 pixels is broken"),
         ({"image": "opened"}, MediaError, "media item 1 .image.: the JpegImageFile cannot be read: OSError"),
         ({"audio": b"sound"}, InputError, "does not accept audio"),
-        ({"image": "wide"}, LimitExceeded, "media item 1 .image.: 401x2 pixels"),
+        ({"image": "wide"}, LimitExceeded, "media item 1 .image.: the size is 401x2 pixels"),
     ],
 )
 def test_a_failure_half_way_leaves_nothing(tokenizer, arena, spool, bad, error, message):
