@@ -594,7 +594,7 @@ class FamilyContract:
                 for height, columns in ((rows, width + 1), (rows, width - 1), (rows - 1, width), (rows + 1, width)):
                     if height:
                         features = Embeddings(np.zeros((height, columns), np.float32), shape.grid)
-                        with pytest.raises(InputError, match=r"wide|makes no .* features"):
+                        with pytest.raises(InputError, match=r"have width|no .* of this model has .* features"):
                             tokenizer.tokenize([{kind: features}], path_file)
                 with pytest.raises(InputError, match="must be a numpy array"):
                     Embeddings(np.zeros((1, rows, width), np.float32), shape.grid)
@@ -750,7 +750,7 @@ class FamilyContract:
             assert planned(**bounds).num_features < planned().num_features
             return
         for name, bound in bounds.items():
-            with pytest.raises(InputError, match=rf"\(video\): {name} is given; {family_named(self.name).__name__} "):
+            with pytest.raises(InputError, match=rf"\(video\): {name} is set, but {family_named(self.name).__name__} "):
                 tokenizer.tokenize([{"video": data, name: bound}], path_file)
 
     def test_frames_sampled_from_videos_of_any_length_equal_the_references(self, reference, processor, monkeypatch):

@@ -446,7 +446,7 @@ class TestDeepseekVLHybridOriginal(OriginalContract):
             ({"vision_config.params.concat_type": "add"}, "concat_type is 'add'"),
             (
                 {"vision_config.params.high_res_cfg.model_name": "sam_vit_l"},
-                "tower is 'sam_vit_l', only sam_b_downsample",
+                "tower is 'sam_vit_l'; only sam_b_downsample",
             ),
             ({"vision_config.params.low_res_cfg.pixel_mean": None}, "1 of 2 towers have a pixel_mean"),
             ({"aligner_config.params.projector_type": "mlp_gelu"}, "projector_type is 'mlp_gelu'"),

@@ -186,7 +186,7 @@ def test_zero_points_are_of_the_same_blocks():
     ("change", "said"),
     [
         (lambda weights, name: weights.pop(f"{name}_scale_inv"), "is stored as float8_e4m3fn"),
-        (lambda weights, name: weights.update({f"{name}_scale_inv": torch.ones(3, 2)}), "it must be [2, 2]"),
+        (lambda weights, name: weights.update({f"{name}_scale_inv": torch.ones(3, 2)}), "the shape must be [2, 2]"),
         (lambda weights, name: weights.pop(name), "lacks 1 weights"),
     ],
 )

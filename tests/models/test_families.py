@@ -89,9 +89,9 @@ def test_a_family_is_chosen_against_the_config(renamed):
 @pytest.mark.usefixtures("copied_workers")
 @pytest.mark.parametrize("name", ["nothing", "", "../qwen2_vl", "__init__", "os"])
 def test_an_unknown_family_is_refused_by_name(random_checkpoint, name):
-    with pytest.raises(InputError, match=r"there are .*qwen2_vl"):
+    with pytest.raises(InputError, match=r"the families are .*qwen2_vl"):
         family_of(Checkpoint.open(random_checkpoint), name)
-    with pytest.raises(InputError, match=r"there are .*qwen2_vl" if name else "family is '', which is empty"):
+    with pytest.raises(InputError, match=r"the families are .*qwen2_vl" if name else "family is '', which is empty"):
         LLM(random_checkpoint, family=name)
 
 
@@ -122,7 +122,7 @@ def test_an_entry_point_that_is_no_family_is_named(tmp_path, monkeypatch, module
     ("module", "said"),
     [
         ("", "defines 0 Family classes"),
-        ("from mindie_mm.nothing import x", "cannot be loaded: ModuleNotFoundError"),
+        ("from mindie_mm.nothing import x", "cannot be imported: ModuleNotFoundError"),
         (
             "from mindie_mm.nn.family import Family\nclass A(Family): ...\nclass B(Family): ...",
             "defines 2 Family classes",
