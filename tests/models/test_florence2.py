@@ -159,7 +159,7 @@ class TestFlorence2(Seq2SeqContract):
         ("changes", "said"),
         [
             ({"image_seq_length": 577}, "image_seq_length is 577; only 10 is supported"),
-            ({"size": {"shortest_edge": 96}}, "images several sizes"),
+            ({"size": {"shortest_edge": 96}}, "images to several sizes"),
             ({"size": {"height": 1632, "width": 96}, "image_seq_length": 154}, "positions for 50 per side"),
         ],
     )

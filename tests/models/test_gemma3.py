@@ -225,7 +225,7 @@ class TestGemma3(ExtremeShapes, FamilyContract):
             ("config", {"text_config": {**TEXT, "sliding_window": None}}, "sliding_window is None"),
             ("processor_config", {"image_seq_length": 256}, "image_seq_length is 256"),
             ("preprocessor_config", {"do_resize": False}, "do_resize is False"),
-            ("preprocessor_config", {"size": {"height": 28, "width": 56}}, "the tower takes 56"),
+            ("preprocessor_config", {"size": {"height": 28, "width": 56}}, "the tower takes squares of 56"),
             ("preprocessor_config", {"resample": 0}, "resample is 0"),
             ("preprocessor_config", {"image_processor_type": "SiglipImageProcessor"}, "SiglipImageProcessor"),
             (

@@ -216,7 +216,7 @@ class TestInternVL(ExtremeShapes, FamilyContract):
             ("config", {"vision_feature_layer": [1, 2]}, r"vision_feature_layer is \[1, 2\]"),
             ("config", {"downsample_ratio": 0.3}, "downsample_ratio is 0.3"),
             ("config", {"image_token_id": 2}, "image_token_id is 2"),
-            ("config", {"vision_config": {**VISION, "image_size": [28, 56]}}, "image_size is 28, only 56"),
+            ("config", {"vision_config": {**VISION, "image_size": [28, 56]}}, "image_size is 28; only 56"),
             ("config", {"vision_config": {"model_type": "clip_vision_model"}}, "clip_vision_model"),
             ("processor_config", {"image_seq_length": 16}, "image_seq_length is 16"),
             ("preprocessor_config", {"size": {"height": 56, "width": 56}}, r"images are resized to \(56, 56\)"),
