@@ -211,11 +211,11 @@ def test_a_tuple_works_like_a_list(llm, picture):
     [
         (
             [{"image": "a.png"}, {"text": "What?"}],
-            r"inputs\[0\] is one item of a prompt, wrap it in a list: one list per",
+            r"inputs\[0\] is one item of a prompt; wrap it in a list: one list per",
         ),
-        ({"text": "What?"}, "inputs is a dict, wrap it in a list: one list per prompt"),
-        ("Hello", "inputs is a str, wrap it in a list: one list per prompt"),
-        ([[{"text": "a"}], 5], r"inputs\[1\] is a int, wrap it in a list"),
+        ({"text": "What?"}, "inputs is a dict; wrap it in a list: one list per prompt"),
+        ("Hello", "inputs is a str; wrap it in a list: one list per prompt"),
+        ([[{"text": "a"}], 5], r"inputs\[1\] is a int; wrap it in a list"),
     ],
 )
 def test_inputs_that_are_not_wrapped_in_a_list_are_refused(llm, inputs, said):
