@@ -163,7 +163,7 @@ def test_no_resume_wants_an_empty_folder(lines, tmp_path):
 def test_another_run_is_refused_with_what_differs(lines, tmp_path):
     made(settings(lines), tmp_path / "run")
     before = content(tmp_path / "run")
-    with pytest.raises(InputError, match=r"holds another run: limit was None, now 3; shard_rows was 7, now 8\. Name"):
+    with pytest.raises(InputError, match=r"holds another run: limit was None, now 3; shard_rows was 7, now 8\. Choose"):
         run(settings(lines, shard_rows=8, limit=3), tmp_path / "run")
     with lines.open("a") as file:
         file.write('{"text": "more"}\n')
