@@ -261,8 +261,8 @@ def test_generate_adds_nothing_to_the_answers_of_another_call(folder: Path, tmp_
     copy.write_text("a line without an end")
     for other, differing in (
         (["--tokenized", str(tmp_path / "run"), *arguments], "out.jsonl has answers of another run: run was "),
-        (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "answers: max_tokens was 4, now 5. Name"),
-        (["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"], "was dtype auto, now dtype bfloat16. Name"),
+        (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "another run: max_tokens was 4, now 5. Choose"),
+        (["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"], "was dtype auto, now dtype bfloat16. Choose"),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
         (["--tokenized", str(folder), *arguments, "--output", "-"], "answers are written to a file"),
         (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0; it must be in"),

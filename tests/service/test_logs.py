@@ -204,4 +204,4 @@ def test_answers_that_break_off_are_told_and_counted(settings: dict[str, object]
     ]
     assert [one[:2] for one in told] == [("warning", ids[1]), ("warning", ids[2])], "one line each; clients may leave"
     assert re.search(r"was aborted: ProcessDied: the engine process \d+ died", told[0][2])
-    assert "broke off: ServiceStopping: the service stopped before the request was finished" in told[1][2]
+    assert "was aborted: ServiceStopping: the service stopped before the request was finished" in told[1][2]
