@@ -112,8 +112,9 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """A formatter of JSON objects, one per line. Keys of the `extra` mapping `fields` of a record become keys of the
-    object.
+    """A formatter of JSON objects, one per line.
+
+    Keys of the `extra` mapping `fields` of a record become keys of the object.
     """
 
     def __init__(self, process: str) -> None:

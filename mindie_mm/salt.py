@@ -1,5 +1,7 @@
-"""Salted digests of contents. Requests with different salts share no cache entries, so a client cannot learn from a
-cache what others have sent.
+"""Salted digests of contents.
+
+Requests with different salts share no cache entries. A client therefore cannot learn the contents of other clients from
+a cache.
 """
 
 from __future__ import annotations

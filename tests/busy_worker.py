@@ -1,4 +1,4 @@
-"""A worker that never looks at its channel, for tests of what ends one."""
+"""A worker that never reads its channel, for tests of how workers end."""
 
 import threading
 from pathlib import Path
@@ -7,7 +7,7 @@ from mindie_mm.processes.ipc import ChildChannel, Lifeline
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, path: str) -> None:
-    """Makes a file at `path`, says so, and is busy for ever."""
+    """Create a file at `path`, report it, and wait for ever."""
     lifeline.hold(lambda: Path(path).touch(), lambda _: Path(path).unlink())
     channel.send(b"made")
     threading.Event().wait()

@@ -1,4 +1,4 @@
-"""Random checkpoints, written once a session."""
+"""Random checkpoints, written once per session."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from tools.random_checkpoint import write_checkpoint
 
 @pytest.fixture(scope="session")
 def random_checkpoint(tmp_path_factory):
-    """A tiny Qwen2-VL with random weights; pictures of up to 200,000 pixels keep their size."""
+    """Return a tiny Qwen2-VL with random weights, which keeps the size of pictures up to 200,000 pixels."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", "tiny", max_pixels=200_000)

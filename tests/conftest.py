@@ -1,4 +1,4 @@
-"""Fixtures of every test."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mindie_mm.shm import survey
 from mindie_mm.shm.format.layout import SHM_DIRECTORY
 
 pytest_plugins = ["tests.ascend.waits", "tests.checkpoints", "tests.own_shm", "tests.recording", "tests.warm"]
-# What these assert is shown with its values, as in test modules.
+# Failed assertions of these modules show their values, as in test modules.
 pytest.register_assert_rewrite("tests.models.contract", "tests.models.seq2seq_contract")
 
-settings.register_profile("here", deadline=None)  # a busy machine makes no test wrong; pytest's own time limit holds
+settings.register_profile("here", deadline=None)  # a busy machine must not fail a test; pytest has a time limit
 settings.load_profile("here")
 
 
@@ -37,7 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    """What --device says; the tests are skipped where it can't be used, but for one that should be there."""
+    """Return the device of --device.
+
+    Skip the test if the device cannot be used. Fail instead if ASCEND_HOME_PATH promises a device.
+    """
     name: str = request.config.getoption("--device")
     try:
         open_device(name)
@@ -50,7 +53,10 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess.Popen[bytes]]:
-    """The workers that a test starts, each as if it hung in a driver: nothing but SIGKILL ends it, and soon."""
+    """Stop each worker that a test starts, as if it hung in a driver, and return a queue of these workers.
+
+    Only SIGKILL ends a stopped worker. The waits before SIGKILL are short.
+    """
     workers: asyncio.Queue[subprocess.Popen[bytes]] = asyncio.Queue()
     spawn = ipc.spawn
 

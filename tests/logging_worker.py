@@ -1,4 +1,4 @@
-"""A worker that logs, as does a library with a handler of its own."""
+"""A worker that logs, beside a library with its own log handler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logging.getLogger("library").propagate = False
 
 
 def main(channel: ChildChannel, _: Lifeline) -> None:
-    """Logs, says so, and waits for its end."""
+    """Log, report it, and wait until the channel is closed."""
     logging.getLogger("mindie_mm.worker").debug("something of ours")
     logging.getLogger("library").warning("something of a library's")
     logging.getLogger("library").debug("what nobody asked for")

@@ -1,4 +1,4 @@
-"""Photographs, awkward images and videos that tests make or find; nothing is fetched."""
+"""Photographs, unusual images and videos for tests, without downloads."""
 
 import io
 import struct
@@ -14,26 +14,26 @@ import skimage
 from PIL import Image
 
 PHOTOGRAPHS = ("astronaut.png", "coffee.png", "chelsea.png", "rocket.jpg")
-"""Those that lie inside scikit-image's wheel."""
+"""Photographs in the wheel of scikit-image."""
 PIXEL_FORMATS = {"mjpeg": "yuvj420p", "gif": "rgb8", "qtrle": "rgb24", "cinepak": "rgb24"}
 """Pixel formats of encoders that do not accept yuv420p."""
 
 
 def photograph(name: str = "coffee.png", size: tuple[int, int] | None = None) -> Image.Image:
-    """RGB, resized to (width, height) if given."""
+    """Return a photograph in RGB, resized to (width, height) if given."""
     image = Image.open(Path(skimage.__file__).parent / "data" / name).convert("RGB")
     return image if size is None else image.resize(size, Image.Resampling.BICUBIC)
 
 
 def encoded(image: Image.Image, file_format: str = "JPEG", **options: object) -> bytes:
-    """The image as a file's bytes."""
+    """Return the bytes of the image as a file."""
     file = io.BytesIO()
     image.save(file, file_format, **options)
     return file.getvalue()
 
 
 def load_image(data: bytes) -> np.ndarray:
-    """As transformers.image_utils.load_image."""
+    """Return the pixels that `transformers.image_utils.load_image` returns."""
     from transformers.image_utils import load_image
 
     with io.BytesIO(data) as file:
@@ -41,7 +41,7 @@ def load_image(data: bytes) -> np.ndarray:
 
 
 def moving_frames(num_frames: int, width: int = 112, height: int = 84) -> np.ndarray:
-    """uint8 [frames, height, width, 3]: a window that wanders over a photograph."""
+    """Return uint8 [frames, height, width, 3] of a window that moves across a photograph."""
     wide = np.asarray(photograph("astronaut.png"))
     return np.stack([wide[2 * i % 128 : 2 * i % 128 + height, 3 * i : 3 * i + width] for i in range(num_frames)])
 
@@ -54,7 +54,10 @@ def encode_video(
     options: dict[str, str] | None = None,
     moments: Sequence[int] | None = None,
 ) -> bytes:
-    """uint8 [frames, height, width, 3] as a video file's bytes. `options` are the encoder's, `moments` in 1 / fps s."""
+    """Encode uint8 [frames, height, width, 3] as a video file.
+
+    `options` are options of the encoder. `moments` are the times of the frames in units of 1 / fps s.
+    """
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream = output.add_stream(codec, rate=fps, options=options or {})
@@ -70,7 +73,7 @@ def encode_video(
 
 
 def video_packets(video: bytes) -> list[bytes]:
-    """What is coded, in its order."""
+    """Return the coded packets in the order of the file."""
     with av.open(io.BytesIO(video)) as container:
         return [bytes(packet) for packet in container.demux(video=0) if packet.size]
 
@@ -78,9 +81,9 @@ def video_packets(video: bytes) -> list[bytes]:
 def remux(
     *videos: bytes, container: str, start: int = 0, earlier: int = 0, options: dict[str, str] | None = None
 ) -> bytes:
-    """The packets of `videos` of the same codec and rate, one behind the other, from packet `start` on.
+    """Join the packets of `videos` of the same codec and rate, each from packet `start` on.
 
-    They are shown `earlier` by that many frames, as `ffmpeg -ss TIME -i FILE -c copy` does, whatever is then before 0.
+    Frames are shown `earlier` by that many frames, even before time 0, as `ffmpeg -ss TIME -i FILE -c copy` does.
     """
     with tempfile.NamedTemporaryFile() as file, ExitStack() as opened:
         inputs = [opened.enter_context(av.open(io.BytesIO(video))) for video in videos]
@@ -100,7 +103,7 @@ def remux(
 
 
 def with_edit(mp4: bytes, skipped: float, shown: float) -> bytes:
-    """An MP4 of one edit, which now skips that share of the video and shows that share of it."""
+    """Change the single edit of an MP4 to skip one share of the video and show another share."""
     at = mp4.index(b"elst") + 12
     duration, begin = struct.unpack_from(">Ii", mp4, at)
     with av.open(io.BytesIO(mp4)) as container:
@@ -109,13 +112,13 @@ def with_edit(mp4: bytes, skipped: float, shown: float) -> bytes:
 
 
 def decode_all(video: bytes) -> np.ndarray:
-    """Every frame, uint8 [frames, height, width, 3], decoded plainly."""
+    """Return every frame of a plain decode, uint8 [frames, height, width, 3]."""
     with av.open(io.BytesIO(video)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
 def jpeg_variants() -> Sequence[tuple[str, bytes]]:
-    """JPEGs of many kinds with their names: subsamplings, progressive, grayscale, odd sizes, CMYK, rotated."""
+    """Return JPEGs with their names: subsamplings, progressive, grayscale, odd sizes, CMYK, rotated."""
     image = photograph("coffee.png", (301, 203))
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -141,7 +144,7 @@ def jpeg_variants() -> Sequence[tuple[str, bytes]]:
 
 
 def _resampled(image: Image.Image, across: int, down: int) -> bytes:
-    """A JPEG of four blocks of luma as `across` by `down` to one of colour, which were coded as two by two."""
+    """Return a JPEG with `across` by `down` luma blocks per colour block, changed from a file with two by two."""
     data = encoded(image.resize((16, 16)), quality=85, subsampling=2)
     at = data.index(b"\xff\xc0") + 5  # the frame: height, width, count, and of each component id, sampling, table
     size = struct.pack(">HH", 8 * down, 8 * across)

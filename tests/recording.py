@@ -1,7 +1,7 @@
-"""Recordings of what torch computes on the host, with the rules of a GPU's: what tests put in place of CUDA graphs.
+"""Recordings of torch operators on the host under the rules of a GPU, in place of CUDA graphs in tests.
 
-A replay runs the recorded operators on the recorded tensors. No line of Python is run again, so that a number that
-Python took from one step is found in the next one.
+A replay runs the recorded operators on the recorded tensors. No line of Python runs again. A test can
+therefore detect a value that Python carries from one step to the next.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WAITING = {
     aten.unique_dim.default,
     aten.unique_consecutive.default,
 }
-"""What a GPU must be waited for: it ends a recording. So does an index that says by booleans what it takes."""
+"""Operators that wait for a GPU and therefore end a recording. An index of booleans does the same."""
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
@@ -43,20 +43,20 @@ class Recording(TorchDispatchMode):
         by_booleans = func in _INDEXED and any(one is not None and one.dtype == torch.bool for one in args[1])
         if func in _WAITING or by_booleans or (func is aten.repeat_interleave.Tensor and not kwargs):
             raise RuntimeError(f"{func} waits for the device")
-        made = func(*args, **(kwargs or {}))
-        self._calls.append((func, args, kwargs or {}, made))
-        return made
+        result = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, result))
+        return result
 
     def replay(self) -> None:
-        """Launches them again, on the same memory."""
-        for func, args, kwargs, made in self._calls:
-            for old, new in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
+        """Launch the operators again on the same memory."""
+        for func, args, kwargs, result in self._calls:
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
 def record(work: Callable[[], object]) -> Callable[[], object]:
-    """As Device.record."""
+    """Record the work as `Device.record` does, and return a function that replays it."""
     recording = Recording()
     with recording:
         work()
@@ -65,7 +65,7 @@ def record(work: Callable[[], object]) -> Callable[[], object]:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As if the host could record its work; how many launches each recording had."""
+    """Let the CPU record its work, and return the number of launches of each recording."""
     launches: list[int] = []
 
     def counted(_: type[CPU], work: Callable[[], object]) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""Who still maps arenas that are removed: what their pages take of /dev/shm is free only when nobody does."""
+"""Removed arenas that processes still map, whose pages stay in /dev/shm until the last mapping is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def removed_arenas(pids: Collection[int], wait_s: float = 15.0) -> set[str]:
-    """Removed arenas that the processes map, once they map none, or after `wait_s` seconds."""
+    """Wait up to `wait_s` seconds until the processes map no removed arena, and return the arenas still mapped."""
     deadline = time.monotonic() + wait_s
     while (found := _mapped(pids)) and time.monotonic() < deadline:
         time.sleep(0.05)  # no event says that another process has let go

@@ -1,4 +1,4 @@
-"""Speech and tones for tests; nothing is fetched."""
+"""Speech and tones for tests, without downloads."""
 
 import io
 from functools import cache
@@ -11,19 +11,22 @@ import soxr
 from training.speech import DIGITS, HELD_OUT_VOICES, recorded
 
 SPEECH_RATE = 22_050
-"""Of `speech`: not the rate that models hear at."""
+"""Sampling rate of `speech`, which differs from the rate that models expect."""
 
 
 @cache
 def speech() -> bytes:
-    """A WAV file of ten spoken words, 16 bits, one channel: the recorded digits of a voice."""
+    """Return a WAV file of ten spoken digits of one voice, 16 bits, one channel."""
     words = [soundfile.read(recorded(word, HELD_OUT_VOICES[0]), dtype="float32") for word in DIGITS]
     spoken = np.concatenate([soxr.resample(samples, rate, SPEECH_RATE) for samples, rate in words])
     return encode_sound(spoken, SPEECH_RATE)
 
 
 def tone(seconds: float, rate: int = 16_000, hertz: float = 440.0, channels: int = 1) -> np.ndarray:
-    """float32 [samples], or [samples, channels] of channels that differ: a tone that swells, over a little noise."""
+    """Return a swelling tone over a little noise, float32 [samples] or [samples, channels].
+
+    Each channel has a different pitch.
+    """
     time = np.arange(round(seconds * rate)) / rate
     noise = np.random.default_rng([len(time), round(hertz)]).normal(0, 0.01, (len(time), channels))
     pitches = hertz * (1 + np.arange(channels))
@@ -32,14 +35,14 @@ def tone(seconds: float, rate: int = 16_000, hertz: float = 440.0, channels: int
 
 
 def encode_sound(samples: np.ndarray, rate: int, file_format: str = "WAV", subtype: str = "PCM_16") -> bytes:
-    """float32 [samples] or [samples, channels] as a file's bytes, by libsndfile."""
+    """Encode float32 [samples] or [samples, channels] as a file with libsndfile."""
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=file_format, subtype=subtype)
     return file.getvalue()
 
 
 def encode_with_ffmpeg(samples: np.ndarray, rate: int, container: str, codec: str, layout: str = "mono") -> bytes:
-    """float32 [samples] or [samples, channels] as a file's bytes, by FFmpeg: what libsndfile does not write."""
+    """Encode float32 [samples] or [samples, channels] as a file that libsndfile cannot write, with FFmpeg."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream = output.add_stream(codec, rate=rate, layout=layout)

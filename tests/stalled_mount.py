@@ -1,6 +1,7 @@
-"""mindie-mm, for which files whose names begin with `stalled` lie on a mount that stalls.
+"""The command mindie-mm with a simulated mount that stalls for files whose names begin with `stalled`.
 
-A read of one connects to the port of this machine in STALL_PORT, and waits in the system until that connection ends.
+A read of such a file connects to the local port in the environment variable STALL_PORT. It blocks in the system until
+that connection ends.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from mindie_mm import cli
 
 
 class MountedFile(io.FileIO):
-    """A file that may be on that mount."""
+    """A file that may be on the stalled mount."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """When the test lets it."""
+        """Read the file when the test permits it."""
         if "/stalled" in str(self.name):
             with socket.create_connection(("127.0.0.1", int(os.environ["STALL_PORT"]))) as test:
                 test.recv(1)

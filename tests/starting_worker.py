@@ -1,4 +1,4 @@
-"""A worker that is ready, or fails, or ends before it is either."""
+"""A worker that becomes ready, fails, or exits before either."""
 
 from __future__ import annotations
 

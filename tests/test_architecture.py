@@ -1,4 +1,7 @@
-"""Names of models and devices stay in their place. Import-linter checks the imports (pyproject.toml, `make lint`)."""
+"""Tests that names of models and devices stay in their place.
+
+Import-linter checks the imports (pyproject.toml, `make lint`).
+"""
 
 import ast
 import re
@@ -9,7 +12,7 @@ FILES = sorted([*(ROOT / "mindie_mm").rglob("*.py"), *(ROOT / "service").rglob("
 
 
 def identifiers(file: Path) -> str:
-    """A file's code without comments and docstrings."""
+    """Return a file's code without comments and docstrings."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -24,13 +27,13 @@ def test_there_are_families():
     assert FAMILIES
 
 
-def test_no_model_name_outside_its_file():
+def test_no_model_name_appears_outside_its_file():
     code = {file: identifiers(file) for file in FILES if file.parent.name != "models" or file.stem not in FAMILIES}
     named = re.compile("|".join(name.replace("_", "[_-]?") for name in FAMILIES), re.IGNORECASE)
     assert {file: found[0] for file, text in code.items() if (found := named.search(text))} == {}
 
 
-def test_no_device_name_outside_device():
+def test_no_device_name_appears_outside_the_device_package():
     code = {file: identifiers(file) for file in FILES if "device" not in file.relative_to(ROOT).parts}
     named = re.compile(r"torch_npu|torch\.(npu|cuda)\b|['\"](npu|cuda)['\"]")
     assert {file: found[0] for file, text in code.items() if (found := named.search(text))} == {}

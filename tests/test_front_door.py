@@ -1,4 +1,4 @@
-"""What `import mindie_mm` offers."""
+"""Tests of the names that `import mindie_mm` offers."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import mindie_mm
 import mindie_mm.tokenize
 
 
-def test_dir_lists_what_there_is_to_import_and_no_more():
+def test_dir_lists_exactly_the_public_names():
     assert {*dir(mindie_mm)} == {*mindie_mm.__all__, "__version__"}
     assert dir(mindie_mm.tokenize) == mindie_mm.tokenize.__all__
     for module in (mindie_mm, mindie_mm.tokenize):
@@ -17,7 +17,7 @@ def test_dir_lists_what_there_is_to_import_and_no_more():
     assert not hasattr(mindie_mm.tokenize, "Nothing")
 
 
-def test_settings_and_errors_are_had_without_torch():
+def test_settings_and_errors_do_not_import_torch():
     script = (
         "import sys; from mindie_mm import MindieMMError, SamplingParams, WorkerConfig; print('torch' in sys.modules)"
     )

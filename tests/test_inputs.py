@@ -1,3 +1,5 @@
+"""Tests of parsing items and messages."""
+
 from itertools import repeat
 from pathlib import Path
 
@@ -53,12 +55,12 @@ def test_items_keep_their_order():
         {"image_url": {"url": "a.jpg", "detail": "low", "max_pixels": 9, "min_pixels": None}},
     ],
 )
-def test_spellings_of_one_image(part):
+def test_all_spellings_of_an_image_are_equal(part):
     assert parse_inputs([part]) == [Media("image", "a.jpg", MediaOptions(max_pixels=9, detail="low"))]
 
 
-def test_with_other_sources_they_mean_the_same():
-    """Every option that is there: some exclude others, so that three items share them."""
+def test_items_with_replaced_sources_are_otherwise_the_same():
+    """Cover every option with three items, because some options exclude others."""
     options = (
         MediaOptions(min_pixels=1, max_pixels=2, min_frames=3, num_frames=4, max_frames=5, detail="low"),
         MediaOptions(fps=0.5, sample_fps=3.0),
@@ -74,8 +76,8 @@ def test_with_other_sources_they_mean_the_same():
     assert parse_messages(messages_with_paths(messages, repeat(Path("/a")))) == messages
 
 
-def test_values_in_arguments_of_tool_calls_are_counted_before_they_are_made():
-    """Commas that JSON's own escapes hide from whoever counts a body's values."""
+def test_values_in_arguments_of_tool_calls_are_limited_before_parsing():
+    """Count commas that JSON's escapes hide from a count over the whole body."""
     call = {"function": {"name": "add", "arguments": f'{{"a": [{"1," * (MAX_ARGUMENT_VALUES // 2)}1]}}'}}
     half = {"role": "assistant", "tool_calls": [call]}
     assert len(parse_messages([half])[0].extra["tool_calls"][0]["function"]["arguments"]["a"]) > 10**5
@@ -84,8 +86,8 @@ def test_values_in_arguments_of_tool_calls_are_counted_before_they_are_made():
             parse_messages(messages)
 
 
-def test_arguments_of_a_tool_call_are_an_object():
-    """OpenAI's clients send them as JSON; chat templates write them out, and would encode a string twice."""
+def test_arguments_of_a_tool_call_become_an_object():
+    """Parse the JSON that OpenAI's clients send, because chat templates would encode a string twice."""
 
     def parsed(calls):
         return parse_messages([{"role": "assistant", "tool_calls": calls}])[0].extra["tool_calls"]
@@ -114,7 +116,7 @@ def test_arguments_of_a_tool_call_are_an_object():
             parsed(calls)
 
 
-def test_no_parts_beside_tool_calls_are_no_content():
+def test_an_empty_content_beside_tool_calls_counts_as_none():
     message = {"role": "assistant", "content": [], "tool_calls": [{"id": "1"}]}
     assert parse_messages([message]) == parse_messages([message | {"content": None}])
 
@@ -128,7 +130,7 @@ def test_an_assistant_message_with_an_empty_list_has_no_content(content):
             parse_messages([message | {"role": role}])
 
 
-def test_hints_for_other_servers_caches_are_passed_over():
+def test_hints_for_the_caches_of_other_servers_are_ignored():
     hints = {"cache_control": {"type": "ephemeral"}, "uuid": "a picture's name"}
     text, image = parse_inputs([{"text": "a"} | hints, {"image_url": {"url": "a.png", "detail": "low"}} | hints])
     assert text == Text("a")
@@ -157,13 +159,13 @@ def test_keys_of_other_servers_are_ignored_with_one_warning_per_key(caplog, monk
     ]
     for _ in range(2):
         assert parse_messages([{"role": "user", "content": FOREIGN}])[0].content == tuple(parse_inputs(plain))
-    told = [record.args[0] for record in caplog.records]
-    assert told == ["id", "annotations", "path", "modalities", "format", "size", "transcript", "name"]
+    keys = [record.args[0] for record in caplog.records]
+    assert keys == ["id", "annotations", "path", "modalities", "format", "size", "transcript", "name"]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
 @pytest.mark.parametrize("part", FOREIGN)
-def test_items_and_strict_content_parts_have_no_unknown_keys(part):
+def test_unknown_keys_of_items_and_strict_content_parts_are_refused(part):
     with pytest.raises(InputError, match="has the unknown key"):
         parse_inputs([part])
     with pytest.raises(InputError, match=r"messages\[0\]\.content\[0\] has the unknown key"):
@@ -180,15 +182,15 @@ def test_the_number_of_warnings_about_unknown_keys_is_limited(caplog, monkeypatc
     assert max(len(record.getMessage()) for record in caplog.records) < 200
 
 
-def test_base64_spellings():
+def test_base64_becomes_a_data_url():
     assert parse_inputs([{"type": "image", "base64": "QUJD"}]) == [Media("image", "data:;base64,QUJD")]
     audio = {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav"}}
     assert parse_inputs([audio]) == [Media("audio", "data:;base64,QUJD")]
 
 
 @pytest.mark.parametrize("url", ["data:;base64,QUJD", "DATA:audio/wav;base64,QUJD", "https://a/b.wav", "file:///a.wav"])
-def test_a_url_in_place_of_base64_is_a_url(url):
-    """DashScope's clients send sound so."""
+def test_a_url_in_place_of_base64_is_read_as_a_url(url):
+    """Accept a URL as audio data, which DashScope's clients send."""
     for part in (
         {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}},
         {"type": "audio", "base64": url},
@@ -196,8 +198,8 @@ def test_a_url_in_place_of_base64_is_a_url(url):
         assert parse_inputs([part]) == [Media("audio", url)]
 
 
-def test_a_null_is_as_good_as_no_key():
-    """A table has each key in each part, and so do clients that write out their models."""
+def test_a_null_counts_as_a_missing_key():
+    """Accept nulls from tables and from clients that write every field."""
     nulls = {"type": None, "annotations": None, "detail": None, "fps": None}
     text = {"text": "a", "image_url": None, "refusal": None}
     image = {"image_url": {"url": "a.png", "detail": "low", "format": None, "max_pixels": None}, "text": None}
@@ -217,12 +219,12 @@ def test_a_null_is_as_good_as_no_key():
         {"video": "DATA:video/JPEG;base64,AA==,BB==", "sample_fps": 2},
     ],
 )
-def test_spellings_of_one_list_of_frames(part):
+def test_all_spellings_of_a_list_of_frames_are_equal(part):
     frames = ("data:image/jpeg;base64,AA==", "data:image/jpeg;base64,BB==")
     assert parse_inputs([part]) == [Media("video", frames, MediaOptions(sample_fps=2.0))]
 
 
-def test_frames_of_every_kind():
+def test_frames_may_be_of_every_kind():
     picture, pixels = photograph(size=(10, 10)), np.zeros((4, 4, 3), np.uint8)
     (item,) = parse_inputs([{"video": [picture, pixels, b"bytes", bytearray(b"more"), Path("/a.jpg"), "b.jpg"]}])
     assert item.source == (picture, pixels, b"bytes", b"more", "/a.jpg", "b.jpg")
@@ -230,14 +232,14 @@ def test_frames_of_every_kind():
     assert item.source == ("data:;base64,QUJD", "data:;base64,REVG")
 
 
-def test_a_list_has_so_many_frames():
+def test_the_frames_of_a_list_are_limited():
     assert len(parse_inputs([{"video": ["a"] * MAX_LISTED_FRAMES}])[0].source) == MAX_LISTED_FRAMES
     for more in (["a"] * (MAX_LISTED_FRAMES + 1), "data:video/jpeg;base64," + "," * 10_000_000):
         with pytest.raises(LimitExceeded, match=r"inputs\[0\].video has more frames than the limit of 2048"):
             parse_inputs([{"video": more}])
 
 
-def test_all_lists_of_a_call_have_so_many_frames_together():
+def test_the_frames_of_all_lists_of_a_call_are_limited_together():
     video = {"video": "data:video/jpeg;base64," + "," * (MAX_LISTED_FRAMES - 1)}
     assert len(parse_inputs([video.copy() for _ in range(16)])) == 16
     with pytest.raises(LimitExceeded, match="inputs has lists with more frames in total than the limit of 32768"):
@@ -326,18 +328,18 @@ def test_all_lists_of_a_call_have_so_many_frames_together():
         ([{"text": "a", "file_id": "b"}], "unknown key 'file_id'; a text has no options"),
     ],
 )
-def test_mistakes_are_named(inputs, message):
+def test_mistakes_in_items_are_named(inputs, message):
     with pytest.raises(InputError, match=message):
         parse_inputs(inputs)
 
 
-def test_arrays_are_sources():
+def test_an_array_is_kept_as_a_source():
     pixels = np.zeros((4, 4, 3), np.uint8)
     (item,) = parse_inputs([{"image": pixels}])
     assert item.source is pixels
 
 
-def test_messages():
+def test_messages_are_parsed():
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}, {"type": "text", "text": "?"}]},

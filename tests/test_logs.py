@@ -1,4 +1,4 @@
-"""How a record is written, and what of an exception is."""
+"""Tests of log records and of the exceptions in them."""
 
 import asyncio
 import io
@@ -21,7 +21,7 @@ SECRET = "what the client sent"
 
 @contextmanager
 def logging_to(settings: logs.LogSettings) -> Iterator[io.StringIO]:
-    """What is logged, with everything as it was afterwards."""
+    """Yield the stream that records are written to, and restore the state of logging afterwards."""
     root, hook = logging.root, sys.excepthook
     before = root.handlers[:], root.level, [logging.getLogger(name).level for name in logs.OURS], logs.current()
     stream = io.StringIO()
@@ -38,7 +38,7 @@ def logging_to(settings: logs.LogSettings) -> Iterator[io.StringIO]:
         sys.excepthook = hook
 
 
-def test_a_record_as_text():
+def test_a_record_is_a_line_of_text():
     with logging_to(logs.LogSettings()) as stream:
         logging.getLogger("service.x").info("said %s", "so\nand so")
         logging.getLogger("service.x").debug("not said")
@@ -46,17 +46,17 @@ def test_a_record_as_text():
     assert re.fullmatch(line, stream.getvalue())
 
 
-def test_what_a_terminal_obeys_is_escaped():
+def test_control_characters_of_a_terminal_are_escaped():
     with logging_to(logs.LogSettings()) as stream:
         logging.getLogger("service.x").info("a\r2026 INFO forged\x1b[2K\x7f\x9b\u2028\tb é")
         logging.getLogger("service.x").error("it failed", exc_info=InputError("c\r\x1b[2Kd"))
-    said, failed, *trace = stream.getvalue().split("\n")
-    assert said.endswith(r"service.x: a\r2026 INFO forged\x1b[2K\x7f\x9b\u2028\tb é")
+    escaped, failed, *trace = stream.getvalue().split("\n")
+    assert escaped.endswith(r"service.x: a\r2026 INFO forged\x1b[2K\x7f\x9b\u2028\tb é")
     assert failed.endswith("service.x: it failed")
     assert trace[-2:] == [r"InputError: c\r\x1b[2Kd", ""]
 
 
-def test_a_record_as_json():
+def test_a_record_is_a_line_of_json():
     with logging_to(logs.LogSettings("json", "debug")) as stream:
         token = logs.request_id.set("abc")
         logging.getLogger("mindie_mm.x").debug("said %d", 1, extra={"fields": {"status": 200}})
@@ -85,7 +85,7 @@ def test_a_record_as_json():
 
 
 @pytest.mark.parametrize("format_name", ["text", "json"])
-def test_a_trace_has_no_message_of_a_librarys(format_name):
+def test_a_traceback_omits_the_messages_of_library_exceptions(format_name):
     def fail() -> None:
         try:
             {}[SECRET]
@@ -97,16 +97,16 @@ def test_a_trace_has_no_message_of_a_librarys(format_name):
             fail()
         except InputError:
             logging.getLogger("service.x").exception("a request")
-    said = stream.getvalue()
-    assert "KeyError" in said
-    assert "InputError: the limit is 3" in said
-    assert "in fail" in said
-    assert SECRET not in said
+    output = stream.getvalue()
+    assert "KeyError" in output
+    assert "InputError: the limit is 3" in output
+    assert "in fail" in output
+    assert SECRET not in output
     if format_name == "json":
-        assert len(said.splitlines()) == 1
+        assert len(output.splitlines()) == 1
 
 
-def test_an_exception_that_ends_a_process_is_a_record():
+def test_an_exception_that_ends_a_process_is_logged():
     with logging_to(logs.LogSettings("json")) as stream:
         try:
             int(SECRET)
@@ -130,7 +130,7 @@ async def test_a_child_logs_as_its_parent_does(capfd):
     ]
 
 
-def test_libraries_are_adopted_with_every_handler_they_had(tmp_path, monkeypatch):
+def test_adopting_a_library_removes_all_its_handlers(tmp_path, monkeypatch):
     library = logging.getLogger("a library")
     file = logging.FileHandler(tmp_path / "log")
     for handler in file, logging.StreamHandler(), logging.NullHandler():

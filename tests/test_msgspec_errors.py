@@ -1,4 +1,4 @@
-"""Every form of msgspec's messages, none of which may reach a user."""
+"""Tests that every kind of msgspec error is described in other words than msgspec's, which must not reach a user."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ class Thing(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (b"", "the JSON is incomplete"),
         (b"{", "the JSON is incomplete"),
@@ -34,24 +34,24 @@ class Thing(msgspec.Struct, forbid_unknown_fields=True):
         (b'{"number": null}', "number must be an integer, not null"),
     ],
 )
-def test_json_of_a_wrong_type(text: bytes, said: str) -> None:
+def test_an_error_of_json_is_described(text: bytes, message: str) -> None:
     with pytest.raises(msgspec.DecodeError) as caught:
         msgspec.json.decode(text, type=Thing)
-    assert in_words(caught.value) == said
+    assert in_words(caught.value) == message
 
 
-def test_values_of_a_wrong_type() -> None:
-    def said(value: Any, kind: Any) -> str:
+def test_an_error_of_a_value_is_described() -> None:
+    def described(value: Any, kind: Any) -> str:
         with pytest.raises(msgspec.ValidationError) as caught:
             msgspec.convert(value, kind)
         return in_words(caught.value)
 
-    assert said({"a": 1}, dict[int, int]) == "a key of the value must be an integer, not a string"
-    assert said({"x": {"a": 1}}, dict[str, dict[int, int]]) == "a key of [...] must be an integer, not a string"
-    assert said(10**400, float) == "the value is outside its range"
+    assert described({"a": 1}, dict[int, int]) == "a key of the value must be an integer, not a string"
+    assert described({"x": {"a": 1}}, dict[str, dict[int, int]]) == "a key of [...] must be an integer, not a string"
+    assert described(10**400, float) == "the value is outside its range"
 
 
-def test_bytes_that_are_not_utf8() -> None:
+def test_bytes_that_are_not_utf8_are_described() -> None:
     with pytest.raises(UnicodeDecodeError) as caught:
         b"a\xff".decode()
     assert in_words(caught.value) == "byte 1 is not UTF-8"

@@ -1,4 +1,4 @@
-"""Documentation pages: README's length and picture, links, decision records, and names of code in ARCHITECTURE.md."""
+"""Tests of the documentation: README's length and picture, links, decision records, and code that pages name."""
 
 import ast
 import re

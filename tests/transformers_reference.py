@@ -1,7 +1,9 @@
-"""transformers' own processors, over the stand-in for torchvision that they refuse to do without.
+"""Processors of transformers, with the stand-in for torchvision that they require.
 
-Import what is compared with from here: the import puts tests/stubs on sys.path before transformers looks for it, once;
-ImportError where it has looked already, and would silently fall back to Pillow's arithmetic.
+Import reference classes from this module. It puts tests/stubs on sys.path before transformers looks for torchvision,
+which happens once.
+
+Raises ImportError if transformers has looked already, because it would silently fall back to Pillow's arithmetic.
 """
 
 import sys

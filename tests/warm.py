@@ -1,8 +1,10 @@
-"""Commands of mindie-mm whose processes begin as copies of one that has imported everything.
+"""Commands of mindie-mm whose processes start as copies of a process that has imported everything.
 
-To the kernel, and to who looks at it, they are what a shell starts: pids, parents, command lines, descriptors,
-signals, exit statuses. What they skip is interpreters that start and import: of a service's three, fifteen seconds of
-work. Tests of just that use `tools.serving` and subprocess as they are.
+To the kernel and to observers, the copies look like processes that a shell starts: in pids, parents, command lines,
+descriptors, signals and exit statuses.
+
+The copies skip the start and the imports of interpreters, which take fifteen seconds for the three processes of a
+service. Tests of the startup itself use `tools.serving` and subprocess.
 """
 
 from __future__ import annotations
@@ -48,24 +50,24 @@ _PRELOADED = (
     "transformers.modeling_layers",
     "transformers.models.auto.tokenization_auto",
 )
-"""No family, and nothing of transformers' that is one family's."""
+"""Modules that belong to no model family, neither here nor in transformers."""
 _FIRST_KEPT = 512
 """Lower bound of the descriptors that a copy keeps over the fork."""
 _ON_SIMULATED_NPU = "ASCEND_HOME_PATH" in os.environ
-"""There tests/ascend/processes.py has the one server of copies that a process can have."""
+"""True on the simulated NPU, where tests/ascend/processes.py has the only fork server that a process can have."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 if not _ON_SIMULATED_NPU:
     _CONTEXT.set_forkserver_preload(list(_PRELOADED))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Of one of several processes: what is copied is imported while the first tests run, and waited for by none."""
+    """Start the fork server of a parallel process, so that it imports while the first tests run."""
     if hasattr(session.config, "workerinput") and not _ON_SIMULATED_NPU:
         forkserver.ensure_running()
 
 
 class Popen:
-    """What is asked of subprocess.Popen, for a command of mindie-mm."""
+    """The part of the interface of subprocess.Popen that tests use, for a command of mindie-mm."""
 
     def __init__(
         self,
@@ -78,9 +80,10 @@ class Popen:
         closed: Collection[str] = (),
         max_open_files: int | None = None,
     ) -> None:
-        """Start a command. `closed` names the standard streams that are closed at its start.
+        """Start a command.
 
-        `max_open_files` is its soft limit of descriptors.
+        `closed` names the standard streams that are closed at its start. `max_open_files` is its soft limit of
+        descriptors.
         """
         assert text
         self.stdout: IO[str] | None = None
@@ -113,7 +116,7 @@ class Popen:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is still on its way
+            with contextlib.suppress(ProcessLookupError):  # the process has ended, and its status has not arrived yet
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -129,7 +132,7 @@ running_service = serving.running_service if _ON_SIMULATED_NPU else partial(serv
 def run(
     command: Sequence[object], *, timeout: float, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`command`, to its end, with what it says."""
+    """Run `command` to its end, and return its status and output."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as out,
         tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
@@ -153,7 +156,7 @@ def _begin(
     closed: Collection[str],
     max_open_files: int | None,
 ) -> None:
-    """The first of the copies becomes `command`."""
+    """Turn the first of the copies into `command`."""
     if max_open_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     os.dup2(out.fileno(), 1)
@@ -165,7 +168,7 @@ def _begin(
     os.environ.update(environment)
     os.chdir(folder)
     named = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    stubs = [entry for entry in sys.path if entry.endswith("stubs")]  # pytest's own
+    stubs = [entry for entry in sys.path if entry.endswith("stubs")]  # of the pytest process alone
     sys.path[:] = [*named, *(entry for entry in sys.path if entry not in {*named, *stubs})]
     ipc.subprocess = SUBPROCESS  # type: ignore[assignment]
     sys.argv = command
@@ -183,25 +186,29 @@ def _open_streams() -> None:
 
 
 class _Copy(subprocess.Popen[bytes]):
-    """A copy of this process as `command`, one of a worker's; nothing is open in it but what a new one would have."""
+    """A worker that starts as a copy of this process and has only the open descriptors of a new process."""
 
     def __init__(
         self, command: list[str], pass_fds: tuple[int, ...], env: Mapping[str, str] | None = None, **nowhere: int
     ) -> None:
-        """Start a copy. `nowhere` names the streams that are /dev/null, which the copy inherits from this process."""
+        """Start a copy.
+
+        `nowhere` names the streams that are /dev/null, which the copy inherits from this process.
+        """
         self._descriptors = pass_fds
         self._environment = env
         super().__init__(command)
 
     def __del__(self) -> None:
-        self.poll()  # one that has ended, and that nobody waited for, is no process that runs on
+        self.poll()  # reaps an ended process, so that subprocess does not report it as running
         super().__del__()
 
     def _execute_child(self, command: list[str], *_: Any) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks, but none of a worker's
-            # ipc closes its own in every fork. libuv, in the copy of a process that used it, closes two descriptors by
-            # the small numbers that its pipe once had, and opens another pipe.
+            # Other threads may hold locks, but none that a worker needs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            # ipc closes its own descriptors in every fork. In the copy of a process that used libuv, libuv closes the
+            # two small descriptor numbers of its former pipe, and opens another pipe.
             kept = {number: fcntl.fcntl(number, fcntl.F_DUPFD, _FIRST_KEPT) for number in self._descriptors}
             self.pid = os.fork()
         if self.pid:
@@ -214,8 +221,8 @@ class _Copy(subprocess.Popen[bytes]):
         self._child_created = True
 
     def _run(self, command: list[str]) -> None:
-        gc.freeze()  # what is collected no more closes no descriptor, whose number may be another's by then
-        torch.set_num_threads(1)  # renews a pool that threads would race for: the one who comes second finds none
+        gc.freeze()  # a collected object could close a descriptor whose number another file has taken
+        torch.set_num_threads(1)  # renews the thread pool here, because two threads would race for it
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -223,10 +230,11 @@ class _Copy(subprocess.Popen[bytes]):
             os.closerange(start + 1, stop)
         _open_streams()
         loggers = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-        self._handlers = [logger.handlers[:] for logger in loggers]  # they live on, else their files would be closed
+        # A collected handler would close its file.
+        self._handlers = [logger.handlers[:] for logger in loggers]
         logging.root.handlers.clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "mindie_mm"]:
-            del sys.modules[name]  # with what they know of this process: they are imported anew
+            del sys.modules[name]  # imported again, without their state of this process
         if self._environment is not None:
             os.environ.clear()
             os.environ.update(self._environment)
@@ -237,20 +245,20 @@ class _Copy(subprocess.Popen[bytes]):
 
 
 SUBPROCESS = SimpleNamespace(Popen=_Copy, DEVNULL=subprocess.DEVNULL)
-"""In the place of `subprocess` in mindie_mm.processes.ipc: the workers that this process starts are copies of it."""
+"""Replacement of `subprocess` in mindie_mm.processes.ipc, which starts workers as copies of this process."""
 
 
 @pytest.fixture(scope="module")
 def copied_workers() -> Iterator[None]:
-    """Workers that a module's tests and fixtures start begin as copies of the tests' process."""
+    """Start the workers of a module's tests and fixtures as copies of the tests' process."""
     with pytest.MonkeyPatch.context() as patch:
-        if torch.get_num_threads() == 1:  # threads that have worked together are missed in a copy
+        if torch.get_num_threads() == 1:  # a copy has no threads of a pool that was used, and would hang
             patch.setattr(ipc, "subprocess", SUBPROCESS)
         yield
 
 
 def _end(run: Callable[[], None]) -> NoReturn:
-    """Ends this process as the interpreter does behind `run`."""
+    """Run `run` and end this process as the interpreter does."""
     status = 1
     try:
         run()
@@ -265,7 +273,7 @@ def _end(run: Callable[[], None]) -> NoReturn:
 
 
 def _show(arguments: Sequence[str]) -> None:
-    """Makes `arguments`, as far as they fit, this process's command line: they are its own memory (proc(5))."""
+    """Write `arguments`, as far as they fit, to the memory that holds this process's command line (proc(5))."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     line = b"".join(argument.encode() + b"\0" for argument in arguments)[: end - start - 1]

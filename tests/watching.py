@@ -1,4 +1,4 @@
-"""What a service says of itself, and waiting until it is so."""
+"""Metrics and processes of a service, and waiting for a condition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.serving import RunningService
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """For what no event tells of, such as what happens in another process."""
+    """Wait for a condition that no event announces, such as a change in another process."""
     deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
@@ -22,7 +22,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def metric(service: RunningService, name: str, **labels: str) -> float:
-    """The sum over a metric's series with these labels."""
+    """Return the sum over the series of a metric with these labels."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     lines = httpx2.get(f"{service.url}/metrics", timeout=300).text.splitlines()
     series = [line for line in lines if line.startswith((f"mindie_mm:{name}{{", f"mindie_mm:{name} "))]
@@ -30,14 +30,17 @@ def metric(service: RunningService, name: str, **labels: str) -> float:
 
 
 def process(service: RunningService, module: str) -> psutil.Process:
-    """The service's process whose module's name begins so."""
+    """Return the service's process whose module name begins with `module`."""
     children = psutil.Process(service.process.pid).children()
     return next(child for child in children if any(part.startswith(module) for part in child.cmdline()))
 
 
 @contextmanager
 def stopped_engine(service: RunningService) -> Iterator[None]:
-    """Stop the engine meanwhile. Requests that it has not begun hold their shared memory."""
+    """Stop the engine inside the context.
+
+    Requests that the engine has not begun hold their shared memory.
+    """
     engine = process(service, "mindie_mm.engine.")
     engine.send_signal(signal.SIGSTOP)
     try:

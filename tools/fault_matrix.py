@@ -1,11 +1,13 @@
-"""Kill -9 at every named point of every process, again and again: does the service come back, and is nothing left?
+"""Kill processes of a service at every named point, and check that the service recovers and leaves nothing.
 
     python -m tools.fault_matrix [--repeats 10] [--out build/fault_matrix.jsonl] [--role engine] [--point mid-decode]
 
-Each run keeps requests in flight, lets one process kill itself at one point (`mindie_mm.processes.faults`), and then
-looks: requests in flight are answered right or fail with the documented error; the next request is answered right;
-within five seconds /dev/shm holds nothing of the dead. Runs are appended to the file as they end; those that are in it
-already are not repeated. Exits 0 if all went well.
+Each run keeps requests in flight and lets one process kill itself with SIGKILL at one point
+(`mindie_mm.processes.faults`). Requests in flight must be answered correctly or fail with the documented error. The
+next request must be answered correctly. Within five seconds, /dev/shm must hold nothing of the dead process.
+
+Each run is appended to the file when it ends. Runs that the file already holds are not repeated. The exit status is 0
+if all runs pass.
 """
 
 from __future__ import annotations

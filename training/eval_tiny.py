@@ -1,7 +1,7 @@
-"""Judges the embedded checkpoint on held-out scenes and sounds, through the product: `python -m training.eval_tiny`.
+"""Evaluate the embedded checkpoint on held-out scenes and sounds through `LLM`: `python -m training.eval_tiny`.
 
-Prints the share of exact answers by task, writes it to `bench/results/tiny_eval.json`, and exits with 1 where one of
-the tasks is under `NEEDED`. The spoken digits need espeak-ng (`apt-get install espeak-ng`).
+Prints the share of exact answers per task and writes them to `bench/results/tiny_eval.json`. Exits with 1 if a task is
+below `NEEDED`. The spoken digits need espeak-ng (`apt-get install espeak-ng`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def held_out(seed: int, number: int) -> list[Sample]:
-    """`number` held-out samples, the tasks in turn."""
+    """Return `number` held-out samples. The tasks alternate."""
     rng = random.Random(seed)
     return [sample(rng, HELD_OUT, TASKS[i % len(TASKS)]) for i in range(number)]
 
 
 def as_input(one: Sample) -> list[dict[str, Any]]:
-    """The sample's media, then its question, as `LLM.generate` takes them."""
+    """Return the sample's media, then its question, as input for `LLM.generate`."""
     ((question, _),) = one.turns
     items: list[dict[str, Any]] = [{"image": picture} for picture in one.images]
     if one.frames:
@@ -45,7 +45,7 @@ def as_input(one: Sample) -> list[dict[str, Any]]:
 
 
 def judge(path: Path, samples: Sequence[Sample], *, verbose: bool) -> dict[str, list[int]]:
-    """Right answers and questions of each task: `{task: [right, asked]}`."""
+    """Count the right answers and the questions of each task: `{task: [right, asked]}`."""
     right, asked = Counter[str](), Counter[str]()
     with LLM(path) as llm:
         outputs = llm.generate([as_input(one) for one in samples], SamplingParams(temperature=0, max_tokens=64))
@@ -59,7 +59,7 @@ def judge(path: Path, samples: Sequence[Sample], *, verbose: bool) -> dict[str, 
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--path", type=Path, default=ROOT / "mindie_mm" / "assets" / "tiny")
     parser.add_argument("--seed", type=int, default=SEED)

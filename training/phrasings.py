@@ -1,4 +1,4 @@
-"""What may be asked about a picture, in how many ways; held-out phrasings stand apart."""
+"""Phrasings of questions about pictures, videos and sounds. Held-out phrasings are separate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Phrasings:
-    """Templates of one question. `{n}` is a word for the medium, `{t}` names the thing."""
+    """Templates of one question. `{n}` is a word for the medium, and `{t}` names the thing."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""One phrasing of a question, drawn by chance, with the words for the medium and the thing."""
+"""Random phrasing of a question, with words for the medium and the thing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ RECORDINGS = ("audio", "recording", "sound")
 
 
 def plural(noun: str) -> str:
-    """The plural of a shape or of "shape" and "object"."""
+    """Return the plural of a shape, or of "shape" or "object"."""
     return noun + ("es" if noun.endswith("ss") else "s")
 
 
 def templates(split: SplitName, phrasings: Phrasings) -> tuple[str, ...]:
-    """The split's half of the templates."""
+    """Return the templates of the split."""
     return phrasings.train if split == "train" else phrasings.held_out
 
 
@@ -30,7 +30,7 @@ def ask(
     names: tuple[str, ...] = ("shape", "object"),
     nouns: tuple[str, ...] = NOUNS,
 ) -> str:
-    """One phrasing of a question. `names` are what the thing in question may be called."""
+    """Phrase a question at random. `names` are the possible names of the thing in question."""
     template = rng.choice(templates(split, QUESTIONS[kind]))
     name = rng.choice(names)
     text = template.format(n=rng.choice(nouns), t=name, p=plural(name))
@@ -38,14 +38,14 @@ def ask(
 
 
 def chat(rng: random.Random, split: SplitName) -> tuple[str, str]:
-    """A line of small talk and its reply."""
+    """Return a line of small talk and its reply."""
     kind = rng.choice(list(CHAT))
     line = rng.choice(templates(split, CHAT[kind]))
     return (careless(rng, line) if split == "train" else line), CHAT_ANSWERS[kind]
 
 
 def careless(rng: random.Random, text: str) -> str:
-    """The text as a hasty hand types it: no capital, no final stop, at times a courtesy."""
+    """Make the text look hastily typed: drop a capital or the final punctuation, or append a request to be brief."""
     if rng.random() < 0.15:
         text = text[0].lower() + text[1:]
     if rng.random() < 0.1 and text[-1] in "?.!":

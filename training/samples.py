@@ -1,4 +1,4 @@
-"""Questions about drawn scenes with their answers: one `Sample` for any seed, task and split."""
+"""Questions about drawn scenes and sounds, with their answers: one `Sample` per seed, task and split."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ Turn = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A conversation about pictures, a video and a sound."""
+    """Conversation about pictures, a video and a sound."""
 
     task: str
     images: tuple[Image.Image, ...]
     frames: tuple[Image.Image, ...]
-    """The sampled frames of the one video, or none."""
+    """Sampled frames of the video, if there is one."""
     turns: tuple[Turn, ...]
-    """Questions and answers; the media belong to the first."""
+    """Questions and answers. The media belong to the first question."""
     text_first: bool = False
     system: str | None = None
     scenes: tuple[Scene, ...] = ()
-    """What was drawn: a scene a picture, then a scene a frame."""
+    """Descriptions of the drawn media: a scene per picture, then a scene per frame."""
     sounds: tuple[Sound, ...] = ()
-    """What is to be heard, not yet made."""
+    """Descriptions of the sounds, which are not synthesised yet."""
     order: tuple[str, ...] = MEDIA
-    """The kinds of media as they stand in the prompt."""
+    """Kinds of media in the order of the prompt."""
 
 
 Maker = Callable[[random.Random, Split], Sample]
 
 
 def _called(thing: Thing) -> tuple[str, ...]:
-    """What a question may call the thing without giving away more than it asks."""
+    """Return names for the thing that give away no answer to the question."""
     return ("shape", "object", thing.shape, f"{thing.colour} {thing.shape}")
 
 
@@ -72,7 +72,7 @@ def _names(rng: random.Random, split: Split, thing: Thing, nouns: tuple[str, ...
 
 
 def name(rng: random.Random, split: Split) -> Sample:
-    """What is it, which colour, which shape: of a picture, at times of a video."""
+    """Ask for the object, its colour or its shape in a picture."""
     if rng.random() < 0.03:
         colour = rng.choice(list(COLOURS))
         question = ask(rng, split.name, "colour")
@@ -87,7 +87,7 @@ def name(rng: random.Random, split: Split) -> Sample:
 
 
 def where(rng: random.Random, split: Split) -> Sample:
-    """On which side of the picture the one thing is."""
+    """Ask on which side of the picture the only object is."""
     side = rng.choice(SIDES)
     scene = placed(rng, split, side)
     thing = scene.things[0]
@@ -98,7 +98,7 @@ def where(rng: random.Random, split: Split) -> Sample:
 
 
 def count(rng: random.Random, split: Split) -> Sample:
-    """How many things there are, from 1 to 4."""
+    """Ask for the number of objects, from 1 to 4."""
     number = rng.randint(1, MAX_COUNT)
     scene = several(rng, split, number)
     first = scene.things[0]
@@ -112,12 +112,12 @@ def count(rng: random.Random, split: Split) -> Sample:
 
 
 def _verdict(one: str, other: str) -> str:
-    """What was found comes first: so small a model judges better what it has said."""
+    """Name both findings before the verdict, because so small a model judges better after it has written them."""
     return f"{one} and {other}, so {'yes' if one == other else 'no'}"
 
 
 def compare(rng: random.Random, split: Split) -> Sample:
-    """Two pictures: the same colour, the same shape, what is in both."""
+    """Show two pictures, and ask whether the colours or shapes match, or what both show."""
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
     other_colour = colour if rng.random() < 0.5 else rng.choice([c for c in COLOURS if c != colour])
     other_shape = shape if rng.random() < 0.5 else rng.choice([s for s in SHAPES if s != shape])
@@ -135,7 +135,7 @@ def compare(rng: random.Random, split: Split) -> Sample:
 
 
 def motion(rng: random.Random, split: Split) -> Sample:
-    """Which way the one thing in a video moves."""
+    """Ask in which direction the only object in a video moves."""
     direction = rng.choice(DIRECTIONS)
     scenes = moving(rng, split, direction, rng.choice((4, 4, 6, 6, 8, 8, 10)))
     thing = scenes[0].things[0]
@@ -146,7 +146,7 @@ def motion(rng: random.Random, split: Split) -> Sample:
 
 
 def _said(sound: Sound) -> str:
-    """What is said of a sound when nothing in particular is asked."""
+    """Describe a sound, in answer to an open question."""
     return {"tone": f"{sound.answer} tone", "beeps": f"{sound.answer} beeps"}.get(sound.kind, sound.answer)
 
 
@@ -157,7 +157,7 @@ def _hears(rng: random.Random, split: Split, sound: Sound) -> Turn:
 
 
 def hearing(kind: str) -> Maker:
-    """What is to be heard: a tone, how many beeps, which digit."""
+    """Return a maker of questions about one kind of sound: the pitch, the number of beeps, or the digit."""
 
     def heard(rng: random.Random, split: Split) -> Sample:
         sound = SOUNDS[kind](rng, split)
@@ -167,7 +167,7 @@ def hearing(kind: str) -> Maker:
 
 
 def mixed(rng: random.Random, split: Split) -> Sample:
-    """A picture, a video or both, and a sound: all of them are asked for, or one."""
+    """Show a picture, a video or both with a sound, and ask about one of them or all."""
     sound = SOUNDS[rng.choice(HEARING)](rng, split)
     seen = rng.choice(("image", "image", "video", "both"))
     picture = single(rng, split) if seen != "video" else None
@@ -193,12 +193,12 @@ def mixed(rng: random.Random, split: Split) -> Sample:
 
 
 def talk(rng: random.Random, split: Split) -> Sample:
-    """A line of small talk with no picture."""
+    """Return a line of small talk without media."""
     return Sample("chat", (), (), (chat(rng, split.name),))
 
 
 def drill(rng: random.Random, split: Split) -> Sample:
-    """Two words, the same or not: what `compare` asks for, without the looking. Training only."""
+    """Ask whether two words are equal, which is `compare` without the vision. Used in training only."""
     words = rng.choice((list(COLOURS), list(SHAPES)))
     one = rng.choice(words)
     other = one if rng.random() < 0.5 else rng.choice([word for word in words if word != one])
@@ -220,7 +220,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def sample(rng: random.Random, split: Split, task: str) -> Sample:
-    """One sample of a task, all chance from `rng`."""
+    """Make a sample of a task. All randomness comes from `rng`."""
     made = MAKERS[task](rng, split)
     if split.name == "held_out":
         return made

@@ -1,4 +1,4 @@
-"""Drawn scenes with a known truth: what the embedded checkpoint learns from and is judged by.
+"""Drawn scenes with a known truth, for the training and evaluation of the embedded checkpoint.
 
 A scene is described first (`Scene`, `Thing`) and drawn afterwards, so that the answer never comes
 from the pixels. The two splits share no picture side, no ground level, no JPEG quality, no object
@@ -39,17 +39,17 @@ GRID_CELLS = 25
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What one split may draw from; nothing here is shared between the two."""
+    """Values that one split draws from. The two splits share none of them."""
 
     name: SplitName
     sides: tuple[int, ...]
-    """Picture widths and heights, pixels."""
+    """Widths and heights of pictures, in pixels."""
     grounds: tuple[int, ...]
-    """Grey levels of the ground, before the tint."""
+    """Grey levels of the background before the tint."""
     qualities: tuple[int, ...]
     """JPEG qualities."""
     parity: int
-    """Which cells of the position grid, as on a chessboard."""
+    """Parity of the split's cells in the position grid, which is divided like a chessboard."""
 
 
 def _sides(start: int, stop: int, held_out: bool) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ HELD_OUT = Split(
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One coloured shape. Lengths are fractions of the picture, `size` of its shorter side."""
+    """One coloured shape. Lengths are fractions of the picture. `size` is a fraction of its shorter side."""
 
     colour: str
     shape: str
@@ -83,12 +83,12 @@ class Thing:
     y: float
     size: float
     turn: float
-    """Degrees, counter-clockwise."""
+    """Rotation in degrees, counter-clockwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A picture before it is drawn."""
+    """Description of a picture."""
 
     width: int
     height: int
@@ -99,7 +99,7 @@ class Scene:
 
 
 def outline(shape: str) -> list[tuple[float, float]]:
-    """The polygon of a shape in a box of side 1 about the origin; not for circles."""
+    """Return the polygon of a shape, except a circle, in a box of side 1 about the origin."""
     if shape == "square":
         return [(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)]
     if shape == "triangle":
@@ -116,7 +116,7 @@ def outline(shape: str) -> list[tuple[float, float]]:
 
 
 def _stamp(thing: Thing, side: float) -> Image.Image:
-    """The thing's coverage mask, antialiased, about `1.5 * side` pixels wide."""
+    """Draw the thing's antialiased coverage mask, about `1.5 * side` pixels wide."""
     over = 3 if side < 120 else 1
     box = max(4, math.ceil(1.5 * side))
     mask = Image.new("L", (box * over, box * over))
@@ -136,7 +136,7 @@ def _stamp(thing: Thing, side: float) -> Image.Image:
 
 
 def draw(scene: Scene) -> Image.Image:
-    """The scene as an RGB picture, with its JPEG damage."""
+    """Draw the scene as an RGB picture with its JPEG artefacts."""
     picture = Image.new("RGB", (scene.width, scene.height), scene.ground)
     short = min(scene.width, scene.height)
     for thing in scene.things:
@@ -165,13 +165,13 @@ def _clip(r: int, g: int, b: int) -> Rgb:
 
 
 def _scale(rng: random.Random, split: Split, low: float, high: float) -> float:
-    """An object's size in whole hundredths: odd ones in training, even ones held out."""
+    """Draw an object's size in whole hundredths: odd in training, even when held out."""
     hundredths = rng.randrange(round(low * 100), round(high * 100))
     return (hundredths // 2 * 2 + 1 - split.parity) / 100
 
 
 def in_split(split: Split, x: float, y: float) -> bool:
-    """Whether the position lies in a cell of the split's half of the chessboard."""
+    """Return whether the position lies in a cell of the split."""
     return (int(x * GRID_CELLS) + int(y * GRID_CELLS)) % 2 == split.parity
 
 
@@ -187,13 +187,13 @@ def _turn(rng: random.Random) -> float:
 
 
 def canvas(rng: random.Random, split: Split, longest: int = 1000) -> Scene:
-    """An empty scene: sides, ground and quality. Most are small, since drawing costs time."""
+    """Draw an empty scene with sides, background and quality. Most are small, because drawing takes time."""
     usual = longest if rng.random() < 0.08 else min(longest, 200)
     width = rng.choice([side for side in split.sides if side <= usual])
     fitting = [side for side in split.sides if 0.6 * width <= side <= width / 0.6]
     height = rng.choice([side for side in fitting if side <= usual])
     level = rng.choice(split.grounds)
-    # The tint may not leave the split's levels: it darkens or lightens one channel by 0 to 2 steps.
+    # The tint must stay within the split's levels.
     tinted = [rng.choice([v for v in split.grounds if abs(v - level) <= 10]) for _ in range(3)]
     ground = (tinted[0], tinted[1], tinted[2]) if rng.random() < 0.3 else (level, level, level)
     quality = rng.choice(split.qualities) if rng.random() < 0.6 else None
@@ -201,13 +201,13 @@ def canvas(rng: random.Random, split: Split, longest: int = 1000) -> Scene:
 
 
 def _margins(scene: Scene, size: float) -> tuple[float, float]:
-    """How near to the edges a centre may come, as fractions of width and height."""
+    """Return the smallest distances of a centre from the edges, as fractions of width and height."""
     reach = size * min(scene.width, scene.height) / 2
     return reach / scene.width + 0.01, reach / scene.height + 0.01
 
 
 def single(rng: random.Random, split: Split, colour: str | None = None, shape: str | None = None) -> Scene:
-    """One thing anywhere in the picture."""
+    """Place one thing anywhere in the picture."""
     scene = canvas(rng, split)
     colour, shape = colour or rng.choice(list(COLOURS)), shape or rng.choice(SHAPES)
     size = _scale(rng, split, 0.35, 0.8)
@@ -218,12 +218,12 @@ def single(rng: random.Random, split: Split, colour: str | None = None, shape: s
 
 
 def filled(rng: random.Random, split: Split, colour: str) -> Scene:
-    """A picture of nothing but one colour."""
+    """Return a picture of a single colour."""
     return replace(canvas(rng, split), ground=_shade(rng, colour))
 
 
 def placed(rng: random.Random, split: Split, side: str) -> Scene:
-    """One thing that is plainly at the left, right, top or bottom."""
+    """Place one thing clearly at the left, right, top or bottom."""
     scene = canvas(rng, split)
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
     size = _scale(rng, split, 0.18, 0.42)
@@ -238,7 +238,7 @@ def placed(rng: random.Random, split: Split, side: str) -> Scene:
 
 
 def several(rng: random.Random, split: Split, count: int) -> Scene:
-    """`count` things that do not touch, all of one kind in half of the scenes."""
+    """Place `count` things that do not touch. In half of the scenes, all are of one kind."""
     scene = canvas(rng, split)
     short = min(scene.width, scene.height)
     uniform = rng.random() < 0.5
@@ -257,13 +257,13 @@ def several(rng: random.Random, split: Split, count: int) -> Scene:
                 rgb = _shade(rng, colour)
                 things.append(Thing(colour, shape, rgb, x, y, size, _turn(rng)))
                 break
-        else:  # too crowded: begin again with smaller things
+        else:  # the picture is too crowded, so begin again with smaller things
             things, high = [], max(low + 0.04, high - 0.04)
     return replace(scene, things=tuple(things))
 
 
 def moving(rng: random.Random, split: Split, direction: str, frames: int) -> list[Scene]:
-    """A video of one thing that crosses a good part of the picture at an even pace."""
+    """Describe a video of one thing that crosses much of the picture at a constant speed."""
     scene = canvas(rng, split, longest=320)
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
     size = _scale(rng, split, 0.18, 0.40)
@@ -289,5 +289,5 @@ def moving(rng: random.Random, split: Split, direction: str, frames: int) -> lis
 
 
 def draw_all(scenes: Sequence[Scene]) -> tuple[Image.Image, ...]:
-    """Every scene drawn, in order."""
+    """Draw every scene, in order."""
     return tuple(draw(scene) for scene in scenes)

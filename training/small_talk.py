@@ -1,4 +1,4 @@
-"""The few lines of talk that need no picture; held-out phrasings stand apart."""
+"""Small talk that needs no media. Held-out phrasings are separate."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Sounds with a known truth: tones, rows of beeps and spoken digits, the two splits apart.
+"""Sounds with a known truth: tones, rows of beeps and spoken digits.
 
-A sound is described first (`Sound`) and made afterwards. Speech comes from espeak-ng (`training.speech`).
+A sound is described first (`Sound`) and synthesised afterwards. Speech comes from espeak-ng (`training.speech`).
 The two splits share no pitch, no length of a beep or pause, no voice, no speed and no level of noise.
 """
 
@@ -17,10 +17,10 @@ from training.scenes import Split
 from training.speech import DIGITS, RATE, Speaker, say, speaker
 
 PITCHES: dict[str, tuple[float, float]] = {"low": (110.0, 300.0), "middle": (500.0, 1100.0), "high": (1900.0, 4500.0)}
-"""Hertz."""
+"""Lowest and highest frequency of each pitch, in hertz."""
 MAX_BEEPS = 5
 WAVES = ("sine", "triangle", "square", "organ")
-# Half semitones: odd ones are held out.
+# Half semitones. Odd steps are held out.
 STEPS_PER_OCTAVE = 24
 LONGEST_S = 2.9
 
@@ -30,26 +30,26 @@ Kind = Literal["tone", "beeps", "digit"]
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    """A clip before it is made; times in seconds."""
+    """Description of a clip. Times are in seconds."""
 
     kind: Kind
     answer: str
-    """"high", "3", "seven"."""
+    """Such as "high", "3" or "seven"."""
     seconds: float
     spans: tuple[tuple[float, float], ...]
-    """Start and length of each tone or beep; of the digit the start and nothing."""
+    """Start and length of each tone or beep. A digit has a start and length 0."""
     hertz: float
     wave: str
     level: float
-    """The peak, of 1.0."""
+    """Peak amplitude, at most 1.0."""
     noise: float
-    """The noise's part of the peak."""
+    """Noise as a fraction of the peak."""
     noise_seed: int
     speaker: Speaker | None = None
 
 
 def _hundredths(rng: random.Random, split: Split, low: float, high: float) -> float:
-    """A length in whole hundredths: even ones in training, odd ones held out."""
+    """Draw a length in whole hundredths: even in training, odd when held out."""
     return (rng.randrange(round(low * 100), round(high * 100)) // 2 * 2 + split.parity) / 100
 
 
@@ -65,14 +65,14 @@ def _level(rng: random.Random) -> float:
 
 
 def _noise(rng: random.Random, split: Split) -> float:
-    """None in half of the clips; else training and held-out levels take turns."""
+    """Draw a noise level: 0 in half of the clips, otherwise one of the split's alternating levels."""
     if rng.random() < 0.5:
         return 0.0
     return (rng.randrange(0, 12) * 2 + 1 + split.parity) / 1000
 
 
 def tone(rng: random.Random, split: Split) -> Sound:
-    """One long tone that is plainly high, middle or low."""
+    """Describe one long tone that is clearly high, middle or low."""
     name = rng.choice(list(PITCHES))
     lead, length, tail = rng.uniform(0.0, 0.4), _hundredths(rng, split, 0.3, 1.5), rng.uniform(0.0, 0.4)
     hertz = _hertz(rng, split, *PITCHES[name])
@@ -83,10 +83,10 @@ def tone(rng: random.Random, split: Split) -> Sound:
 
 
 def beeps(rng: random.Random, split: Split) -> Sound:
-    """One to five short beeps at an even pace."""
+    """Describe one to five short beeps at a constant pace."""
     number = rng.randint(1, MAX_BEEPS)
     length, pause = _hundredths(rng, split, 0.08, 0.2), _hundredths(rng, split, 0.12, 0.3)
-    at = rng.uniform(0.0, 0.3)  # not in hundredths: else no beep would begin where the model's steps of 20 ms do
+    at = rng.uniform(0.0, 0.3)  # not in hundredths, so that beeps start at any offset from the model's 20 ms steps
     spans = tuple((at + i * (length + pause), length) for i in range(number))
     seconds = min(LONGEST_S, spans[-1][0] + length + rng.uniform(0.1, 0.5))
     return Sound(
@@ -96,10 +96,10 @@ def beeps(rng: random.Random, split: Split) -> Sound:
 
 
 def digit(rng: random.Random, split: Split) -> Sound:
-    """One spoken digit."""
+    """Describe one spoken digit."""
     word = rng.choice(DIGITS)
     lead, tail = rng.uniform(0.02, 0.4), rng.uniform(0.05, 0.4)
-    # The word's own length is not known before it is said: `seconds` is what stands round it.
+    # The length of the word is unknown before synthesis, so `seconds` is the silence around it.
     return Sound(
         "digit", word, lead + tail, ((lead, 0.0),), 0.0, "", _level(rng), _noise(rng, split) / 2,
         rng.randrange(1 << 30), speaker(rng, split),
@@ -110,7 +110,7 @@ SOUNDS = {"tone": tone, "beeps": beeps, "digit": digit}
 
 
 def _periodic(wave: str, turns: Wave) -> Wave:
-    """One sample for each phase in whole turns."""
+    """Return one sample per phase. Phases are in whole turns."""
     sine = np.sin(2 * np.pi * turns)
     if wave == "triangle":
         return np.asarray(np.arcsin(sine) * (2 / np.pi))
@@ -133,7 +133,7 @@ def _played(sound: Sound) -> Wave:
 
 
 def make(sound: Sound) -> tuple[Wave, tuple[tuple[float, float], ...]]:
-    """The clip, float32 mono at 16 kHz within -1..1, and when it sounds: (start, length) in seconds."""
+    """Synthesise the clip, float32 mono at 16 kHz within -1..1. Also return its (start, length) spans in seconds."""
     if sound.speaker is None:
         samples, spans = _played(sound), sound.spans
     else:

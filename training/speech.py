@@ -1,4 +1,4 @@
-"""Spoken digits from espeak-ng, which must be installed (`apt-get install espeak-ng`), and who speaks in each split."""
+"""Spoken digits from espeak-ng (`apt-get install espeak-ng`), with separate speakers for each split."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ RATE = 16_000
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp", "en-gb-x-gbclan", "en-029", "en-us-nyc")
 VARIANTS = ("", "+m1", "+m2", "+m3", "+m4", "+m6", "+m7", "+m8", "+f1", "+f2", "+f4", "+f5", "+klatt", "+klatt3")
-# Neither their accent with their manner of speaking, nor that manner at all, is heard in training.
+# Training uses neither the variant of these voices nor the accent of the second.
 HELD_OUT_VOICES = ("en-us+f3", "en-gb-x-gbcwmd+m5")
 SPEEDS = {0: tuple(range(110, 211, 10)), 1: tuple(range(115, 206, 10))}
-"""Words a minute, by the split's parity."""
+"""Words per minute, by the split's parity."""
 PITCHES = {0: tuple(range(20, 81, 10)), 1: tuple(range(25, 76, 10))}
-"""espeak-ng's own scale from 0 to 99, by the split's parity."""
+"""Pitches on espeak-ng's scale from 0 to 99, by the split's parity."""
 RECORDED = Path(__file__).parent / "spoken"
-"""Each digit by each held-out voice, for whoever has no espeak-ng; `python -m training.speech` made them."""
+"""Each digit by each held-out voice, for machines without espeak-ng. `python -m training.speech` writes them."""
 SILENCE = 0.01
 TRAINING_SPEAKERS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """Who says a word, and how."""
+    """Voice, speed and pitch of a spoken word."""
 
     voice: str
     speed: int
@@ -47,14 +47,14 @@ def _drawn(rng: random.Random, voices: Sequence[str], parity: int) -> Speaker:
 
 @cache
 def _training_speakers() -> tuple[Speaker, ...]:
-    """As many as can be kept: a word is said but once by each."""
+    """Return a fixed set of speakers, so that each word by each speaker is synthesised once and cached."""
     rng = random.Random(0)
     voices = [accent + variant for accent in ACCENTS for variant in VARIANTS]
     return tuple(_drawn(rng, voices, 0) for _ in range(TRAINING_SPEAKERS))
 
 
 def speaker(rng: random.Random, split: Split) -> Speaker:
-    """A speaker of the split."""
+    """Draw a speaker of the split."""
     if split.name == "held_out":
         return _drawn(rng, HELD_OUT_VOICES, 1)
     return rng.choice(_training_speakers())
@@ -62,21 +62,21 @@ def speaker(rng: random.Random, split: Split) -> Speaker:
 
 @lru_cache(TRAINING_SPEAKERS * len(DIGITS))
 def say(word: str, by: Speaker) -> np.ndarray:
-    """The word without the silence round it: float32 mono at 16 kHz. OSError without espeak-ng."""
+    """Synthesise the word, float32 mono at 16 kHz without silence around it. Raise OSError without espeak-ng."""
     command = ["espeak-ng", "-v", by.voice, "-s", str(by.speed), "-p", str(by.pitch), "--stdout", word]
-    spoken = subprocess.run(command, capture_output=True, check=True).stdout  # noqa: S603 - words of our own
+    spoken = subprocess.run(command, capture_output=True, check=True).stdout  # noqa: S603 - `word` is one of DIGITS
     samples, rate = soundfile.read(io.BytesIO(spoken), dtype="float32")
     loud = np.flatnonzero(np.abs(samples) > SILENCE * np.abs(samples).max())
     return np.asarray(soxr.resample(samples[loud[0] : loud[-1] + 1], rate, RATE), np.float32)
 
 
 def recorded(word: str, voice: str) -> Path:
-    """The file of a digit by a held-out voice, FLAC of 16 bits at 16 kHz."""
+    """Return the file of a digit by a held-out voice, a 16-bit FLAC at 16 kHz."""
     return RECORDED / f"{word}-{voice.replace('+', '-')}.flac"
 
 
 def main() -> None:
-    """Writes the recordings: at a held-out speed and pitch, a fifth of a second of silence round each."""
+    """Write the recordings at a held-out speed and pitch, with a fifth of a second of silence on either side."""
     RECORDED.mkdir(exist_ok=True)
     silence = np.zeros(RATE // 5, np.float32)
     for voice in HELD_OUT_VOICES:

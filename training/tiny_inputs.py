@@ -1,4 +1,4 @@
-"""Samples as model inputs, by the rules that the server follows: resize, patches, prompt."""
+"""Conversion of samples to model inputs by the server's rules for resizing, patches and prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STD = torch.tensor(CLIP_STD).view(3, 1, 1) * 255
 
 
 def patches(frames: Sequence[Image.Image], pixels: tuple[int, int]) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """One picture, or a video's frames, as uint8 patches [t * h * w, 1176] and its grid (t, h, w)."""
+    """Convert a picture or a video's frames to uint8 patches [t * h * w, 1176] with their grid (t, h, w)."""
     array = np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
     stack = torch.from_numpy(array).permute(0, 3, 1, 2)  # (F, 3, H, W)
     limits = {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
@@ -50,36 +50,36 @@ def patches(frames: Sequence[Image.Image], pixels: tuple[int, int]) -> tuple[tor
 
 
 def normalise(raw: torch.Tensor) -> torch.Tensor:
-    """uint8 patches [N, 1176] as the float32 that the vision tower takes."""
+    """Normalise uint8 patches [N, 1176] to the float32 input of the vision tower."""
     apart = raw.view(len(raw), 3, -1).float()
     return ((apart - _MEAN.view(3, 1)) / _STD.view(3, 1)).view(len(raw), -1)
 
 
 def mels(samples: np.ndarray) -> torch.Tensor:
-    """A clip as log-mel features, float32 [64, frames]: as of the clip in a longer silence."""
+    """Compute the log-mel features of a clip, float32 [64, frames], as if more silence followed."""
     frames = -(-len(samples) // HOP)
-    # Silence of half a window's length at the end is as good as the half minute that the server may see.
+    # Half a window of silence at the end gives the same features as the server's padding to half a minute.
     found = _EARS(samples, sampling_rate=RATE, max_length=(frames + 4) * HOP, padding="max_length", return_tensors="pt")
     features: torch.Tensor = found["input_features"][0, :, :frames]
     return features
 
 
 def audio_tokens(frames: int) -> int:
-    """Features that the audio tower makes of so many mel frames."""
+    """Return the number of features that the audio tower makes from `frames` mel frames."""
     return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """A picture, a video or a sound as the model takes it."""
+    """Picture, video or sound as model input."""
 
     kind: str
     array: torch.Tensor
     """uint8 patches [t * h * w, 1176] or float32 mels [64, frames]."""
     grid: tuple[int, int, int]
-    """Patches along time, height and width; of a sound (tokens, 1, 1)."""
+    """Patches along time, height and width. A sound has (tokens, 1, 1)."""
     truth: torch.Tensor
-    """What each of its tokens ought to know."""
+    """Training targets of each token."""
 
     @property
     def tokens(self) -> int:
@@ -88,7 +88,7 @@ class Medium:
 
 
 def media_of(sample: Sample) -> list[Medium]:
-    """The sample's media in the order in which they stand in the prompt."""
+    """Convert the sample's media in the order of the prompt."""
     found: dict[str, list[Medium]] = {"image": [], "video": [], "audio": []}
     stills = sample.scenes[: len(sample.images)]
     for image, scene in zip(sample.images, stills, strict=True):
@@ -110,18 +110,18 @@ TOKENS = {"image": "<|IMAGE|>", "video": "<|VIDEO|>", "audio": "<|AUDIO|>"}
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One sample as the model takes it."""
+    """One sample as model input."""
 
     ids: list[int]
     labels: list[int]
-    """The ids of the answers and of what ends them, `IGNORED` elsewhere."""
+    """Ids of the answers and the tokens that end them, `IGNORED` elsewhere."""
     positions: torch.Tensor
     """int64 [3, T]"""
     media: list[Medium]
 
 
 def encode(tokenizer: Tokenizer, sample: Sample, *, answered: bool = True, second_per_grid: float = 1.0) -> Encoded:
-    """The sample's prompt in the chat template's form; up to the first answer if not `answered`."""
+    """Encode the sample's prompt as the chat template does, up to the first answer unless `answered`."""
     media = media_of(sample)
     shown = ""
     for medium in media:
@@ -149,7 +149,7 @@ def encode(tokenizer: Tokenizer, sample: Sample, *, answered: bool = True, secon
 
 
 def positions(tokenizer: Tokenizer, ids: list[int], media: Sequence[Medium], second_per_grid: float) -> torch.Tensor:
-    """Qwen2.5-Omni's positions on the axes time, height and width: int64 [3, T]."""
+    """Compute Qwen2.5-Omni's positions on the axes time, height and width, int64 [3, T]."""
     pads = {tokenizer.token_to_id(token) for token in TOKENS.values()}
     placed: list[torch.Tensor] = []
     left, index, start = list(media), 0, 0
@@ -174,7 +174,7 @@ def positions(tokenizer: Tokenizer, ids: list[int], media: Sequence[Medium], sec
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples side by side, padded on the right: causal attention never looks there."""
+    """Samples padded on the right to one length. Causal attention never sees the padding."""
 
     ids: torch.Tensor
     """int64 [B, T]"""
@@ -184,11 +184,11 @@ class Batch:
     """int64 [3, B, T]"""
     tasks: list[str]
     media: list[Medium]
-    """In the order of the prompts and of the places in them."""
+    """Media in the order of the prompts and of their places in each prompt."""
 
 
 def collate(items: Sequence[Encoded], tasks: Sequence[str], pad: int) -> Batch:
-    """Encoded samples as one batch."""
+    """Collate encoded samples to one batch."""
     longest = max(len(item.ids) for item in items)
 
     def fill(rows: list[list[int]], value: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The embedded checkpoint's files other than its weights: tokenizer, template, configurations."""
+"""Files of the embedded checkpoint except its weights: tokenizer, template and configurations."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ SPECIAL = (
 )
 VOCABULARY = 1000
 PATCH, MERGE, TEMPORAL = 14, 2, 2
-# A little over 112 * 112 and 84 * 112: the resize rounds down, and a side must not fall to 84 where
-# its root is 111.999.
+# A little over 112 * 112 and 84 * 112. The resize rounds down, and a root of 111.999 must not
+# reduce a side to 84.
 IMAGE_PIXELS = (84 * 84, 12800)
 VIDEO_PIXELS = (56 * 84, 9800)
 
-# Qwen2's own split of text into words, before byte pairs are joined.
+# Qwen2's split of text into words, which precedes the merges of byte pairs.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 MELS, HOP, RATE = 64, 160, 16_000
-# Mel frames that attend to one another: half of a window in the configuration's count. Three seconds.
+# Mel frames in half an attention window, as the configuration counts them. A window is three seconds.
 HALF_WINDOW = 150
-# A moment of video is this far from the next where it takes one second, as it does at two frames a second.
+# Steps of the time axis per second. At two frames per second, temporal patches are one second apart.
 POSITIONS_PER_SECOND = 2
 
 _MEDIUM = (
@@ -69,7 +69,7 @@ CHAT_TEMPLATE = (
 
 
 def corpus() -> list[str]:
-    """Every template filled in a few ways, and every answer: what the tokenizer is built on."""
+    """Return the tokenizer's training text: every template with several fillings, and every answer."""
     rng = random.Random(0)
     lines = list(SYSTEM_PROMPTS) * 20 + list(CHAT_ANSWERS.values()) * 20
     lines += [*COLOURS, *SHAPES, *SIDES, *DIRECTIONS, "yes", "no", "and", "assistant"] * 20
@@ -87,7 +87,7 @@ def corpus() -> list[str]:
 
 
 def build_tokenizer() -> Tokenizer:
-    """A byte-level BPE tokenizer of Qwen2's construction, trained on the corpus."""
+    """Train a byte-level BPE tokenizer with Qwen2's design on the corpus."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -108,7 +108,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The model's config.json: Qwen2.5-Omni's thinker alone."""
+    """Return the model's config.json, which is that of Qwen2.5-Omni's thinker alone."""
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
     size = tokenizer.get_vocab_size()
     return {
@@ -143,8 +143,8 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
             "num_hidden_layers": 4,
             "num_key_value_heads": 2,
             "rms_norm_eps": 1e-6,
-            # The positions of a picture are few, and its columns take the slowest of the rotations: with
-            # the usual 10,000 they turn by 0.003 a column, and no layer can tell left from right.
+            # A picture has few positions, and its columns use the slowest rotations. With the usual base of
+            # 10,000 they rotate by 0.003 per column, and no layer can tell left from right.
             "rope_theta": 10.0,
             "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [4, 6, 6]},
             "sliding_window": 4096,
@@ -219,7 +219,7 @@ HEARING: dict[str, Any] = {
 
 
 def write_layout(path: Path) -> Tokenizer:
-    """Writes every file but the weights, and returns the tokenizer."""
+    """Write every file except the weights, and return the tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     config = model_config(tokenizer)
@@ -236,7 +236,7 @@ def write_layout(path: Path) -> Tokenizer:
         },
         "preprocessor_config.json": _pixels("image", IMAGE_PIXELS),
         "video_preprocessor_config.json": video,
-        # Qwen2.5-Omni's processor takes the size of videos from here alone.
+        # Qwen2.5-Omni's processor reads the size of videos from this file only.
         "processor_config.json": {
             "processor_class": "Qwen2_5OmniProcessor",
             "feature_extractor": HEARING,

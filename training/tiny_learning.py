@@ -1,4 +1,4 @@
-"""What the embedded checkpoint's training has to get less of: the losses of views, clips and conversations."""
+"""Training losses of the embedded checkpoint for views, clips and conversations."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from training.tiny_truth import (
     truth,
 )
 
-# Views and clips that a worker takes in one step of the stages before the answers.
+# Views and clips per worker and step, in the stages before answering.
 VIEWS, CLIPS = 16, 32
 CLIP_KINDS = ("digit", "beeps", "digit", "tone", "digit", "beeps", "digit", "beeps")
-# Samples of each task that a worker takes in one step. They go through the model in parts of about
-# equal length, so that little of a batch is padding.
+# Samples of each task per worker and step. The model processes them in parts of similar length to
+# reduce the padding.
 SHARES = (
     {"name": 2, "where": 2, "count": 5, "chat": 1, "drill": 2, "tone": 1, "beeps": 3, "digit": 3},
     {"compare": 5, "motion": 2, "mixed": 4},
@@ -41,7 +41,7 @@ SHARES = (
 
 
 class Heads(nn.Module):
-    """What reads the towers' dense knowledge in training; thrown away afterwards."""
+    """Heads that predict the towers' dense targets. They are discarded after training."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Heads(nn.Module):
 
 
 def draw_batch(tokenizer: Tokenizer, seed: int, number: int) -> list[Batch]:
-    """The parts of batch `number`."""
+    """Draw the parts of batch `number`."""
     rng = random.Random(seed * 1_000_003 + number)
     pad: int = tokenizer.token_to_id("<|endoftext|>") or 0
     parts = []
@@ -58,7 +58,7 @@ def draw_batch(tokenizer: Tokenizer, seed: int, number: int) -> list[Batch]:
         tasks = [task for task, share in shares.items() for _ in range(share)]
         items = []
         for task in tasks:
-            # The pace of a video is not always what it is told to be.
+            # Vary the pace, because the rate that a request states for its video may be wrong.
             pace = 1.0 if rng.random() < 0.7 else rng.uniform(0.3, 2.0)
             items.append(encode(tokenizer, sample(rng, TRAIN, task), second_per_grid=pace))
         parts.append(collate(items, tasks, pad))
@@ -66,7 +66,7 @@ def draw_batch(tokenizer: Tokenizer, seed: int, number: int) -> list[Batch]:
 
 
 def _view(rng: random.Random, i: int) -> Medium:
-    """A picture, or a pair of a video's frames, with nothing asked."""
+    """Draw a picture, or a pair of a video's frames, without a question."""
     kind = i % 8
     if kind < 5:
         scenes = [single(rng, TRAIN)]
@@ -81,7 +81,7 @@ def _view(rng: random.Random, i: int) -> Medium:
 
 
 def _clip(rng: random.Random, i: int) -> Medium:
-    """A sound with nothing asked."""
+    """Draw a sound without a question."""
     sound = SOUNDS[CLIP_KINDS[i % len(CLIP_KINDS)]](rng, TRAIN)
     samples, spans = make(sound)
     features = mels(samples)
@@ -96,7 +96,7 @@ def _count(score: Counter[str], found: dict[str, tuple[int, int]]) -> None:
 
 
 def see(model: Any, heads: Heads, media: Sequence[Medium], score: Counter[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features [tokens, hidden] of pictures and videos, and their dense loss."""
+    """Compute the features [tokens, hidden] of pictures and videos, and their dense loss."""
     pixels = normalise(torch.cat([medium.array for medium in media]))
     grids = torch.tensor([medium.grid for medium in media])
     features = model.model.visual(pixels, grid_thw=grids, return_dict=True).pooler_output
@@ -106,7 +106,7 @@ def see(model: Any, heads: Heads, media: Sequence[Medium], score: Counter[str]) 
 
 
 def hear(model: Any, heads: Heads, media: Sequence[Medium], score: Counter[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features [tokens, hidden] of sounds, and their dense loss."""
+    """Compute the features [tokens, hidden] of sounds, and their dense loss."""
     lengths = torch.tensor([medium.array.shape[1] for medium in media])
     joined = torch.cat([medium.array for medium in media], dim=1)
     features = model.model.audio_tower(joined, feature_lens=lengths, return_dict=True).last_hidden_state
@@ -116,17 +116,17 @@ def hear(model: Any, heads: Heads, media: Sequence[Medium], score: Counter[str])
 
 
 def seeing_loss(model: Any, heads: Heads, rng: random.Random, score: Counter[str]) -> torch.Tensor:
-    """The dense loss of a batch of views."""
+    """Compute the dense loss of a batch of views."""
     return see(model, heads, [_view(rng, i) for i in range(VIEWS)], score)[1]
 
 
 def hearing_loss(model: Any, heads: Heads, rng: random.Random, score: Counter[str]) -> torch.Tensor:
-    """The dense loss of a batch of clips."""
+    """Compute the dense loss of a batch of clips."""
     return hear(model, heads, [_clip(rng, i) for i in range(CLIPS)], score)[1]
 
 
 def answering_loss(model: Any, heads: Heads, batch: Batch, score: Counter[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss over the answers' tokens, and the dense losses of what the towers found."""
+    """Compute the summed loss over the answers' tokens, and the dense losses of the towers' features."""
     config, language = model.config, model.model.language_model
     embedded = language.embed_tokens(batch.ids)
     dense = torch.zeros(())

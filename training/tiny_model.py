@@ -1,4 +1,4 @@
-"""The embedded checkpoint as a model: made afresh or from a Qwen2-VL, sped up for training, written to its file."""
+"""The embedded checkpoint's model: initialised at random or from a Qwen2-VL, faster for training, and saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as modeling
 
-# Tokens that only changed their names.
+# Special tokens whose names differ between the two models.
 RENAMED = {
     "<|vision_start|>": "<|vision_bos|>",
     "<|vision_end|>": "<|vision_eos|>",
@@ -33,7 +33,7 @@ def _attend_by_length(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     **_: object,
 ) -> torch.Tensor:
-    """The vision attention's `forward` with all windows of one size in one call, not one call each."""
+    """Replace the vision attention's `forward`. Windows of equal size share one call."""
     total = hidden_states.shape[0]
     q, k, v = (part(hidden_states).view(total, self.num_heads, -1) for part in (self.q, self.k, self.v))
     q, k = modeling.apply_rotary_pos_emb_vision(q, k, *position_embeddings)
@@ -50,7 +50,7 @@ def _attend_by_length(
 
 
 def _attend_padded(self: Any, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor, **_: object) -> torch.Tensor:
-    """The audio attention's `forward` with all clips in one call, padded to the longest."""
+    """Replace the audio attention's `forward`. All clips share one call, padded to the longest."""
     lengths = cu_seqlens.diff()
     real = torch.arange(int(lengths.max())) < lengths[:, None]
 
@@ -66,12 +66,12 @@ def _attend_padded(self: Any, hidden_states: torch.Tensor, cu_seqlens: torch.Ten
 
 
 def _embed_by_product(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The patch embedding's `forward` as one matrix product: the convolution never overlaps."""
+    """Replace the patch embedding's `forward` by one matrix product, because its convolution never overlaps."""
     return linear(hidden_states, self.proj.weight.view(self.embed_dim, -1))
 
 
 def build_model(path: Path) -> Any:
-    """A fresh model by the layout's configuration, every matrix of variance 2 / (in + out)."""
+    """Build a model from the layout's configuration. Each matrix has random weights of variance 2 / (in + out)."""
     config = Qwen2_5OmniThinkerConfig.from_pretrained(path)
     config.dtype = torch.float32
     model = Qwen2_5OmniThinkerForConditionalGeneration(config).float()
@@ -85,18 +85,18 @@ def build_model(path: Path) -> Any:
 
 
 def use_fast_towers() -> None:
-    """From here on, transformers' towers take the short cuts above."""
+    """Install the faster `forward` methods in transformers' towers, for the whole process."""
     modeling.Qwen2_5OmniVisionAttention.forward = _attend_by_length
     modeling.Qwen2_5OmniAudioAttention.forward = _attend_padded
     modeling.Qwen2_5_VisionPatchEmbed.forward = _embed_by_product
 
 
 def start_from(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
-    """Gives the model what a Qwen2-VL of the same sizes knows: its tower, its language model, its tokens.
+    """Initialise the model from a Qwen2-VL of the same sizes: vision tower, language model and token embeddings.
 
-    The tower computes the same as before wherever a window holds the whole picture: what writes to the residual
-    stream is made to have no mean, so that RMSNorm finds what LayerNorm found; LayerNorm's offsets go into the
-    biases that follow; a gate that is open throughout makes SwiGLU an MLP with quick GELU.
+    The tower computes the same result wherever one window holds the whole picture. Three changes achieve this. Weights
+    that write to the residual stream lose their mean, so that RMSNorm equals LayerNorm. LayerNorm's offsets move into
+    the biases that follow. A gate that is always open turns SwiGLU into an MLP with quick GELU.
     """
     old = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
     new = dict(model.state_dict())
@@ -124,12 +124,12 @@ def _without_mean(value: torch.Tensor) -> torch.Tensor:
 
 
 def _after(norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The bias of a matrix whose input no longer carries a norm's offset."""
+    """Return the bias of a matrix after its input's norm has lost its offset."""
     return bias + weight @ norm.repeat(weight.shape[1] // len(norm))
 
 
 def _tower(old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of Qwen2.5-Omni's vision tower that does as Qwen2-VL's in `old`."""
+    """Convert the weights of a Qwen2-VL's vision tower for Qwen2.5-Omni's tower."""
     new = {"visual.patch_embed.proj.weight": _without_mean(old["visual.patch_embed.proj.weight"])}
     depth = sum(name.endswith("attn.qkv.weight") for name in old)
     for i in range(depth):
@@ -160,7 +160,7 @@ def _tower(old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save(model: Any, path: Path) -> None:
-    """The weights as bfloat16, in one file; the tied head is not written twice."""
+    """Save the weights in one file as bfloat16. A tied head is not saved twice."""
     state = model.state_dict()
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight")
@@ -172,7 +172,7 @@ def save(model: Any, path: Path) -> None:
 
 
 def _stored(name: str) -> str:
-    """A weight's name in a thinker's checkpoint."""
+    """Return a weight's name in the checkpoint of a thinker."""
     for tower in ("audio_tower", "visual"):
         name = name.replace(f"model.{tower}.", f"{tower}.")
     return name.replace("model.language_model.", "model.")

@@ -1,7 +1,7 @@
-"""What each visual token ought to know: dense targets for the vision tower, used in training only.
+"""Dense targets for every token of the towers, used in training only.
 
-A question tells one word about a whole picture; the tower learns many times faster when each of
-its tokens is also asked what lies under it. The head that answers is thrown away afterwards.
+The answer to a question is one word about a whole picture. The towers learn many times faster if each token must also
+predict the content at its place. The heads that predict it are discarded after training.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from training.speech import DIGITS
 
 IGNORED = -100
 _COLOURS, _SHAPES = list(COLOURS), list(SHAPES)
-# Columns of the head's output: colour, shape and motion with "none" first, centre, row, column.
+# Columns of the vision head: colour, shape and motion with "none" first, then centre, row and column.
 WIDTHS = (len(_COLOURS) + 1, len(_SHAPES) + 1, len(DIRECTIONS) + 1, 1, 2)
 OUTPUTS = sum(WIDTHS)
-# Columns of the ear's head: digit and tone with "none" first, the beeps that have begun so far.
+# Columns of the audio head: digit and tone with "none" first, then the number of beeps so far.
 HEARD_WIDTHS = (len(DIGITS) + 1, len(PITCHES) + 1, MAX_BEEPS + 1)
 HEARD_OUTPUTS = sum(HEARD_WIDTHS)
 HEARD = ("digit", "tone", "beeps")
-# Seconds of an audio token.
+# Duration of an audio token, in seconds.
 TOKEN_S = 0.04
 
 
 def _direction(scenes: Sequence[Scene]) -> int:
-    """The class of the motion between the first and the last scene, 0 for none."""
+    """Return the class of the motion from the first scene to the last, or 0 for none."""
     if len(scenes) < 2:
         return 0
     first, last = scenes[0].things[0], scenes[-1].things[0]
@@ -57,7 +57,7 @@ def _cells(scene: Scene, rows: int, columns: int, direction: int) -> list[list[f
                     nearest = distance
                     kinds = _COLOURS.index(thing.colour), _SHAPES.index(thing.shape)
                     cell[:3] = [1.0 + kinds[0], 1.0 + kinds[1], float(direction)]
-                    if len(scene.things) > 1:  # small, and no question asks for their shapes
+                    if len(scene.things) > 1:  # the things are small, and no question asks for their shapes
                         cell[1] = float(IGNORED)
                 cell[3] = max(cell[3], float(inside))
             found.append(cell)
@@ -65,9 +65,9 @@ def _cells(scene: Scene, rows: int, columns: int, direction: int) -> list[list[f
 
 
 def truth(scenes: Sequence[Scene], grid: tuple[int, int, int], merge: int) -> torch.Tensor:
-    """Targets of a picture (one scene) or a video (a scene per frame): float32 [tokens, 6].
+    """Compute the targets of a picture (one scene) or a video (a scene per frame), float32 [tokens, 6].
 
-    Columns: colour, shape, motion (classes), centre (0 or 1), row and column about the middle.
+    The columns are the classes of colour, shape and motion, the centre (0 or 1), and row and column from the middle.
     """
     t, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     direction = _direction(scenes)
@@ -78,12 +78,12 @@ def truth(scenes: Sequence[Scene], grid: tuple[int, int, int], merge: int) -> to
 
 
 def dense_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The mean loss of a head's outputs [tokens, OUTPUTS] against targets [tokens, 6]."""
+    """Compute the mean loss of a head's outputs [tokens, OUTPUTS] against targets [tokens, 6]."""
     *kinds, centre, place = said.float().split(WIDTHS, dim=1)
     loss = mse_loss(place, wanted[:, 4:6]) * 4
     loss = loss + binary_cross_entropy_with_logits(centre[:, 0], wanted[:, 3])
     for column, logits in enumerate(kinds):
-        # Most tokens are empty: what lies under the others counts more.
+        # Most tokens are empty, so give the others more weight.
         weight = torch.ones(logits.shape[1])
         weight[0] = 0.3
         loss = loss + cross_entropy(logits, wanted[:, column].long(), weight, ignore_index=IGNORED)
@@ -91,7 +91,7 @@ def dense_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
-    """Right and asked, by kind, over the tokens that lie on a thing; centres over all that are."""
+    """Count right predictions and targets by kind, over the tokens on a thing. The centres cover all tokens."""
     *kinds, centre, _ = said.split(WIDTHS, dim=1)
     found = {}
     for column, (name, logits) in enumerate(zip(("colour", "shape", "motion"), kinds, strict=True)):
@@ -105,7 +105,7 @@ def tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]
 
 
 def heard(sound: Sound, spans: Sequence[tuple[float, float]], tokens: int) -> torch.Tensor:
-    """Targets of a sound's tokens, classes: int64 [tokens, 3]. `spans` are as `training.sounds.make` tells them."""
+    """Compute a sound's target classes, int64 [tokens, 3]. `spans` come from `training.sounds.make`."""
     middles = (torch.arange(tokens) + 0.5) * TOKEN_S
     wanted = torch.zeros(tokens, 3, dtype=torch.long)
     for start, length in spans:
@@ -115,13 +115,13 @@ def heard(sound: Sound, spans: Sequence[tuple[float, float]], tokens: int) -> to
         else:
             names = DIGITS if sound.kind == "digit" else tuple(PITCHES)
             wanted[within, 0 if sound.kind == "digit" else 1] = 1 + names.index(sound.answer)
-    if sound.kind == "beeps":  # beeps have some height, but none is asked for
+    if sound.kind == "beeps":  # beeps have a pitch, but no question asks for it
         wanted[:, 1] = IGNORED
     return wanted
 
 
 def heard_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The mean loss of a head's outputs [tokens, HEARD_OUTPUTS] against targets [tokens, 3]."""
+    """Compute the mean loss of a head's outputs [tokens, HEARD_OUTPUTS] against targets [tokens, 3]."""
     loss = torch.zeros(())
     for column, logits in enumerate(said.float().split(HEARD_WIDTHS, dim=1)):
         if (wanted[:, column] != IGNORED).any():
@@ -130,7 +130,7 @@ def heard_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def heard_tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
-    """Right and asked, by kind, over the tokens that are not silent."""
+    """Count right predictions and targets by kind, over the tokens that are not silent."""
     found = {}
     for i, (name, logits) in enumerate(zip(HEARD, said.split(HEARD_WIDTHS, dim=1), strict=True)):
         on = wanted[:, i] > 0

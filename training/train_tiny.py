@@ -1,19 +1,22 @@
-"""Trains the embedded checkpoint: `python -m training.train_tiny --out mindie_mm/assets/tiny --state STATE`.
+"""Train the embedded checkpoint: `python -m training.train_tiny --out mindie_mm/assets/tiny --state STATE`.
 
-Three stages. First the vision tower alone learns what lies under each of its tokens, then the audio tower what is heard
-in each of its; neither needs language, and a step is a quarter of the work. Then the whole model learns to answer, the
-towers at less than the language model's rate. Every batch is drawn from its own number and nothing else is left to
-chance; an interrupted run goes on from its state file. The spoken digits come from espeak-ng; nothing from the network.
+Training has three stages. First the vision tower alone learns the content at each of its tokens. Then the audio tower
+alone learns the sound at each of its tokens. Both stages need no language, and their steps take a quarter of the time.
+Finally the whole model learns to answer, with a lower learning rate for the towers.
 
-The shipped weights began with what the Qwen2-VL knew that was embedded before, `--start FOLDER`, and so had no first
-stage. That checkpoint, which the script of its time trained from nothing (4,500 steps, half an hour), is in git:
+Each batch is drawn from its number, which is the only source of randomness. An interrupted run resumes from its state
+file. The spoken digits come from espeak-ng. The script does not use the network.
+
+The shipped weights started from an earlier embedded checkpoint, a Qwen2-VL, with `--start FOLDER`. They therefore
+skipped the first stage. An earlier script trained that checkpoint from random weights in 4,500 steps and half an hour.
+The checkpoint is in git:
 
     git archive 7a802e3 mindie_mm/assets/tiny | tar x -C FOLDER --strip-components=3
 
-Hearing then took 10 minutes and answering 39, on two cores that had other work besides: with the half hour 79 minutes.
-The weights are not one straight run of this script: up to step 1,000, the 400th of answering, a batch had 4 counts,
-4 comparisons, 2 tones, 4 rows of beeps and 5 digits, and was interrupted there. A run without `--start`, all three
-stages, has not been made. A new run gives other weights.
+From there, hearing took 10 minutes and answering 39, on two cores that other work shared. With the half hour before,
+training took 79 minutes. The weights are not the result of one uninterrupted run of this script. Until an interruption
+at step 1,000, the 400th step of answering, a batch had 4 counts, 4 comparisons, 2 tones, 4 rows of beeps and 5 digits.
+No run without `--start`, through all three stages, was made. A new run gives other weights.
 """
 
 from __future__ import annotations
@@ -39,28 +42,28 @@ from training.tiny_model import build_model, save, start_from, use_fast_towers
 from training.tiny_truth import IGNORED
 
 SEED = 20
-# Steps of each stage; a run that starts from a Qwen2-VL need not learn to see.
+# Steps of each stage. A run that starts from a Qwen2-VL skips the first stage.
 SEEING_STEPS = 2400
 HEARING_STEPS = 600
 STEPS = 1200
 TOWER_RATE = 1e-3
 ANSWERING_RATE = 1.2e-3
-# The towers' parts of the rate while the language model learns to answer.
+# Factors of the towers' learning rate while the language model learns to answer.
 TOWER_SHARE = {"visual": 0.25, "audio_tower": 0.5, "language_model": 1.0}
 WARM_UP = 100
 PLATEAU = 0.5
 REPORT_EVERY = 50
-# Two processes of one thread each waste less than one of two: most of a step is small operations.
+# Most of a step is small operations, so two processes with one thread each waste less than one with two threads.
 WORKERS = 2
-# The dense losses of the towers beside the loss of the answers.
+# Weight of the towers' dense losses relative to the loss of the answers.
 DENSE_SHARE = 0.3
-# Without the instructions for it bfloat16 is several times slower than float32.
+# Without instructions for bfloat16, a processor computes in bfloat16 several times more slowly than in float32.
 FAST_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001 - there is no public name
 SAVE_EVERY = 100
 
 
 def rate(stage: str, step: int, steps: int) -> float:
-    """The learning rate of a stage's step: a warm-up, and in the last stage a cosine to zero at the end."""
+    """Return the learning rate of a step: a warm-up, then in the last stage a cosine to zero."""
     warm = min(1.0, (step + 1) / WARM_UP)
     if stage != "answering":
         return TOWER_RATE * warm
@@ -69,7 +72,7 @@ def rate(stage: str, step: int, steps: int) -> float:
 
 
 def new_optimizer(model: Any, heads: nn.Module) -> torch.optim.AdamW:
-    """AdamW over the towers, the language model and the heads; only matrices decay."""
+    """Create an AdamW optimizer for the towers, the language model and the heads. Only matrices decay."""
     groups = []
     for part, share in TOWER_SHARE.items():
         parameters = [*getattr(model.model, part).parameters()]
@@ -82,7 +85,7 @@ def new_optimizer(model: Any, heads: nn.Module) -> torch.optim.AdamW:
 
 
 def _average(parameters: list[nn.Parameter]) -> None:
-    """Gradients become their mean over the workers, in one message; the untouched stay so."""
+    """Average the gradients over the workers in one message. Parameters without a gradient keep none."""
     touched = [(p, p.grad) for p in parameters if p.grad is not None]
     flat = torch.cat([grad.view(-1) for _, grad in touched])
     distributed.all_reduce(flat)
@@ -92,7 +95,7 @@ def _average(parameters: list[nn.Parameter]) -> None:
 
 
 class Log:
-    """What worker 0 has seen since its last report."""
+    """Scores and losses of worker 0 since its last report."""
 
     def __init__(self) -> None:
         self.score = Counter[str]()
@@ -100,12 +103,12 @@ class Log:
         self.started = time.perf_counter()
 
     def add(self, loss: float, dense: float) -> None:
-        """Takes one part's share of a step's losses."""
+        """Add the losses of one part of a step."""
         self.losses[0] += loss
         self.losses[1] += dense
 
     def report(self, step: int) -> None:
-        """Prints the means and begins again."""
+        """Print the means and reset them."""
         line: dict[str, Any] = {"step": step, "s": round(time.perf_counter() - self.started)}
         line |= {"loss": round(self.losses[0] / REPORT_EVERY, 4)}
         line |= {"dense": round(self.losses[1] / REPORT_EVERY, 4)}
@@ -117,7 +120,7 @@ class Log:
 
 
 def answer_step(model: Any, heads: Heads, parts: list[Batch], log: Log) -> None:
-    """Gradients of one batch of conversations."""
+    """Accumulate the gradients of one batch of conversations."""
     tokens = sum(int((part.labels[:, 1:] != IGNORED).sum()) for part in parts)
     for part in parts:
         loss, dense = answering_loss(model, heads, part, log.score)
@@ -127,7 +130,7 @@ def answer_step(model: Any, heads: Heads, parts: list[Batch], log: Log) -> None:
 
 
 def work(rank: int, out: Path, state: Path, start: Path | None, meeting: str, steps: int, seed: int) -> None:
-    """One worker's part of the whole recipe; worker 0 saves every `SAVE_EVERY` steps."""
+    """Run one worker through all stages. Worker 0 saves every `SAVE_EVERY` steps."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     distributed.init_process_group("gloo", meeting, rank=rank, world_size=WORKERS)
@@ -179,7 +182,7 @@ def work(rank: int, out: Path, state: Path, start: Path | None, meeting: str, st
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--state", type=Path, required=True, help="where an interrupted run resumes")

@@ -1,8 +1,7 @@
-"""A worker process of a run, started with FOLDER and CURSOR. It reads the run in FOLDER, and does one chunk after
-another.
+"""A worker process of a run, started with FOLDER and CURSOR.
 
-It reports finished rows at intervals, because a report for each row would add 2% to the time of a picture. Its cursor
-holds the current row.
+The process reads the run in FOLDER and does one chunk after another. It reports finished rows at intervals, because a
+report for each row would add 2% to the time of a picture. Its cursor holds the current row.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Runs on a Ray cluster. Ray Data distributes the chunks, with backpressure and retries. Each node writes its own
-shards.
+"""Runs on a Ray cluster.
+
+Ray Data distributes the chunks, with backpressure and retries. Each node writes its own shards.
 
 Only chunks, counts and gathered inputs are sent between nodes. A node reads the input and the checkpoint at their
 paths, and writes to the run's folder on its own disk. If all nodes share one disk, that folder holds everything.

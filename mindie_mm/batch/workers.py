@@ -118,8 +118,11 @@ class Workers:
         return False
 
     def _write_timing(self, chunk: Chunk, seconds: float, pid: int) -> None:
-        """Write the duration to a file of its own, because the other files must not differ between runs. Raise
-        StorageError.
+        """Write the duration to a separate file, because the other files must not differ between runs.
+
+        Raises:
+            StorageError: The file cannot be written.
+
         """
         line = {"first_row": chunk.first_row, "rows": chunk.num_rows, "seconds": round(seconds, 4), "worker": pid}
         path = self._folder / TIMINGS_FILE

@@ -12,8 +12,9 @@ from mindie_mm.settings.environment import text_of
 
 
 class _Path(click.Path):
-    """A path that must not be empty. To Python an empty path is the current folder, but it usually is an unset
-    variable.
+    """A path that must not be empty.
+
+    To Python, an empty path is the current folder. Here it usually comes from an unset variable.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

@@ -79,8 +79,9 @@ def _option(cls: type[Any], field: dataclasses.Field[Any], text: str) -> Callabl
 
 
 def _shown(field: dataclasses.Field[Any]) -> str:
-    """Return a field's default as help shows it: sizes with their unit, switches as on or off, no default as an empty
-    text.
+    """Return a field's default as help shows it.
+
+    Sizes have their unit, switches are on or off, and a missing default is an empty text.
     """
     value = field.default
     if value is None or value == ():

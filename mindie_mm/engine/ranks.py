@@ -45,7 +45,7 @@ class Ranks:
     count = 1
 
     def num_threads(self) -> int:
-        """Number of host threads for computing, unless a setting overrides it."""
+        """Return the number of host threads for computing, unless a setting overrides it."""
         return default_num_threads()
 
     def open_device(self, name: str) -> Device:

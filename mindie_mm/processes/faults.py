@@ -15,8 +15,9 @@ _armed: str | None = None
 
 
 def arm(role: str, folder: Path | None) -> None:
-    """Set the role of this process: `api`, `tokenizer` or `engine`, or `batch` in tests. Without a folder, points do
-    nothing.
+    """Set the role of this process: `api`, `tokenizer` or `engine`, or `batch` in tests.
+
+    Without a folder, points do nothing.
     """
     global _armed  # noqa: PLW0603 - a point must cost one test of a global
     _armed = None if folder is None else str(folder / f"{role}.")

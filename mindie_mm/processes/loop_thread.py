@@ -76,8 +76,9 @@ class LoopThread:
         return tasks[0].result()
 
     def submit(self, make: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start the coroutine that `make` returns, and return the future of its result. Cancelling the future cancels
-        the work.
+        """Start the coroutine that `make` returns, and return the future of its result.
+
+        Cancelling the future cancels the work.
 
         Raises:
             InputError: As in `run`, before the work has begun.

@@ -1,5 +1,6 @@
-"""Sources of settings. A flag overrides a variable, a variable overrides the TOML file, and the file overrides the
-default.
+"""Sources of settings.
+
+A flag overrides a variable, a variable overrides the TOML file, and the file overrides the default.
 
 The file is flat. Its keys are the field names of all settings classes, like flags and variables.
 """

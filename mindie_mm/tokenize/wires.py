@@ -37,8 +37,9 @@ class Wire(ABC):
     """Whether stored items are freed through a path file."""
 
     def check(self, plan: Plan, kind: Kind) -> None:
-        """Raise LimitExceeded if an item has too few slots for its words. One slot is enough unless a wire overrides
-        this.
+        """Raise LimitExceeded if an item has too few slots for its words.
+
+        One slot is enough unless a wire overrides this method.
         """
 
     @abstractmethod
@@ -64,8 +65,9 @@ class Wire(ABC):
 
 
 class NativeWire(Wire):
-    """A wire with one block per item. An item has a name word and a shape word, or only the name word if it has one
-    slot.
+    """A wire with one block per item.
+
+    An item has a name word and a shape word, or only the name word if the item has one slot.
     """
 
     def __init__(

@@ -137,9 +137,9 @@ async def metrics(service: ServiceDep) -> Response:
 
 @router.get("/shm", responses=answered(SharedMemory))
 async def shm(service: ServiceDep, blocks: bool = False) -> Response:
-    """The shared memory of this service's tokenizers; bytes are those in blocks that nobody freed.
+    """Return the shared memory of this service's tokenizers, with the bytes in blocks that are not freed.
 
-    With `blocks=true` each arena says in `map` which blocks those are, and where they lie.
+    With `blocks=true`, each arena lists these blocks and their positions in `map`.
     """
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids, described=blocks)
     found: SharedMemory = {

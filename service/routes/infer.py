@@ -85,6 +85,7 @@ class InferParameters(Settings):
         return self.do_sample
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
+        """Return the settings for the engine, as `Settings.sampling_params` describes."""
         return self.params(
             default,
             max_tokens=self.max_new_tokens or DEFAULT_NEW_TOKENS,

@@ -37,14 +37,14 @@ class ModelList(TypedDict):
 
 @router.get("/v1/models", responses=answered(ModelList))
 async def models(service: ServiceDep) -> Response:
-    """The served model, in a list."""
+    """List the served model."""
     listed: ModelList = {"object": "list", "data": [_card(service)]}
     return JSONResponse(listed)
 
 
 @router.get("/v1/models/{name:path}", responses=answered(ModelCard))
 async def model(name: str, service: ServiceDep) -> Response:
-    """The served model."""
+    """Return the served model."""
     service.check_model(name)
     return JSONResponse(_card(service))
 

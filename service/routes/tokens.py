@@ -117,7 +117,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
 
 @router.post("/detokenize", responses=answered(DetokenizeAnswer))
 async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
-    """The text of token ids, special tokens spelled out."""
+    """Return the text of token ids with special tokens spelled out."""
     service.check_model(body.model)
 
     async def answer() -> DetokenizeAnswer:

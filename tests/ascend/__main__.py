@@ -1,4 +1,4 @@
-"""`python -m tests.ascend MODULE ARGS...`: `python -m MODULE ARGS...` where the simulated NPU is seen."""
+"""Run `python -m MODULE ARGS...` with a simulated NPU: `python -m tests.ascend MODULE ARGS...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of a process that is to see simulated Ascend devices."""
+"""Environment of a process with simulated Ascend devices."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ _HERE = Path(__file__).parent
 
 
 def environment(**settings: str | int) -> dict[str, str]:
-    """This process's environment with the simulated CANN in it.
+    """Return this process's environment with the simulated CANN.
 
-    `settings` in small letters are the library's, as ASCEND_SIM_ and the name in capitals:
-    devices          how many, 0 to 8 (1); ASCEND_RT_VISIBLE_DEVICES is obeyed, too
-    memory_bytes     of each device (8 GiB), counted in each process for itself
-    others_bytes     what of it other processes are said to use (0)
-    poison_bytes     how much of fresh device memory is filled with 0xFF (32 MiB)
-    soc, cann        what the device and CANN are called (Ascend910B1, 9.1.0)
-    trace            a file to which each call is added, of CANN's and of torch_npu's fused operators: seconds, process,
-                     thread, name, arguments
-    fail             "name=code" (always), "name=code@N" (the Nth call only), "name=code@N+" (from it on), by comma
-    races            0: use of memory that another stream may still write is no error (1)
-    patience_ms      how long a collective waits for somebody to synchronise before the device runs it by itself (20)
-    missing          operators that this CANN does not have, by comma: of torch_npu by their names, or npu_rms_norm@48
-                     where the first tensor is so wide; aten::matmul
-    idle             torch's operators that leave the memory of their results as it was, by comma
-    A name in capitals is that of a variable as it stands.
+    Lower-case `settings` configure the simulator and become variables such as ASCEND_SIM_DEVICES:
+    devices          number of devices, 0 to 8 (default 1), limited by ASCEND_RT_VISIBLE_DEVICES
+    memory_bytes     memory of each device (8 GiB), counted separately in each process
+    others_bytes     part of the memory that other processes appear to use (0)
+    poison_bytes     number of bytes of fresh device memory to fill with 0xFF (32 MiB)
+    soc, cann        name of the device and release of CANN (Ascend910B1, 9.1.0)
+    trace            file to append each call of CANN and of torch_npu's fused operators to: seconds, process, thread,
+                     name, arguments
+    fail             comma-separated rules: "name=code" (every call), "name=code@N" (only call N), "name=code@N+" (from
+                     call N on)
+    races            0 allows the use of memory that another stream may still write (default 1: an error)
+    patience_ms      time that a collective waits for a synchronisation before the device runs it by itself (20)
+    missing          comma-separated operators that this CANN lacks: torch_npu's by name, or as npu_rms_norm@48 for a
+                     width of the first tensor, or torch's such as aten::matmul
+    idle             comma-separated operators of torch that leave their results' memory unwritten
+
+    Upper-case `settings` are environment variables.
     """
     folder = build()
     variables = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND_SIM_")}
@@ -37,7 +39,7 @@ def environment(**settings: str | int) -> dict[str, str]:
         "ASCEND_OPP_PATH": str(folder / "opp"),
         "LD_LIBRARY_PATH": str(folder),
         "PYTHONPATH": os.pathsep.join(paths),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch_npu is imported by who needs it, not by torch
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # code that needs torch_npu imports it, not torch
         "TASK_QUEUE_ENABLE": "0",  # calls reach CANN in the thread that makes them
         "HCCL_CONNECT_TIMEOUT": "60",
         "HCCL_EXEC_TIMEOUT": "60",

@@ -1,6 +1,7 @@
-"""Functions called in processes of their own, which see the simulated NPU.
+"""Calls of functions in separate processes with the simulated NPU.
 
-They are forked from a server that has imported torch_npu but not asked it for a device: an import costs seconds.
+The processes are forked from a server that has imported torch_npu, because the import takes seconds. The server has not
+opened a device.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ _LIMIT_S = 300.0
 
 
 def call(function: Callable[..., Any], *arguments: Any, **settings: str | int) -> Any:
-    """What `function(*arguments)` returns in another process. AssertionError with what it raised."""
+    """Return the result of `function(*arguments)` in another process. Raise AssertionError if it fails."""
     with start(function, *arguments, **settings) as processes:
         return processes[0].result()
 
 
 def call_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, **settings: str | int) -> list[Any]:
-    """What each of `ranks` processes returns, with the variables that torchrun sets."""
+    """Return the result of each of `ranks` processes, which have the variables that torchrun sets."""
     with start(function, *arguments, ranks=ranks, **settings) as processes:
         return [process.result() for process in processes]
 
 
 class Process:
-    """One call in a process of its own."""
+    """One call in a separate process."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], variables: dict[str, str]) -> None:
         self._output = tempfile.NamedTemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed with the process
@@ -47,17 +48,17 @@ class Process:
         theirs.close()
 
     def result(self) -> Any:
-        said = None
+        reply = None
         with contextlib.suppress(EOFError):
             if self._connection.poll(_LIMIT_S):
-                said = self._connection.recv()
-        assert said is not None, f"no answer\n{self._output.read()}"
-        answer, raised = said
+                reply = self._connection.recv()
+        assert reply is not None, f"no answer\n{self._output.read()}"
+        answer, raised = reply
         assert raised is None, f"{raised}\n{self._output.read()}"
         return answer
 
     def kill(self) -> None:
-        """kill -9, and waits until it is gone."""
+        """Kill the process with SIGKILL and wait for its end."""
         self._process.kill()
         self._process.join()
 
@@ -72,7 +73,7 @@ class Process:
 def start(
     function: Callable[..., Any], *arguments: Any, ranks: int | None = None, **settings: str | int
 ) -> Iterator[list[Process]]:
-    """Processes that call the function, one or as many as `ranks`; they are gone when the block is left."""
+    """Start one process, or `ranks` processes, that call the function. End them when the block exits."""
     if ranks is None:
         variables = [environment(**settings)]
     else:
@@ -82,7 +83,7 @@ def start(
     processes: list[Process] = []
     try:
         for one in variables:
-            processes.append(Process(function, arguments, one))  # noqa: PERF401 - those before a failure are closed
+            processes.append(Process(function, arguments, one))  # noqa: PERF401 - a failure must close earlier ones
         yield processes
     finally:
         for process in processes:
@@ -90,7 +91,7 @@ def start(
 
 
 def traced(path: Path) -> list[str]:
-    """The calls in a trace, without their times: "name arguments"."""
+    """Return the calls in a trace without their times, each as "name arguments"."""
     return [line.split(" ", 3)[3] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -121,10 +122,10 @@ def _answer(
     os.dup2(file, 2)
     try:
         connection.send((function(*arguments), None))
-    except BaseException:  # noqa: BLE001 - whatever it is, it is told
+    except BaseException:  # noqa: BLE001 - the caller raises every error
         connection.send((None, traceback.format_exc()))
     with contextlib.suppress(EOFError):
-        connection.recv()  # until the others have answered, too: the first rank keeps their store
+        connection.recv()  # wait for all ranks, because the first rank holds their store
     os._exit(0)
 
 

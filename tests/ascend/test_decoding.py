@@ -1,4 +1,4 @@
-"""A decode step waits for the device once, and media are encoded behind one wait for their copies."""
+"""Tests of the number of waits: one per decode step, and one for the copies of media that are encoded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FAMILIES = {
     "crops": test_molmo.TestMolmo,
     "windows": test_molmo2.TestMolmo2,
 }
-"""Those whose media take more than one copy, or towers have layers of their own."""
+"""Families whose media need several copies, or whose towers have layers of their own."""
 
 
 def decode(dtype: str) -> list[int]:
-    """How often each step of a mixed batch waited for the device, the first step aside."""
+    """Return the number of waits for the device in each step of a mixed batch, without the first step."""
     from mindie_mm.engine.core import Engine
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.models import load_model
@@ -32,13 +32,13 @@ def decode(dtype: str) -> list[int]:
         {"temperature": 0.0, "logprobs": 3},
         {"temperature": 0.0, "logit_bias": {5: 2.0}, "min_tokens": 4},
     ]
-    # One after another ends, down to a single row.
+    # The requests end one after another, down to a single row.
     params = [SamplingParams(max_tokens=4 + n, ignore_eos=True, **request) for n, request in enumerate(requests)]
     return waits_of_steps(Engine(load_model(None, "npu", dtype), EngineConfig(), 2**26), params)
 
 
 def answer(checkpoint: str, dtype: str) -> list[int]:
-    """The same of an encoder-decoder, whose last tokens are forced."""
+    """Return the number of waits in each step of an encoder-decoder, whose last tokens are forced."""
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.engine.seq2seq import Seq2SeqEngine
     from mindie_mm.models import load_model
@@ -51,7 +51,7 @@ def answer(checkpoint: str, dtype: str) -> list[int]:
 
 
 def waits_of_steps(engine, params) -> list[int]:
-    """A request each of `params`."""
+    """Return the number of waits in each step but the first, for one request per entry of `params`."""
     import numpy as np
 
     from mindie_mm.engine.requests.engine_messages import Add
@@ -70,7 +70,7 @@ def waits_of_steps(engine, params) -> list[int]:
 
 
 def encode(checkpoint: str | None, kind: str) -> list[int]:
-    """How often the host waits while 1, 2 and 4 items are encoded, not for the first time."""
+    """Return the number of waits while 1, 2 and 4 items are encoded, each after a warm-up."""
     import tempfile
 
     import numpy as np
@@ -99,7 +99,7 @@ def encode(checkpoint: str | None, kind: str) -> list[int]:
 
 
 def pass_experts() -> list[int]:
-    """How often the host waits while so many rows pass a mixture of experts."""
+    """Return the number of waits for different numbers of rows in a mixture of experts."""
     import torch
     import torch_npu  # noqa: F401
 
@@ -120,36 +120,37 @@ def pass_experts() -> list[int]:
     return waits
 
 
-def test_experts_are_sorted_behind_one_wait_where_rows_are_many():
+def test_experts_wait_once_to_sort_many_rows_and_never_for_few():
     assert call(pass_experts) == [0, 0, 0, 1]
 
 
 @pytest.fixture
 def checkpoint(request, tmp_path: Path) -> str | None:
-    """The embedded model's, or a family's small one."""
+    """Write a checkpoint of a family and return its path, or None for the embedded one."""
     if request.param is None:
         return None
     FAMILIES[request.param].write_checkpoint(tmp_path)
     return str(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoint", "kind"),
     [(None, "image"), (None, "audio"), *((family, "image") for family in FAMILIES)],
     indirect=["checkpoint"],
 )
-def test_media_are_encoded_behind_one_wait_for_their_copies(checkpoint, kind):
-    """However many items there are."""
+def test_any_number_of_media_is_encoded_with_one_wait_for_their_copies(checkpoint, kind):
     assert call(encode, checkpoint, kind) == [1] * 3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_step_waits_for_the_device_once(dtype):
-    """Whatever its requests ask for; that every family's does so is in its contract."""
+    """Wait once whatever options the requests have. The contract of families tests each family's own step."""
     assert call(decode, dtype) == [1] * 7
 
 
+@pytest.mark.slow
 def test_a_step_of_an_encoder_decoder_waits_for_the_device_once(tmp_path):
-    """Its rules, and the token that its answers end with, included."""
+    """Include the forced tokens and the token that ends an answer."""
     test_florence2.TestFlorence2.write_checkpoint(tmp_path)
     assert call(answer, str(tmp_path), "bfloat16") == [1] * 5

@@ -1,4 +1,4 @@
-"""The engine over the fused operators: what plain torch gives on the same device, in bfloat16."""
+"""Tests of the engine with fused operators in bfloat16, against plain torch on the same device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mindie_mm.engine.requests.engine_messages import Progress
 from tests.ascend.processes import call
 
 TOLERANCE = 0.25
-"""Of a log-probability: bfloat16 rounds each of the layers' sums apart."""
+"""Largest allowed difference of a log-probability. bfloat16 rounds the sums of each layer differently."""
 
 
 def answers(size: str | None, settings: dict) -> dict:
-    """Log-probabilities of all prompts' tokens and of the answers', the tokens, and how often attention was fused."""
+    """Return the log-probabilities of all prompt and answer tokens, the tokens, and the layouts of fused attention."""
     import tempfile
     from pathlib import Path
 
@@ -38,7 +38,7 @@ def answers(size: str | None, settings: dict) -> dict:
     text = "The quick brown fox jumps over the lazy dog. " * 5
     prompts = [
         [{"text": text * 2 + "One"}],
-        [{"text": text * 2 + "Two"}],  # begins as the one before
+        [{"text": text * 2 + "Two"}],  # shares a prefix with the first prompt
         [{"image": first}, {"text": "describe"}],
         [{"text": "x"}],
         [{"image": second}, {"image": first}, {"text": text}],
@@ -73,26 +73,26 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("size", "layouts"), [(None, ["BSH"]), ("wide", ["TND"])])
-def test_answers_are_those_of_plain_torch(size, layouts):
+def test_answers_equal_those_of_plain_torch(size, layouts):
     plain = call(answers, size, {"kv_block_size": 16})
     assert plain["fused"] == []
     for name, settings in SETTINGS.items():
         fused = call(answers, size, settings)
-        # The trials are of the layout that is asked for.
+        # Trials of operators use the requested layout only.
         assert fused["fused"] == layouts, name
         for number, (prompt, tokens) in plain["found"].items():
             own_prompt, own_tokens = fused["found"][number]
             assert own_prompt == pytest.approx(prompt, abs=TOLERANCE), (name, number)
             assert len(own_tokens) == len(tokens) == 8
             for (token, top), (own_token, own_top) in zip(tokens, own_tokens, strict=True):
-                if token != own_token:  # then it was close, and what follows is another answer
+                if token != own_token:  # the two tokens were nearly as likely, and the answers differ from here
                     assert top[0] - top[1] < TOLERANCE, (name, number)
                     break
                 assert own_top[0] == pytest.approx(top[0], abs=TOLERANCE), (name, number)
 
 
 GONE = b"aclrtSynchronizeStream=507033,aclrtSynchronizeStreamWithTimeout=507033,aclrtMemcpyAsync=507033"
-"""What fails on a device that is gone."""
+"""Calls that fail on a lost device."""
 
 
 def words(progress: Progress) -> str | None:
@@ -100,7 +100,7 @@ def words(progress: Progress) -> str | None:
 
 
 def failing() -> list[str | None]:
-    """What a step tells that fails on a device that works, and what becomes of one on a device that is gone."""
+    """Return the outcomes of a step that fails on a working device, then let the device fail."""
     import numpy as np
     import pytest
 
@@ -115,7 +115,7 @@ def failing() -> list[str | None]:
     ids = np.arange(10, 20, dtype=np.int64).tobytes()
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
 
-    def told() -> list[str | None]:
+    def outcomes() -> list[str | None]:
         engine.add(Add("one", ids, params))
         found = []
         while engine.has_work():
@@ -129,21 +129,21 @@ def failing() -> list[str | None]:
         raise RuntimeError("as an operator does")
 
     engine._runner.forward = fails
-    said = [*told(), *told()]
+    results = [*outcomes(), *outcomes()]
     simulator().sim_fail(GONE)
     with pytest.raises(RuntimeError, match="507033"):
-        told()
-    return said
+        outcomes()
+    return results
 
 
-def test_a_device_that_is_gone_ends_the_engine():
-    """Its process then is started again; what fails on a device that works costs the step's requests alone."""
+def test_a_lost_device_ends_the_engine():
+    """Raise out of the engine, so that its process restarts. On a working device, only the step's requests fail."""
     failed = "the step failed: RuntimeError"
     assert call(failing) == [failed, None, None, None, "length"]
 
 
 def failing_with_media(kind: str) -> list[str | None]:
-    """The same where requests bring pictures; the tower alone is on the device, or an encoder-decoder is."""
+    """Return the outcomes for requests with pictures, where `kind` selects the parts on the device."""
     import tempfile
     from pathlib import Path
 
@@ -177,7 +177,7 @@ def failing_with_media(kind: str) -> list[str | None]:
         rng, params = np.random.default_rng(0), SamplingParams(max_tokens=1, temperature=0)
         tower = engine._towers._model.tower
 
-        def told() -> list[str | None]:
+        def outcomes() -> list[str | None]:
             picture = rng.integers(0, 255, (84, 56, 3), dtype=np.uint8)
             ids = tokenizer.tokenize([{"image": picture}, {"text": "what"}], path_file).numpy()
             assert engine.add(Add("one", ids.tobytes(), params)) is None
@@ -189,16 +189,17 @@ def failing_with_media(kind: str) -> list[str | None]:
 
         with Tokenizer.from_pretrained(path) as tokenizer:
             engine._towers._model.tower = fails
-            said = [*told(), *told()]
+            results = [*outcomes(), *outcomes()]
             simulator().sim_fail(GONE)
             with pytest.raises(RuntimeError, match="507033"):
-                told()
+                outcomes()
             release(path_file)
-    return said
+    return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "tower alone", "encoder-decoder"])
-def test_a_device_that_is_gone_ends_the_engine_where_the_tower_meets_it(kind):
-    """What a tower fails with is otherwise its own request's misfortune, and so would each further one be."""
+def test_a_lost_device_ends_the_engine_if_the_tower_fails_first(kind):
+    """Raise although a tower's failure otherwise fails its own request only. Every later request would fail too."""
     failed = "the tower failed: RuntimeError"
     assert call(failing_with_media, kind) == [failed, "length"]

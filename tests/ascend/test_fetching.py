@@ -1,4 +1,4 @@
-"""Media of requests that wait are read while the device computes for others."""
+"""Tests of reading the media of waiting requests while the device computes for others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.ascend.processes import call
 
 SIZES = ((84, 112), (84, 84), (112, 112))
-"""Pictures of different numbers of bytes, so that a trace tells them apart."""
+"""Sizes of pictures with different numbers of bytes, so that a trace tells the pictures apart."""
 
 
 def undisturbed(engine: Any, refs: list) -> None:
@@ -35,9 +35,10 @@ def free_second(engine: Any, refs: list) -> None:
 def answers(
     beside: bool, disturb: Callable[[Any, list], None] = undisturbed, encoder_decoder: str | None = None
 ) -> dict:
-    """What each picture's request is told, and the calls of each step; `beside`: all wait for the first one's end.
+    """Return each picture's results and the calls of each step.
 
-    They are disturbed behind the first step. The checkpoint is the embedded one, or that of an `encoder_decoder`.
+    If `beside`, all requests wait for the first one's end. `disturb` runs after the first step. The checkpoint is the
+    embedded one, or the path `encoder_decoder`.
     """
     import tempfile
 
@@ -58,7 +59,7 @@ def answers(
     path = Path(encoder_decoder) if encoder_decoder else Checkpoint.open(None).path
     kind = Seq2SeqEngine if encoder_decoder else Engine
     engine = kind(load_model(path, "npu", "bfloat16"), EngineConfig(max_num_seqs=1), 2**26)
-    told: dict[str, list] = {}
+    results: dict[str, list] = {}
     calls: list[list[str]] = []
     refs, nbytes = [], []
     rng = np.random.default_rng(0)
@@ -68,7 +69,7 @@ def answers(
         begun = trace.stat().st_size
         for progress in engine.step().progress:
             news = [progress.error.name] if progress.error else progress.token_ids
-            told.setdefault(progress.request_id, []).extend(news)
+            results.setdefault(progress.request_id, []).extend(news)
         with trace.open(encoding="utf-8") as file:
             file.seek(begun)
             calls.append([line.split(" ", 3)[3].rstrip() for line in file])
@@ -92,11 +93,11 @@ def answers(
             step()
         release(path_file)
     held = sum(len(staging._staging(device)._fetched) for device in engine._devices)
-    return {"told": told, "calls": calls, "nbytes": nbytes, "held": held}
+    return {"results": results, "calls": calls, "nbytes": nbytes, "held": held}
 
 
 def answers_without_room() -> dict:
-    """The same where nothing can be read early."""
+    """Return the same if the device has no memory to read media early."""
     from mindie_mm.nn import staging
 
     def refuse(*_: object) -> None:
@@ -107,7 +108,7 @@ def answers_without_room() -> dict:
 
 
 def read(calls: list[str]) -> list[int]:
-    """Bytes of each copy from the host, in order; 0 where the host waits for a stream."""
+    """Return the bytes of each copy from the host, in order, with 0 for each wait for a stream."""
     found = []
     for line in calls:
         if copied := re.match(r"aclrtMemcpyAsync .* n=(\d+) kind=1", line):
@@ -119,26 +120,27 @@ def read(calls: list[str]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What is told where no request waits for another."""
+    """Return the results if no request waits for another."""
     return call(answers, False, trace=str(tmp_path_factory.mktemp("apart") / "trace"))
 
 
-def test_pictures_that_wait_are_read_beside_a_step_of_others(apart: dict, tmp_path: Path) -> None:
+def test_waiting_pictures_are_read_during_a_step_of_others(apart: dict, tmp_path: Path) -> None:
     found = call(answers, True, trace=str(tmp_path / "trace"))
-    assert found["told"] == apart["told"]
+    assert found["results"] == apart["results"]
     first, *rest = (read(calls) for calls in found["calls"])
     own, *others = found["nbytes"]
     assert len({own, *others}) == len(SIZES)
-    encoded = first.index(0, first.index(own))  # the wait behind which the first picture's tower is done
+    encoded = first.index(0, first.index(own))  # the wait that ends the first picture's encoding
     assert first[-1] == 0, "the step's last wait is for its token"
     assert [size for size in first[encoded:] if size in others] == others
     assert not [size for step in rest for size in step if size in found["nbytes"]], "none is read twice"
     assert found["held"] == 0
 
 
-def test_so_they_are_in_an_encoder_decoder(tmp_path: Path) -> None:
-    """Whose pictures are all of one size."""
-    from tests.models.test_florence2 import TestFlorence2  # asks for the device: the called process would, too early
+@pytest.mark.slow
+def test_an_encoder_decoder_reads_waiting_pictures_early_too(tmp_path: Path) -> None:
+    """Use pictures of one size, as the model requires."""
+    from tests.models.test_florence2 import TestFlorence2  # as a module's import, it would open the device too early
 
     (tmp_path / "model").mkdir()
     TestFlorence2.write_checkpoint(tmp_path / "model")
@@ -146,22 +148,22 @@ def test_so_they_are_in_an_encoder_decoder(tmp_path: Path) -> None:
         call(answers, beside, undisturbed, str(tmp_path / "model"), trace=str(tmp_path / f"trace {beside}"))
         for beside in (True, False)
     )
-    assert found["told"] == apart["told"]
+    assert found["results"] == apart["results"]
     (nbytes,) = {*found["nbytes"]}
     assert [read(calls).count(nbytes) for calls in found["calls"]] == [3] + [0] * (len(found["calls"]) - 1)
     assert found["held"] == 0
 
 
-def test_a_picture_that_was_freed_after_it_was_read_fails_its_own_request(apart: dict, tmp_path: Path) -> None:
+def test_a_picture_that_is_freed_after_it_was_read_fails_its_own_request(apart: dict, tmp_path: Path) -> None:
     found = call(answers, True, free_second, trace=str(tmp_path / "trace"))
-    assert found["told"] == apart["told"] | {"1": ["StaleReference"]}
+    assert found["results"] == apart["results"] | {"1": ["StaleReference"]}
 
 
-def test_a_picture_of_a_request_that_was_aborted_is_let_go_of(apart: dict, tmp_path: Path) -> None:
+def test_the_picture_of_an_aborted_request_is_dropped(apart: dict, tmp_path: Path) -> None:
     found = call(answers, True, abort_second, trace=str(tmp_path / "trace"))
-    assert found["told"] == {number: told for number, told in apart["told"].items() if number != "1"}
+    assert found["results"] == {number: results for number, results in apart["results"].items() if number != "1"}
     assert found["held"] == 0
 
 
-def test_pictures_that_cannot_be_read_early_are_read_when_their_step_comes(apart: dict, tmp_path: Path) -> None:
-    assert call(answers_without_room, trace=str(tmp_path / "trace"))["told"] == apart["told"]
+def test_pictures_that_cannot_be_read_early_are_read_in_their_step(apart: dict, tmp_path: Path) -> None:
+    assert call(answers_without_room, trace=str(tmp_path / "trace"))["results"] == apart["results"]

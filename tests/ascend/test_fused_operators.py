@@ -1,4 +1,4 @@
-"""torch_npu's own operators under their registered schemas, against attention and layers written out."""
+"""Tests of torch_npu's own operators under their registered schemas, against plain attention and layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BF16 = torch.bfloat16
 HEADS, KV_HEADS, WIDTH = 4, 2, 128
 SCALE = 1 / math.sqrt(WIDTH)
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-"""What sparse modes 2 to 4 take."""
+"""Mask that sparse modes 2 to 4 require."""
 
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -22,14 +22,14 @@ def values(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tenso
 
 
 def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-    """query [S, heads, dim] over key and value [S, kv_heads, dim] as [S, heads, dim], float32; seen bool [Sq, Skv]."""
+    """Attend with query [S, heads, dim], key and value [S, kv_heads, dim] and `seen` [Sq, Skv], in float32."""
     rows = (part.transpose(0, 1).unsqueeze(0).float() for part in (query, key, value))
     out = functional.scaled_dot_product_attention(*rows, attn_mask=seen, scale=SCALE, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 def corner(queries: int, keys: int, before: int | None = None, after: int = 0) -> torch.Tensor:
-    """bool [queries, keys]: as seen where the last query stands beside the last key."""
+    """Return the visible keys, bool [queries, keys], if the last query aligns with the last key."""
     apart = torch.arange(keys) - (torch.arange(queries).unsqueeze(1) + keys - queries)
     return (apart <= after) & (apart >= -before if before is not None else True)
 
@@ -39,7 +39,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found.cpu().float() - expected).abs().max() < 0.02
 
 
-# Prefill of three sequences, the first one with 5 tokens in the cache before; and one token each of four.
+# Query and key lengths per sequence. The first prefill sequence has 5 tokens in the cache already.
 BATCHES = {
     "prefill": ([7, 3, 20], [12, 3, 20]),
     "decode": ([1, 1, 1, 1], [130, 1, 128, 64]),
@@ -48,7 +48,7 @@ BATCHES = {
 
 
 class Batch:
-    """Rows of sequences, and the pages that hold their keys and values, in blocks of 128 out of order."""
+    """Rows of sequences, with pages for their keys and values in shuffled blocks of 128 tokens."""
 
     def __init__(self, queries: list[int], keys: list[int]) -> None:
         self.queries, self.lengths = queries, keys
@@ -65,7 +65,7 @@ class Batch:
         return torch.tensor(self.lengths).cumsum(0).tolist()
 
     def pages(self, npu: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys and values (blocks, block_size, heads * dim), what nobody wrote being NaN; and the block table."""
+        """Return pages of keys and values (blocks, block_size, heads * dim), NaN elsewhere, and the block table."""
         count = sum(-(-n // 128) for n in self.lengths)
         free = list(range(count))[::-1]
         cache = [torch.full((count + 1, 128, KV_HEADS * WIDTH), torch.nan, dtype=BF16) for _ in range(2)]
@@ -84,7 +84,7 @@ class Batch:
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("version", ["", "_v2"])
-def test_packed_rows_over_pages(npu, name, version):
+def test_packed_rows_over_pages_equal_plain_attention(npu, name, version):
     batch = Batch(*BATCHES[name])
     keys, vals, table = batch.pages(npu)
     settings = {"input_layout": "TND", "block_table": table, "block_size": 128, "num_key_value_heads": KV_HEADS}
@@ -111,7 +111,7 @@ def test_packed_rows_over_pages(npu, name, version):
     ],
     ids=["all", "causal", "window"],
 )
-def test_packed_rows_and_their_log_sum(npu, settings, seen):
+def test_packed_rows_and_their_log_sum_equal_plain_attention(npu, settings, seen):
     batch = Batch(*BATCHES["prefill"])
     rows = (torch.cat(part).to(npu) for part in (batch.query, batch.key, batch.value))
     out, lse = torch.ops.npu.npu_fused_infer_attention_score(
@@ -144,7 +144,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", ["all", "own mask", "upper left", "lower right", "lengths"])
-def test_layouts_with_a_batch_axis(npu, layout, mode):
+def test_layouts_with_a_batch_axis_equal_plain_attention(npu, layout, mode):
     there, back = LAYOUTS[layout]
     query, key, value = values(2, 6, HEADS, WIDTH), values(2, 9, KV_HEADS, WIDTH), values(2, 9, KV_HEADS, WIDTH, seed=5)
     mask = values(2, 6, 9, dtype=torch.float32) > 0.5
@@ -168,8 +168,8 @@ def test_layouts_with_a_batch_axis(npu, layout, mode):
     close(back(out), expected)
 
 
-def test_one_query_a_sequence_sees_all_keys_whatever_the_mode(npu):
-    """In layouts with a batch axis: a window is not looked at."""
+def test_a_single_query_per_sequence_sees_all_keys_in_every_mode(npu):
+    """Ignore the window in layouts with a batch axis."""
     batch = Batch(*BATCHES["decode"])
     keys, vals, table = batch.pages(npu)
     for settings in ({}, {"sparse_mode": 4, "pre_tokens": 2, "next_tokens": 0, "atten_mask": TRIANGLE.to(npu)}):
@@ -191,8 +191,8 @@ def test_one_query_a_sequence_sees_all_keys_whatever_the_mode(npu):
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("causal", [False, True])
-def test_training_attention_over_packed_rows(npu, dtype, causal):
-    """What towers attend with: any width of head, float32 too."""
+def test_training_attention_over_packed_rows_equals_plain_attention(npu, dtype, causal):
+    """Attend as towers do, with heads of any width and in float32 too."""
     rows = [values(14, HEADS, 20, seed=seed, dtype=dtype) for seed in range(3)]
     stops = [5, 5, 14]  # one sequence is empty
     settings = {"sparse_mode": 3, "atten_mask": TRIANGLE.to(npu)} if causal else {}
@@ -218,7 +218,7 @@ def test_training_attention_over_packed_rows(npu, dtype, causal):
 
 
 @pytest.mark.parametrize("layout", ["BSND", "BNSD", "BSH", "SBH"])
-def test_training_attention_with_a_batch_axis(npu, layout):
+def test_training_attention_with_a_batch_axis_equals_plain_attention(npu, layout):
     rows = [values(2, 6, HEADS, 16, seed=seed) for seed in range(3)]
     there = {
         "BSND": lambda x: x,
@@ -234,7 +234,7 @@ def test_training_attention_with_a_batch_axis(npu, layout):
     close(out, there(expected))
 
 
-def test_norms(npu):
+def test_norms_equal_torchs(npu):
     hidden, other, gamma = values(5, 32), values(5, 32, seed=1), values(32)
     total = (hidden + other).float()
     for found, rows in (
@@ -249,8 +249,8 @@ def test_norms(npu):
 
 
 @pytest.mark.parametrize("mode", ["half", "interleave"])
-def test_rotations(npu, mode):
-    """Against a complex product."""
+def test_rotations_equal_complex_products(npu, mode):
+    """Compare with complex products."""
     rows, angles = values(1, 7, 3, 16, dtype=torch.float32), values(7, 8, dtype=torch.float32)
     first, second = rows.chunk(2, -1) if mode == "half" else (rows[..., ::2], rows[..., 1::2])
     turned = torch.complex(first, second) * torch.polar(torch.ones(7, 1, 8), angles.unsqueeze(1))
@@ -261,7 +261,7 @@ def test_rotations(npu, mode):
     assert torch.allclose(torch.ops.npu.npu_rotary_mul(rows.to(npu), cos, sin, mode).cpu(), expected, atol=1e-6)
 
 
-def test_rotations_in_place(npu):
+def test_in_place_rotations_equal_the_others(npu):
     query, key = values(2, 3, 4, 64), values(2, 3, 1, 64)
     cos, sin = values(2, 3, 1, 64, seed=3).to(npu), values(2, 3, 1, 64, seed=4).to(npu)
     expected = [torch.ops.npu.npu_rotary_mul(part.to(npu), cos, sin).cpu() for part in (query, key)]
@@ -272,7 +272,7 @@ def test_rotations_in_place(npu):
         assert torch.equal(out.cpu(), target)
 
 
-def test_activations(npu):
+def test_activations_equal_their_formulas(npu):
     rows = values(3, 8, dtype=torch.float32)
     gate, up = rows.chunk(2, -1)
     assert torch.allclose(torch.ops.npu.npu_swiglu(rows.to(npu)).cpu(), functional.silu(gate) * up)
@@ -280,8 +280,8 @@ def test_activations(npu):
     assert torch.allclose(torch.ops.npu.fast_gelu(rows.to(npu)).cpu(), rows * torch.sigmoid(1.702 * rows), atol=1e-6)
 
 
-def test_writes_to_the_cache(npu):
-    """Four ways to the same pages."""
+def test_all_writes_to_the_cache_are_equal(npu):
+    """Compare four ways to write the same pages."""
     import torch_npu
 
     key, value = values(5, KV_HEADS, 16), values(5, KV_HEADS, 16, seed=1)
@@ -303,8 +303,8 @@ def test_writes_to_the_cache(npu):
     assert torch.equal(functional_one.cpu().view_as(expected), expected)
 
 
-def test_the_cache_in_the_format_nz(npu):
-    """Pages written in NZ are what fused attention reads in NZ."""
+def test_a_cache_in_the_nz_format_is_written_in_its_order(npu):
+    """Write pages in the NZ format that fused attention reads."""
     key, value, query = (values(4, 1, 32, seed=seed) for seed in range(3))
     pages = [torch.zeros(2, 2, 16, 16, dtype=BF16, device=npu) for _ in range(2)]
     slots = torch.tensor([16, 17, 18, 19], dtype=torch.int32, device=npu)
@@ -325,7 +325,7 @@ def test_formats_are_remembered(npu):
     assert torch_npu.get_npu_format(torch_npu.npu_format_cast(cast, weight)) == 2
 
 
-def test_what_is_not_simulated_says_so(npu):
+def test_an_operator_or_argument_that_is_not_simulated_raises(npu):
     with pytest.raises(RuntimeError, match="npu_geglu is not simulated"):
         torch.ops.npu.npu_geglu(values(2, 4).to(npu))
     rows = values(1, 2, 4, 16).to(npu)
@@ -356,8 +356,8 @@ def missing() -> dict[str, str]:
     return found
 
 
-def test_an_operator_that_cann_has_not(npu):
-    """As in an older CANN: torch_npu's own words."""
+def test_an_operator_that_cann_lacks_raises(npu):
+    """Raise torch_npu's own error, as with an older CANN."""
     found = call(missing, missing="npu_fused_infer_attention_score,npu_rms_norm")
     assert found["npu_swiglu"] == ""
     assert found["npu_fused_infer_attention_score"].startswith("aclnnFusedInferAttentionScore")

@@ -1,4 +1,4 @@
-"""torch.distributed over the simulated HCCL: each rank a process with a device of its own."""
+"""Tests of torch.distributed over the simulated HCCL. Each rank is a process with its own device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ascend.processes import call_ranks, start, traced
 
 
 def join() -> tuple[Any, Any, int, int]:
-    """torch, torch.distributed with a group of all ranks, this rank, how many there are."""
+    """Return torch, torch.distributed with a group of all ranks, this rank, and the number of ranks."""
     import torch
     import torch.distributed as dist
     import torch_npu  # noqa: F401
@@ -41,7 +41,7 @@ def reductions() -> list[str]:
             for part in parts[1:]:
                 expected = combine(expected, part)
             mine = parts[rank].to(f"npu:{rank}")
-            if (dtype, op) == (torch.bfloat16, dist.ReduceOp.PRODUCT):  # which Atlas A2 does not multiply
+            if (dtype, op) == (torch.bfloat16, dist.ReduceOp.PRODUCT):  # Atlas A2 does not multiply bfloat16
                 try:
                     dist.all_reduce(mine, op=op)
                     wrong.append("a product of bfloat16 was taken")
@@ -55,7 +55,7 @@ def reductions() -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_all_reduce(ranks):
+def test_all_reduce_combines_the_ranks_in_order(ranks):
     assert call_ranks(ranks, reductions) == [[]] * ranks
 
 
@@ -64,22 +64,22 @@ def collectives() -> dict:
     here = f"npu:{rank}"
     found = {"rank": dist.get_rank(), "size": dist.get_world_size()}
 
-    long = torch.arange(700_000.0) * (rank + 1)  # more than what is shown to the others at a time
+    long = torch.arange(700_000.0) * (rank + 1)  # longer than the slot that ranks share at a time
     on_device = long.to(here)
     dist.all_reduce(on_device)
     found["long"] = torch.equal(on_device.cpu(), torch.arange(700_000.0) * sum(range(1, ranks + 1)))
 
-    told = torch.full((700_000,), float(rank)).to(here)
-    dist.broadcast(told, ranks - 1)
-    found["broadcast"] = bool((told.cpu() == ranks - 1).all())
+    sent = torch.full((700_000,), float(rank)).to(here)
+    dist.broadcast(sent, ranks - 1)
+    found["broadcast"] = bool((sent.cpu() == ranks - 1).all())
 
     gathered = torch.empty(3 * ranks, device=here)
     dist.all_gather_into_tensor(gathered, torch.full((3,), float(rank)).to(here))
     found["all_gather"] = gathered.cpu().tolist()
 
-    said = [{"from": rank}] if rank == 0 else [None]
-    dist.broadcast_object_list(said, src=0)
-    found["object"] = said
+    message = [{"from": rank}] if rank == 0 else [None]
+    dist.broadcast_object_list(message, src=0)
+    found["object"] = message
 
     scattered = torch.empty(2, device=here)
     dist.reduce_scatter_tensor(scattered, torch.arange(2.0 * ranks).to(here))
@@ -111,7 +111,7 @@ def collectives() -> dict:
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_collectives(ranks):
+def test_collectives_move_the_right_data_and_leave_nothing_behind(ranks):
     before = set(Path("/dev/shm").iterdir())
     for rank, found in enumerate(call_ranks(ranks, collectives)):
         assert found == {
@@ -140,13 +140,13 @@ def unequal(linger_s: float) -> str:
     return "no error"
 
 
-def test_ranks_that_differ_are_told_so():
-    for said in call_ranks(2, unequal, 0, HCCL_ASYNC_ERROR_HANDLING=0):
-        assert "507057" in said
-        assert "EI0005" in said
+def test_ranks_whose_collectives_differ_get_an_error():
+    for message in call_ranks(2, unequal, 0, HCCL_ASYNC_ERROR_HANDLING=0):
+        assert "507057" in message
+        assert "EI0005" in message
 
 
-def test_the_watchdog_takes_a_rank_down():
+def test_the_watchdog_ends_a_rank_after_an_error():
     with (
         start(unequal, 60, ranks=2, HCCL_ASYNC_ERROR_HANDLING=1) as processes,
         pytest.raises(AssertionError, match="got ERROR via HcclGetCommAsyncError"),
@@ -161,7 +161,7 @@ def left_alone(where: str) -> dict:
     torch.npu.synchronize()
     Path(where, str(rank)).touch()
     if rank == 1:
-        time.sleep(1000)  # until it is killed
+        time.sleep(1000)  # the test kills this process
     while Path(where, "0").exists():
         time.sleep(0.01)
     started = time.monotonic()
@@ -169,7 +169,7 @@ def left_alone(where: str) -> dict:
     try:
         torch.npu.synchronize()
     except RuntimeError as error:
-        return {"said": str(error), "seconds": time.monotonic() - started}
+        return {"message": str(error), "seconds": time.monotonic() - started}
     return {}
 
 
@@ -183,8 +183,8 @@ def test_a_rank_that_dies_stops_the_others_in_time(tmp_path):
         processes[1].kill()
         (tmp_path / "0").unlink()
         found = processes[0].result()
-    assert "507048" in found["said"]
-    assert "EI0002" in found["said"]
+    assert "507048" in found["message"]
+    assert "EI0002" in found["message"]
     assert 1.5 < found["seconds"] < 20
     assert set(Path("/dev/shm").iterdir()) == before
 
@@ -198,7 +198,7 @@ def unheard() -> str:
     torch.npu.set_device(rank)
     dist.init_process_group("hccl")
     if rank == 1:
-        return "silent"  # known to the store, but it never asks for a communicator
+        return "silent"  # the store knows this rank, but it never joins the communicator
     try:
         dist.all_reduce(torch.ones(1).to("npu:0"))
         torch.npu.synchronize()
@@ -207,10 +207,10 @@ def unheard() -> str:
     return "no error"
 
 
-def test_a_rank_that_does_not_come_is_a_timeout():
-    said = call_ranks(2, unheard, HCCL_CONNECT_TIMEOUT=2)[0]
-    assert "hcclCommInitRootInfoConfig" in said or "HcclCommInitRootInfo" in said
-    assert "error code is 9" in said
+def test_a_rank_that_does_not_join_causes_a_timeout():
+    message = call_ranks(2, unheard, HCCL_CONNECT_TIMEOUT=2)[0]
+    assert "hcclCommInitRootInfoConfig" in message or "HcclCommInitRootInfo" in message
+    assert "error code is 9" in message
 
 
 def late_wait() -> list:
@@ -219,19 +219,19 @@ def late_wait() -> list:
     landing = torch.zeros(4).pin_memory()
     work = dist.all_reduce(tensor, async_op=True)
     early = work.is_completed()
-    work.wait()  # the current stream waits for it, not the host
+    work.wait()  # the current stream waits, not the host
     landing.copy_(tensor, non_blocking=True)
     before = landing.tolist()
     torch.npu.current_stream().synchronize()
     return [early, before, landing.tolist()]
 
 
-def test_a_collective_is_queued_like_a_copy():
+def test_a_collective_is_queued_on_its_stream_like_a_copy():
     assert call_ranks(2, late_wait, patience_ms=2000) == [[False, [0.0] * 4, [3.0] * 4]] * 2
 
 
 def one_waits() -> bool:
-    """Rank 1 never synchronises: its device must take part all the same."""
+    """Return whether the sum arrives although rank 1 never synchronises. Its device must take part by itself."""
     torch, dist, rank, _ = join()
     tensor = torch.full((4,), float(rank + 1)).to(f"npu:{rank}")
     dist.all_reduce(tensor)
@@ -244,7 +244,7 @@ def one_waits() -> bool:
     return bool((tensor.cpu() == 3).all())
 
 
-def test_a_device_goes_on_by_itself(tmp_path):
+def test_a_device_takes_part_in_a_collective_by_itself(tmp_path):
     assert call_ranks(2, one_waits, trace=tmp_path / "trace") == [True, True]
     calls = traced(tmp_path / "trace")
     assert sum(line.startswith("HcclAllReduce count=4") for line in calls) == 2

@@ -1,4 +1,4 @@
-"""The fused operators against plain torch: what they take, what they give, what happens where one is missing."""
+"""Tests of the fused operators against plain torch, and of the fallback for missing ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALF_TOLERANCE = 0.03
 
 
 class Recorder:
-    """Names of the npu:: operators that are called within it."""
+    """Context that records the names of the npu:: operators called in it."""
 
     def __new__(cls):
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +31,7 @@ class Recorder:
 
 
 def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str) -> dict:
-    """Three steps of a mixed batch on CPU and NPU: whole prompts, a chunk behind a context, single tokens."""
+    """Run three steps of a mixed batch on CPU and NPU: whole prompts, a chunk after a context, and single tokens."""
     import torch
 
     from mindie_mm.device import open_device
@@ -88,14 +88,14 @@ FUSED = "npu_fused_infer_attention_score"
 @pytest.mark.parametrize(
     ("shape", "calls"),
     [
-        # Heads of 128: all rows in one call.
+        # With heads of 128, all rows are in one call.
         ((4, 2, 128, 128, "bfloat16"), [[FUSED], [FUSED], [FUSED]]),
         ((8, 1, 128, 128, "float16"), [[FUSED], [FUSED], [FUSED]]),
-        # Others: single rows together, each longer chunk by itself.
+        # With other heads, single rows share a call and each longer chunk has its own.
         ((4, 2, 64, 128, "bfloat16"), [[FUSED] * 3, [FUSED] * 2, [FUSED]]),
         ((3, 3, 32, 256, "float16"), [[FUSED] * 3, [FUSED] * 2, [FUSED]]),
         ((8, 1, 128, 256, "float16"), [[FUSED] * 3, [FUSED] * 2, [FUSED]]),
-        # What the operator refuses is plain torch's: 32 bits, other blocks, other widths.
+        # Plain torch computes shapes that the operator refuses: float32, other block sizes, other widths.
         ((4, 2, 64, 128, "float32"), [[], [], []]),
         ((4, 2, 128, 16, "bfloat16"), [[], [], []]),
         ((4, 2, 72, 128, "bfloat16"), [[], [], []]),
@@ -147,7 +147,7 @@ def layers_in_inference() -> dict:
     q, k, cos, sin = (torch.randn(1, *rest) for rest in ((2, 7, 32), (1, 7, 32), (7, 32), (7, 32)))
     expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
     npu_layers.fuse(layer)
-    npu_layers.fuse(layer)  # again: nothing is wrapped twice
+    npu_layers.fuse(layer)  # a second call must not wrap anything twice
     with Recorder() as recorder:
         rotated = modeling_llama.apply_rotary_pos_emb(*(part.to(device) for part in (q, k, cos, sin)))
         own = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
@@ -162,20 +162,20 @@ def layers_in_inference() -> dict:
     return found
 
 
-def test_norms_and_rotations_are_replaced_where_they_give_the_same_numbers():
+def test_norms_and_rotations_with_equal_results_are_replaced():
     found = call(layers)
     names, off, own, calls = found.pop("rotation")
     assert names == ["npu_rotary_mul"] * 2
     assert off < 1e-6
-    assert own  # on the host nothing changes
-    assert calls == 3  # the trial, queries, keys; heads that do not fill lanes are rotated in parts
+    assert own  # the result on the host is unchanged
+    assert calls == 3  # the trial, queries and keys; narrower heads are rotated without the operator
     for name, (called, off) in found.items():
         assert called == ([] if name.startswith("Gemma3") else ["npu_rms_norm"]), name
         assert off < (1e-5 if name.endswith("float32") else HALF_TOLERANCE), name
 
 
 def windows(count: int) -> dict:
-    """A tower's layer over so many windows of one to three patches, on the CPU and on the NPU."""
+    """Run a tower's layer over `count` windows of one to three patches, on the CPU and on the NPU."""
     import torch
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
@@ -200,9 +200,10 @@ def windows(count: int) -> dict:
     return {"names": recorder.names, "off": (found.float().cpu() - expected.float()).abs().max().item()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "calls"), [(1, 1), (1024, 1), (2500, 3)])
-def test_a_tower_has_more_windows_than_a_call_takes(count, calls):
-    """Of 3136x4088 pixels Qwen2.5-VL's makes 1036, of 768 frames of 336x140 pixels 2304."""
+def test_a_tower_may_have_more_windows_than_one_call_accepts(count, calls):
+    """Qwen2.5-VL makes 1036 windows from 3136x4088 pixels, and 2304 from 768 frames of 336x140 pixels."""
     found = call(windows, count)
     assert found["names"] == ["npu_fusion_attention"] * calls
     assert found["off"] < HALF_TOLERANCE
@@ -227,7 +228,7 @@ def left_alone() -> dict[str, bool]:
         eps = 1e-6
 
     class Turned(nn.Module):
-        """Of a module whose rotation takes other things than transformers'."""
+        """Layer of a module whose rotation has other arguments than transformers'."""
 
         __module__ = "turned"
 
@@ -273,12 +274,12 @@ def short_of_memory() -> list[object]:
     return [npu_kernels.works("npu_rms_norm", device, torch.bfloat16, 48)]
 
 
-def test_a_trial_without_memory_says_nothing_of_the_operator():
+def test_a_trial_without_memory_does_not_rule_out_the_operator():
     assert call(short_of_memory) == [True]
 
 
-def said(function, *arguments) -> tuple[Any, list[str]]:
-    """What it returns, and what was logged of the operators."""
+def with_log_lines(function, *arguments) -> tuple[Any, list[str]]:
+    """Return the function's result and the log lines about operators."""
     import logging
 
     lines: list[str] = []
@@ -302,21 +303,21 @@ SAYS = " does not run on npu:0 in torch.{}; plain torch is used instead: "
     "names",
     [[FUSED], ["npu_scatter_nd_update_"], ["npu_scatter_nd_update_@128"], [FUSED, "npu_scatter_nd_update_"]],
 )
-def test_an_operator_that_is_missing_is_said_once_and_done_in_plain_torch(names):
-    found, lines = call(said, twice, missing=",".join(names))
+def test_a_missing_operator_is_logged_once_and_replaced_by_plain_torch(names):
+    found, lines = call(with_log_lines, twice, missing=",".join(names))
     names = [name.partition("@")[0] for name in names]
     assert max(one["worst"] for one in found) < HALF_TOLERANCE
     assert not {*names} & {name for one in found for step in one["names"] for name in step}
-    # Of attention each layout is tried.
+    # Each layout of attention has its own trial.
     packed = [line for line in lines if line.startswith(f"{FUSED} (TND)")]
     assert len(packed) == (FUSED in names)
     reasons = [line.partition(SAYS.format("bfloat16")) for line in lines if line not in packed]
     assert sorted(name for name, _, reason in reasons if reason) == sorted(names)
 
 
-def test_where_attention_takes_no_packed_rows_the_other_layout_takes_its_place():
-    """As in CANN by _op_plugin_docs, where packed rows have no pages."""
-    found, lines = call(said, twice, missing=f"{FUSED}@128")
+def test_attention_without_packed_rows_uses_the_other_layout():
+    """Use BSH if packed rows have no pages, as in a CANN that follows _op_plugin_docs."""
+    found, lines = call(with_log_lines, twice, missing=f"{FUSED}@128")
     assert [one["names"] for one in found] == [[STORE + [FUSED] * calls for calls in (3, 2, 1)]] * 2
     assert max(one["worst"] for one in found) < HALF_TOLERANCE
     (line,) = lines
@@ -324,7 +325,7 @@ def test_where_attention_takes_no_packed_rows_the_other_layout_takes_its_place()
 
 
 def sizes() -> list[bool]:
-    """Which batches are taken, of heads that are packed and of others."""
+    """Return which batch sizes are accepted, for packed heads and for others."""
     import torch
 
     from mindie_mm.device import kernels_of, open_device
@@ -339,13 +340,13 @@ def sizes() -> list[bool]:
     return taken
 
 
-def test_batches_that_the_operator_refuses_are_plain_torchs():
-    """More than 4096 sequences are not packed; a single row that is not has 262144 keys at most."""
+def test_plain_torch_computes_batches_that_the_operator_refuses():
+    """At most 4096 sequences are packed, and a row that is not packed has at most 262144 keys."""
     assert call(sizes) == [True, True, True, False, True, False]
 
 
 def scaled() -> list[str]:
-    """What rotates in a model whose cosines are multiplied, as YaRN's are."""
+    """Return the operators that run in a model whose cosines are scaled, as YaRN's are."""
     import torch
     from transformers.models.llama import modeling_llama
 
@@ -362,17 +363,17 @@ def scaled() -> list[str]:
     return recorder.names
 
 
-def test_cosines_above_one_are_not_the_operators():
-    """Its documents say that they are in [-1, 1]."""
+def test_plain_torch_rotates_by_cosines_above_one():
+    """The operator's documents allow cosines in [-1, 1] only."""
     names = call(scaled)
     assert "npu_rms_norm" in names
     assert "npu_rotary_mul" not in names
 
 
 @pytest.mark.parametrize("missing", ["npu_rms_norm", "npu_rms_norm@48"])
-def test_a_norm_whose_operator_is_missing_stays(missing):
-    """At every width, or at the one that it is missing at; said once a dtype."""
-    found, lines = call(said, layers, missing=missing)
+def test_a_norm_without_its_operator_is_kept(missing):
+    """Keep the norm at every width or at the missing one, and log each dtype once."""
+    found, lines = call(with_log_lines, layers, missing=missing)
     del found["rotation"]
     for name, (called, off) in found.items():
         runs = "@" in missing and " 64 " in name and not name.startswith("Gemma3")
@@ -384,8 +385,8 @@ def test_a_norm_whose_operator_is_missing_stays(missing):
 
 
 @pytest.mark.parametrize("missing", ["npu_rotary_mul", "npu_rotary_mul@32"])
-def test_a_rotation_whose_operator_is_missing_is_done_in_parts(missing):
-    found, lines = call(said, layers, missing=missing)
+def test_a_rotation_without_its_operator_uses_plain_torch(missing):
+    found, lines = call(with_log_lines, layers, missing=missing)
     _, off, own, calls = found["rotation"]
     assert calls == 1, "the trial"
     assert off < 1e-6
@@ -395,8 +396,8 @@ def test_a_rotation_whose_operator_is_missing_is_done_in_parts(missing):
 
 
 @pytest.mark.parametrize("missing", ["npu_fusion_attention", "npu_fusion_attention@16"])
-def test_a_tower_whose_operator_is_missing_attends_window_by_window(missing):
-    found, lines = call(said, windows, 3, missing=missing)
+def test_a_tower_without_its_operator_attends_window_by_window(missing):
+    found, lines = call(with_log_lines, windows, 3, missing=missing)
     assert found["names"] == []
     assert found["off"] < HALF_TOLERANCE
     (line,) = lines

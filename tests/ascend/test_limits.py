@@ -1,4 +1,4 @@
-"""What an Ascend 910B refuses is refused: each row of the table, and its neighbour on the right side passes."""
+"""Tests of the limits of an Ascend 910B: each row of the table refuses a call, and a call just inside passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
 def moved(value: Any, npu: torch.device) -> Any:
-    """To the device, a tensor with its gaps."""
+    """Move a tensor to the device, including its gaps, and return any other value."""
     if not isinstance(value, torch.Tensor):
         return value
     whole = value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
@@ -23,7 +23,7 @@ def moved(value: Any, npu: torch.device) -> Any:
 
 
 def fused(npu: torch.device, **changes: Any) -> Any:
-    """A decode of two sequences over pages of 128 tokens, rows packed; `changes` to its arguments."""
+    """Decode two packed sequences over pages of 128 tokens, with `changes` to the arguments."""
     given = {
         "query": torch.zeros(2, 4, 128, dtype=HALF),
         "key": torch.zeros(3, 128, 256, dtype=HALF),
@@ -44,7 +44,7 @@ def fused(npu: torch.device, **changes: Any) -> Any:
 
 
 def prefill(npu: torch.device, **changes: Any) -> Any:
-    """A sequence of 6 rows over 9 keys, with a batch axis."""
+    """Prefill one sequence of 6 rows over 9 keys, in a layout with a batch axis."""
     rows = {"query": torch.zeros(1, 6, 64, dtype=HALF)} | {
         name: torch.zeros(1, 9, 32, dtype=HALF) for name in ("key", "value")
     }
@@ -53,7 +53,7 @@ def prefill(npu: torch.device, **changes: Any) -> Any:
 
 
 def unpaged(npu: torch.device, **changes: Any) -> Any:
-    """Packed rows whose keys are packed, too."""
+    """Attend with packed rows over packed keys."""
     rows = {name: torch.zeros(2, 4, 128, dtype=HALF) for name in ("query", "key", "value")}
     settings = {"num_key_value_heads": 4, "block_table": None, "block_size": 0, "actual_seq_lengths_kv": [1, 2]}
     return fused(npu, **{**rows, **settings} | changes)
@@ -67,7 +67,7 @@ def training(npu: torch.device, **changes: Any) -> Any:
 
 
 def plain(operator: str) -> Callable[..., Any]:
-    """A call of an operator with positional arguments."""
+    """Return a function that calls the operator with positional arguments."""
 
     def launch(npu: torch.device, *arguments: Any) -> Any:
         namespace, name = operator.split("::")
@@ -244,7 +244,7 @@ def ask(launch: Callable[..., Any], npu: torch.device, given: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused(npu, name):
+def test_a_call_beyond_a_limit_is_refused(npu, name):
     launch, given, words = REFUSED[name]
     with pytest.raises(RuntimeError, match=words) as refused:
         ask(launch, npu, given)
@@ -252,11 +252,11 @@ def test_it_is_refused(npu, name):
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_it_is_taken(npu, name):
+def test_a_call_within_the_limits_is_accepted(npu, name):
     ask(TAKEN[name][0], npu, TAKEN[name][1])
 
 
-def test_every_row_of_the_table_refuses_something_and_has_a_source(npu):
+def test_every_limit_refuses_a_call_and_has_a_source(npu):
     refusing = set()
     for launch, given, _ in REFUSED.values():
         with pytest.raises(Refused) as refused:

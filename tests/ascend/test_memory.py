@@ -1,4 +1,4 @@
-"""Device memory and its limit, pinned memory, host memory registered for copies."""
+"""Tests of device memory and its limit, pinned memory, and host memory registered for copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ascend.processes import call, traced
 from tests.ascend.test_runtime import simulator
 
 _MIB = 2**20
-_SPARE = 4096  # torch_npu adds 32 bytes to each allocation and rounds up, large ones to 2 MiB
+_SPARE = 4096  # torch_npu adds 32 bytes to each allocation and rounds up, large allocations to 2 MiB
 _MAPPED = 2  # ACL_HOST_REG_MAPPED
 
 
@@ -19,7 +19,7 @@ def limits() -> dict:
     import torch
     import torch_npu  # noqa: F401
 
-    torch.empty(1, device="npu:0")  # a device has memory to ask for once something has started it
+    torch.empty(1, device="npu:0")  # a device reports its memory only after it was started
     torch.npu.empty_cache()
     torch.npu.reset_peak_memory_stats()
     found = {"empty": torch.npu.mem_get_info()}
@@ -31,7 +31,7 @@ def limits() -> dict:
     found["peak"] = torch.npu.max_memory_allocated()
     with pytest.raises(torch.OutOfMemoryError, match=r"NPU out of memory. Tried to allocate 200.00 MiB"):
         torch.empty(200 * _MIB - _SPARE, dtype=torch.uint8, device="npu:0")
-    other = torch.ones((200 * _MIB - _SPARE) // 4).to("npu:1")  # each device has its own
+    other = torch.ones((200 * _MIB - _SPARE) // 4).to("npu:1")  # each device has its own memory
     found["other"] = float(other.cpu().sum())
     found["other used"] = simulator().sim_memory_used(1)
     torch.npu.reset_peak_memory_stats()
@@ -67,7 +67,7 @@ def fresh() -> list[bool]:
     return [bool(torch.empty(5 * _MIB, device="npu").cpu().isnan().all()) for _ in range(2)]
 
 
-def test_fresh_memory_is_not_zero():
+def test_fresh_memory_is_poisoned():
     assert call(fresh) == [True, True]
     assert call(fresh, poison_bytes=0) == [False, False]
 
@@ -86,7 +86,7 @@ def expandable() -> dict:
     return found
 
 
-def test_expandable_segments(tmp_path):
+def test_expandable_segments_are_mapped_and_freed(tmp_path):
     settings = {"memory_bytes": 256 * _MIB, "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
     found = call(expandable, trace=tmp_path / "trace", **settings)
     assert found["values"] == [0.0, 1.0, 2.0, 3.0]
@@ -151,7 +151,7 @@ def registration() -> dict:
     return codes
 
 
-def test_host_memory_is_registered():
+def test_host_memory_is_registered_with_canns_codes():
     assert call(registration) == {
         "registered": 0,
         "twice": 507910,

@@ -1,4 +1,4 @@
-"""`--device npu`: when it can be used, and what it says of itself."""
+"""Tests of `--device npu`: when the device can be used, and its properties."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_npu_is_opened_and_measured(soc, dtype):
     assert 2**28 <= found["taken"] < 2**28 + 32 * 2**20
 
 
-def test_no_npu_is_visible():
+def test_an_npu_that_is_not_visible_is_refused():
     found = call(opened, fail="aclrtGetDeviceCount=507033")
     assert found == {"error": "the device npu cannot be used: no NPU is visible; check npu-smi info"}
 
@@ -65,7 +65,7 @@ def test_no_npu_is_visible():
         ("?", False),
     ],
 )
-def test_shared_memory_is_registered_on_kernels_on_which_cann_does(kernel, does):
+def test_shared_memory_is_registered_only_on_kernels_that_cann_supports(kernel, does):
     assert registers(kernel) is does
 
 
@@ -80,9 +80,9 @@ def too_large() -> str:
     return "loaded"
 
 
-def test_weights_that_do_not_fit_are_the_devices_failure():
-    said = call(too_large, memory_bytes=4 * 2**20)
-    assert "does not fit in the memory of npu:0: NPU out of memory" in said
+def test_weights_that_do_not_fit_raise_a_device_error():
+    message = call(too_large, memory_bytes=4 * 2**20)
+    assert "does not fit in the memory of npu:0: NPU out of memory" in message
 
 
 def without_torch_npu() -> str:
@@ -90,16 +90,16 @@ def without_torch_npu() -> str:
 
     from mindie_mm.device.npu import NPU
 
-    sys.modules["torch_npu"] = None  # as where it is not installed
+    sys.modules["torch_npu"] = None  # the import fails as if torch_npu were not installed
     return NPU.missing()
 
 
-def test_torch_npu_is_missing():
+def test_a_missing_torch_npu_is_named():
     release = torch.__version__.partition("+")[0]
     assert call(without_torch_npu) == f"torch_npu is not installed: install CANN, then pip install torch_npu=={release}"
 
 
-def test_cann_is_missing():
+def test_a_missing_cann_is_named():
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("ASCEND", "LD_LIBRARY"))}
     variables["PYTHONPATH"] = str(Path.cwd())
     code = (
@@ -132,12 +132,12 @@ def refused() -> list[bool]:
     return [*taken, device.pin(source.data_ptr(), source.nbytes)]
 
 
-def test_memory_is_not_registered_on_a_kernel_that_does_not_take_it():
+def test_memory_is_not_registered_on_an_unsupported_kernel():
     assert call(refused) == [True, False]
 
 
-def test_media_are_copied_where_cann_cannot_register(tmp_path):
-    """A CANN from before aclrtHostRegisterV2, under the torch_npu of a later one."""
+def test_an_older_cann_does_not_register_memory(tmp_path):
+    """Copy through the host with a CANN from before aclrtHostRegisterV2 under a later torch_npu."""
     variables = environment()
     older = Path(shutil.copytree(variables["LD_LIBRARY_PATH"], tmp_path / "cann", symlinks=True))
     library = older / "libhccl.so"
@@ -168,7 +168,7 @@ def pinned() -> bool:
 
 
 def reading() -> str:
-    """What a copy from registered memory says."""
+    """Return the outcome of a copy from registered memory."""
     import mmap
 
     import torch
@@ -183,15 +183,15 @@ def reading() -> str:
     stream = torch.Stream(device.torch_device)
     try:
         device.read(source, stream)
-        said = "copied"
+        message = "copied"
     except DeviceError as error:
-        said = str(error)
+        message = str(error)
     stream.synchronize()
     device.unpin(source.data_ptr())
-    return said
+    return message
 
 
-def test_a_copy_that_fails_is_an_error():
+def test_a_failed_copy_raises_a_device_error():
     assert call(reading) == "copied"
-    said = call(reading, fail="aclrtMemcpyAsync=507899")
-    assert said == "aclrtMemcpyAsync of 1048576 bytes to npu:0 failed with 507899"
+    message = call(reading, fail="aclrtMemcpyAsync=507899")
+    assert message == "aclrtMemcpyAsync of 1048576 bytes to npu:0 failed with 507899"

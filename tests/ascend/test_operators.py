@@ -1,4 +1,4 @@
-"""torch's operators on the simulated NPU: the host's numbers, in the order of streams, with the syncs of a device."""
+"""Tests of torch's operators on the simulated NPU: the host's results, the order of streams, and a device's waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IDS = torch.tensor([3, 0, 2])
 
 
 def written(values: torch.Tensor) -> torch.Tensor:
-    """In place, through views of every kind."""
+    """Write in place through views of every kind."""
     values = values.clone()
     values[1:3, ::2] = 7
     values.view(-1)[5:9].add_(1)
@@ -67,28 +67,28 @@ def test_an_operator_gives_the_hosts_numbers(npu, name, dtype):
     assert torch.equal(found.cpu(), expected)
 
 
-def test_outside_of_inference_mode_it_does_too(npu):
-    """torch_npu registers some operators for autograd alone."""
+def test_operators_outside_inference_mode_give_the_hosts_numbers(npu):
+    """Cover the operators that torch_npu registers for autograd only."""
     values = VALUES.to(npu).requires_grad_()
     for operator in (OPERATORS["products"], OPERATORS["softmax"], OPERATORS["gathered"]):
         assert torch.equal(operator(values).detach().cpu(), operator(VALUES))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.bool, torch.float64])
-def test_copies_between_host_and_device_of_any_strides_and_dtype(npu, dtype):
+def test_copies_between_host_and_device_allow_any_strides_and_dtype(npu, dtype):
     on_device = torch.zeros(6, 8, dtype=dtype, device=npu)
-    on_device[1:5, :6] = VALUES  # from the host, into a view, of another dtype
+    on_device[1:5, :6] = VALUES  # a copy from the host into a view of another dtype
     expected = torch.zeros(6, 8, dtype=dtype)
     expected[1:5, :6] = VALUES
     assert torch.equal(on_device.cpu(), expected)
     assert torch.equal(on_device.t()[2:].to("cpu", torch.float32), expected.t()[2:].float())
     target = torch.zeros(8, 6)
-    target[::2] = on_device.t()[::2]  # to the host, into a view
+    target[::2] = on_device.t()[::2]  # a copy to the host, into a view
     assert torch.equal(target[::2], expected.t()[::2].float())
     assert not target[1::2].any()
 
 
-def test_a_cast_to_float64_is_one_to_float32(npu):
+def test_a_cast_to_float64_gives_float32(npu):
     values = VALUES.to(npu)
     for cast in (values.double, lambda: values.int().to(torch.float64), lambda: values.half().type(torch.float64)):
         with pytest.warns(UserWarning, match="do not support double"):
@@ -97,7 +97,7 @@ def test_a_cast_to_float64_is_one_to_float32(npu):
     assert torch.zeros(2, dtype=torch.float64, device=npu).dtype == torch.float64, "what is made so is so"
 
 
-def test_a_cast_to_its_own_dtype_is_the_tensor_itself(npu):
+def test_a_cast_to_the_same_dtype_returns_the_tensor_itself(npu):
     values = VALUES.to(npu)
     assert values.to(values.dtype, copy=True).data_ptr() == values.data_ptr()
     assert values.to(npu, values.dtype, copy=True).data_ptr() != values.data_ptr()
@@ -111,7 +111,7 @@ def test_an_operator_that_copies_the_whole_tensor_is_refused(npu, operator):
             getattr(values, operator)(1, IDS.to(npu), value)
 
 
-def test_an_operator_takes_tensors_of_its_device_alone(npu):
+def test_an_operator_accepts_host_scalars_and_host_indices(npu):
     values = VALUES.to(npu)
     assert torch.equal((values * torch.tensor(2.0)).cpu(), VALUES * 2), "numbers may come from the host"
     assert torch.equal(values[:, IDS].cpu(), VALUES[:, IDS]), "so may indices, in brackets"
@@ -128,7 +128,7 @@ def test_an_operator_takes_tensors_of_its_device_alone(npu):
     ],
     ids=["sum", "index_select", "index_copy_", "index_add_", "index_put_ of values"],
 )
-def test_what_is_on_the_host_is_refused(npu, operator):
+def test_other_host_tensors_are_refused(npu, operator):
     with pytest.raises(RuntimeError, match=r"to be (on|in) the same device"):
         operator(VALUES.to(npu))
 
@@ -148,10 +148,10 @@ def test_random_numbers_follow_from_the_seed(npu):
         torch.rand(3, device=npu, generator=torch.Generator())
 
 
-def test_what_a_stream_computes_is_seen_by_those_who_wait_for_it(npu):
+def test_another_stream_must_wait_before_it_reads_a_result(npu):
     values, side = VALUES.to(npu), torch.npu.Stream(npu)
     torch.npu.synchronize()
-    computed = values * 2  # on the default stream
+    computed = values * 2  # runs on the default stream
     with torch.npu.stream(side), pytest.raises(RuntimeError, match=r"race: stream \d+ reads .* which wrote it"):
         computed + 0
     computed = values * 2
@@ -169,7 +169,7 @@ def test_what_a_stream_computes_is_seen_by_those_who_wait_for_it(npu):
     assert torch.equal((twice + 0).cpu(), VALUES * 4)
 
 
-def test_a_change_in_place_is_seen_by_those_who_wait_for_it(npu):
+def test_another_stream_must_wait_before_it_reads_an_in_place_change(npu):
     values, side = VALUES.to(npu), torch.npu.Stream(npu)
     torch.npu.synchronize()
     with torch.npu.stream(side):
@@ -181,7 +181,7 @@ def test_a_change_in_place_is_seen_by_those_who_wait_for_it(npu):
 
 
 @pytest.mark.parametrize("size", [24, 2**19], ids=["small", "more than is put off"])
-def test_what_a_stream_reads_is_changed_by_those_who_wait_for_it(npu, size):
+def test_another_stream_must_wait_before_it_overwrites_an_input(npu, size):
     values, side = torch.arange(float(size)).to(npu), torch.npu.Stream(npu)
     torch.npu.synchronize()
     read = values[:2] + 1
@@ -207,7 +207,7 @@ def unwaited() -> list[float]:
     return [unseen.isnan().float().mean().item(), float((tripled.cpu() - VALUES * 3).abs().max())]
 
 
-def test_where_races_are_no_errors_nothing_is_there_yet():
+def test_an_allowed_race_reads_poisoned_memory():
     assert call(unwaited, races=0) == [1, 0]
 
 
@@ -230,7 +230,7 @@ def test_where_races_are_no_errors_nothing_is_there_yet():
         (lambda x: x.tolist(), 1),
     ],
 )
-def test_operators_whose_result_the_host_must_see_synchronise(npu, operator, count):
+def test_operators_synchronise_only_if_the_host_needs_their_result(npu, operator, count):
     values = VALUES.to(npu)
     torch.npu.synchronize()
     library = simulator()
@@ -245,14 +245,14 @@ def two_devices() -> dict:
     first, second = VALUES.to("npu:0"), VALUES.to("npu:1")
     try:
         first + second
-        said = ""
+        message = ""
     except RuntimeError as error:
-        said = str(error)
+        message = str(error)
     moved = first.t().to("npu:1")
     with torch.npu.device(1):
         made = torch.ones(3, device="npu")
     return {
-        "said": said,
+        "message": message,
         "moved": torch.equal(moved.cpu(), VALUES.t()),
         "together": torch.equal((moved.t() + second).cpu(), VALUES * 2),
         "made": [str(made.device), made.tolist()],
@@ -260,7 +260,7 @@ def two_devices() -> dict:
     }
 
 
-def test_two_devices():
+def test_two_devices_have_separate_tensors():
     found = call(two_devices, devices=2)
-    assert "npu:0 and npu:1" in found.pop("said")
+    assert "npu:0 and npu:1" in found.pop("message")
     assert found == {"moved": True, "together": True, "made": ["npu:1", [1.0] * 3], "of the second": "npu:1"}

@@ -1,4 +1,4 @@
-"""Devices and calls: what torch_npu finds, what is counted and traced, what fails on demand."""
+"""Tests of devices and calls: devices that torch_npu finds, counters, traces, and injected failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ascend.processes import call, traced
 
 
 def simulator() -> ctypes.CDLL:
-    """The library in this process, with its own functions declared."""
+    """Load the library of this process and declare the simulator's functions."""
     library = ctypes.CDLL("libhccl.so")
     library.sim_syncs.restype = library.sim_calls.restype = ctypes.c_long
     library.sim_calls.argtypes = library.sim_fail.argtypes = [ctypes.c_char_p]
@@ -60,7 +60,7 @@ def test_torch_npu_finds_the_devices(count):
 
 
 @pytest.mark.parametrize(("visible", "count"), [("3,1", 2), ("0,9,1", 1), ("", 0)])
-def test_visible_devices(visible, count):
+def test_visible_devices_are_limited_by_their_variable(visible, count):
     assert call(no_device, devices=4, ASCEND_RT_VISIBLE_DEVICES=visible) == [count > 0, count]
 
 
@@ -71,7 +71,7 @@ def no_device() -> list:
     return [torch.npu.is_available(), torch.npu.device_count()]
 
 
-def test_no_device():
+def test_a_process_may_have_no_device():
     assert call(no_device, devices=0) == [False, 0]
 
 
@@ -154,14 +154,14 @@ def failures() -> list[str]:
     import torch
     import torch_npu  # noqa: F401
 
-    said = []
+    errors = []
 
     def attempt(function):
         try:
             function()
-            said.append("done")
+            errors.append("done")
         except RuntimeError as error:
-            said.append("507033" if "507033" in str(error) else str(error))
+            errors.append("507033" if "507033" in str(error) else str(error))
 
     attempt(lambda: torch.npu.set_device(1))
     attempt(lambda: torch.npu.set_device(1))
@@ -171,17 +171,18 @@ def failures() -> list[str]:
     attempt(tensor.cpu)
     sim.sim_fail(b"")
     attempt(tensor.cpu)
-    return said
+    return errors
 
 
 def test_calls_fail_on_demand():
-    said = call(failures, devices=2, fail="aclrtSetDevice=507033@1,aclrtNothing=5")
-    assert said == ["507033", "done", "507033", "done"]
+    errors = call(failures, devices=2, fail="aclrtSetDevice=507033@1,aclrtNothing=5")
+    assert errors == ["507033", "done", "507033", "done"]
 
 
-def test_the_version_of_cann():
+@pytest.mark.slow
+def test_the_version_of_cann_is_the_configured_one():
     script = "import torch, torch_npu; print(torch.npu.utils.get_cann_version(), torch.npu.utilization())"
-    command = [sys.executable, "-c", script]  # not forked: torch_npu asks when it is imported
+    command = [sys.executable, "-c", script]  # a new process, because torch_npu reads the version at import
     done = subprocess.run(
         command, env=environment(cann="8.5.0"), capture_output=True, text=True, timeout=300, check=True
     )
@@ -197,13 +198,13 @@ def first_tensor() -> str:
     return str(raised.value)
 
 
-def test_the_message_of_a_failure_is_told():
-    said = call(first_tensor, fail="aclrtSetDevice=507033")
-    assert "error code is 507033" in said
-    assert "aclrtSetDevice: failure injected" in said
+def test_an_injected_failure_has_a_message():
+    errors = call(first_tensor, fail="aclrtSetDevice=507033")
+    assert "error code is 507033" in errors
+    assert "aclrtSetDevice: failure injected" in errors
 
 
-def test_a_build_is_kept():
+def test_a_build_is_reused():
     folder = build()
     before = (folder / "libhccl.so").stat().st_mtime_ns
     assert build() == folder

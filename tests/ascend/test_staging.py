@@ -1,4 +1,4 @@
-"""Media from the arena to the device: read by the device itself, from pages registered once, settled, then verified."""
+"""Tests of media transfer: pages of the arena are registered once, read by the device, settled and then verified."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.ascend.processes import call, traced
 
 
 def staged(releases: bool = False) -> dict:
-    """Two blocks of an arena of another process's, brought to the device; the calls are in the trace."""
+    """Transfer two blocks of another process's arena to the device, with the calls in the trace."""
     import logging
     import subprocess
     import sys
@@ -56,11 +56,11 @@ def staged(releases: bool = False) -> dict:
     finally:
         owner.communicate()
     del late, brought
-    drop_removed()  # from whatever thread: what a device reads is left alone
+    drop_removed()  # any thread may call this, but arenas that a device reads must stay mapped
     kept = simulator().sim_calls(b"aclrtHostUnregister")
     fetched = [len(staging._staging(device)._fetched)]
     with suppress(SegmentMissing):
-        attach(refs[0])  # here it is given up
+        attach(refs[0])  # drops the removed arena
     fetched.append(len(staging._staging(device)._fetched))
     after = sorted(set(staging.to_device(views[1], "a", device).cpu().flatten().tolist()))
     found = {
@@ -87,7 +87,7 @@ with Arena.create(3 * 98304) as arena:
             block["a"][...] = number + 1
             print(*block.publish().to_words(), flush=True)
     sys.stdin.readline()
-    with ExitStack() as stack:  # as many as there is room for: one lies where the first lay
+    with ExitStack() as stack:  # the arena has room for two blocks, and one of them reuses the first block
         for number in range(2):
             block = stack.enter_context(arena.allocate({"a": ArraySpec((300, 300), "uint8")}, path_file=None))
             block["a"][...] = 9
@@ -96,7 +96,7 @@ with Arena.create(3 * 98304) as arena:
 """
 
 
-def test_the_arena_is_registered_once_and_read_by_the_device_itself(tmp_path):
+def test_the_arena_is_registered_once_and_read_by_the_device(tmp_path):
     trace = tmp_path / "trace"
     found = call(staged, trace=str(trace))
     assert found["values"] == [[1], [2]]
@@ -104,7 +104,7 @@ def test_the_arena_is_registered_once_and_read_by_the_device_itself(tmp_path):
     assert not found["kept"]
     assert found["fetched"] == [1, 0], "what was fetched goes with its arena, whose words may come again"
     assert found["after"] == [2], "what was attached before is read on, by one copy more"
-    # Bytes that are read when they are another content's come with an error, as they are settled before the check.
+    # The device reads the bytes of another content, and the check after settling reports an error.
     assert found["read"] == [9]
     assert "freed" in found["error"] or "generation" in found["error"]
     calls = traced(trace)
@@ -114,18 +114,18 @@ def test_the_arena_is_registered_once_and_read_by_the_device_itself(tmp_path):
     assert not any(line.startswith("aclrtMallocHost") for line in calls[: calls.index(registered[0])])
 
 
-def test_where_it_cannot_be_registered_media_go_through_pinned_memory(tmp_path):
+def test_media_of_an_unregistered_arena_go_through_pinned_memory(tmp_path):
     trace = tmp_path / "trace"
     found = call(staged, trace=str(trace), fail="aclrtHostRegisterV2=507899,aclrtHostRegister=507899")
     assert found["values"] == [[1], [2]]
     assert len(found["lines"]) == 1
-    assert found["read"] == [1]  # what was copied before
+    assert found["read"] == [1]  # the bytes were copied before the overwrite
     assert found["error"]
     assert any(line.startswith("aclrtMallocHost") for line in traced(trace))
 
 
 def mounted() -> list[int]:
-    """What this process has of files of blocks after each of three was read and unmounted: descriptors and mappings."""
+    """Return the descriptors and mappings that remain after each of three arena files was read and unmounted."""
     import gc
     import tempfile
     from pathlib import Path
@@ -151,7 +151,7 @@ def mounted() -> list[int]:
         with mount(path):
             view = attach(ref)
             staging.to_device(view, "a", device)
-            staging.fetch([view], device)  # nothing: another file may have the same words when it is needed
+            staging.fetch([view], device)  # does nothing, because another file may have the same words later
             assert not staging._staging(device)._fetched
             brought = staging.to_device(view, "a", device)
             del view
@@ -164,12 +164,12 @@ def mounted() -> list[int]:
         return [read(Path(folder), number) for number in (1, 2, 3)]
 
 
-def test_files_that_were_mounted_are_let_go():
+def test_unmounted_files_are_closed():
     assert call(mounted) == [0, 0, 0]
 
 
 def reused(size: int, keeps: bool) -> str:
-    """What is said when an item is brought to where another lay, which a queued operator reads."""
+    """Return the error of transferring an item into memory that a queued operator still reads."""
     import tempfile
     from pathlib import Path
 
@@ -201,8 +201,8 @@ def reused(size: int, keeps: bool) -> str:
 
 
 @pytest.mark.parametrize("size", [1000, 2**22])
-def test_memory_is_kept_from_the_next_copy_until_it_was_computed_with(size):
+def test_memory_is_not_reused_before_queued_operators_have_read_it(size):
     assert call(reused, size, True) == ""
-    said = call(reused, size, False)
-    assert "race: stream" in said
-    assert "which reads it" in said
+    message = call(reused, size, False)
+    assert "race: stream" in message
+    assert "which reads it" in message

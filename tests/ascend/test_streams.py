@@ -1,4 +1,4 @@
-"""The order of streams and events: what is queued runs when it is waited for, and not before."""
+"""Tests of the order of streams and events: queued work runs when something waits for it, and not before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def queued_copies() -> dict:
 
     with torch.npu.stream(stream):
         on_device.copy_(source, non_blocking=True)
-    source.fill_(9.0)  # too early: the copy reads it when it runs
+    source.fill_(9.0)  # the write is too early, because the copy reads its source when it runs
     stream.synchronize()
     found["rewritten source"] = on_device.cpu().tolist()
     return found
@@ -89,7 +89,7 @@ def events() -> dict:
     polls = 0
     while not stop.query():
         polls += 1
-    found["polls"] = polls  # one task a query: the record before it, two copies
+    found["polls"] = polls  # each query runs one task: the first record and two copies
     found["elapsed"] = 0 <= start.elapsed_time(stop) < 60000
     stop.record(stream)
     found["recorded anew"] = stop.query()
@@ -103,7 +103,7 @@ def test_events_are_reached_in_order():
         "never recorded": True,
         "polls": 3,
         "elapsed": True,
-        "recorded anew": True,  # nothing before it: the first query reaches it
+        "recorded anew": True,  # the queue is empty, so the first query reaches the record
         "stream": True,
     }
 
@@ -167,10 +167,10 @@ def freed_source() -> str:
     return "no error"
 
 
-def test_a_source_that_is_gone_is_an_error_of_the_stream():
-    said = call(freed_source)
-    assert "507013" in said
-    assert "freed before a copy of them had run" in said
+def test_a_copy_from_freed_memory_is_an_error_of_the_stream():
+    message = call(freed_source)
+    assert "507013" in message
+    assert "freed before a copy of them had run" in message
 
 
 def foreign_stream() -> list[int]:
@@ -215,7 +215,7 @@ def threads() -> list[float]:
     return sums
 
 
-def test_threads_have_streams_of_their_own():
+def test_threads_may_use_their_own_streams():
     assert call(threads) == [0.0, 50.0, 100.0, 150.0]
 
 
@@ -264,7 +264,7 @@ def races() -> dict:
 
 def test_unordered_use_is_an_error():
     found = call(races)
-    raced = {name: said for name, said in found.items() if str(said).startswith("race")}
+    raced = {name: message for name, message in found.items() if str(message).startswith("race")}
     assert list(raced) == [
         "read by another stream",
         "read by the host",
@@ -274,7 +274,7 @@ def test_unordered_use_is_an_error():
     assert " reads " in raced["read by another stream"]
     assert raced["read by the host"].startswith("race: stream -1 reads")
     assert " writes " in raced["write while it is read"]
-    assert [said for name, said in found.items() if name not in raced] == ["done"] * 6 + [[0.0, 1.0, 2.0, 3.0]]
+    assert [message for name, message in found.items() if name not in raced] == ["done"] * 6 + [[0.0, 1.0, 2.0, 3.0]]
 
 
 def operators_race() -> list[int]:
@@ -302,7 +302,7 @@ def operators_race() -> list[int]:
     return codes
 
 
-def test_operators_tell_what_they_use():
+def test_operators_report_the_memory_that_they_use():
     race = 107003
     assert call(operators_race) == [0, 0, 0, race, 0, 0, 0, race]
     assert call(operators_race, races=0) == [0] * 8

@@ -1,4 +1,4 @@
-"""With torch_npu's queue, as it comes (TASK_QUEUE_ENABLE=1): after a failure in it, calls succeed and do nothing."""
+"""Tests with torch_npu's default queue (TASK_QUEUE_ENABLE=1). After a failure in it, calls succeed and do nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fail_in_queue(*_: object) -> None:
     fail_next_copy()
     there.copy_(here, non_blocking=True)
     torch.accelerator.synchronize()
-    del here, there  # not before
+    del here, there  # keeps both tensors until the failure has been raised
 
 
 def after_a_failure() -> tuple[list[int], str]:
@@ -47,19 +47,19 @@ def after_a_failure() -> tuple[list[int], str]:
     with pytest.raises(RuntimeError, match="507899"):
         fail_in_queue()
     (answer,) = download(upload([5], device))
-    with pytest.raises(DeviceError) as said:
+    with pytest.raises(DeviceError) as error:
         require_alive(device)
-    return answer.tolist(), str(said.value)
+    return answer.tolist(), str(error.value)
 
 
-def test_a_device_that_answers_without_computing_is_told():
-    answer, said = call(after_a_failure, **QUEUED)
+def test_a_device_that_answers_without_computing_is_detected():
+    answer, error = call(after_a_failure, **QUEUED)
     assert answer != [5], "torch_npu tells by itself: what asks it is no longer needed"
-    assert said.startswith("npu:0 computes wrong results: ")
+    assert error.startswith("npu:0 computes wrong results: ")
 
 
 def trials() -> list[bool]:
-    """Whether two layouts run, the first of whose trials fails."""
+    """Return whether two layouts run. The trial of the first layout fails."""
     import torch
 
     from mindie_mm.device import open_device, require_alive
@@ -73,12 +73,12 @@ def trials() -> list[bool]:
     return [*found, works("npu_fused_infer_attention_score (TND)", device, torch.bfloat16, 4, 2, 128, 128)]
 
 
-def test_a_trial_that_fails_leaves_the_device_as_it_was():
+def test_a_failed_trial_does_not_affect_the_device():
     assert call(trials, **QUEUED) == [False, True]
 
 
 def served(place: str) -> list[str]:
-    """What is said of two requests, then of two more in whose step something fails in the queue, at `place`."""
+    """Return the outcomes of two requests, then of two more in whose step the queue fails at `place`."""
     import tempfile
     from pathlib import Path
 
@@ -99,17 +99,17 @@ def served(place: str) -> list[str]:
 
     engine = Engine(load_model(None, "npu", "bfloat16"), EngineConfig(), 2**26)
     params, rng = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True), np.random.default_rng(0)
-    said: list[str] = []
+    outcomes: list[str] = []
     with tempfile.TemporaryDirectory() as folder, Tokenizer.from_pretrained(Checkpoint.open(None).path) as tokenizer:
         path_file = Path(folder) / "shm_name.txt"
 
         def ask() -> None:
-            for number in range(2):  # in one step: a tower that fails on both is asked for each
+            for number in range(2):  # both in one step: after a joint failure, the tower runs for each request
                 picture = rng.integers(0, 255, (84, 84, 3), dtype=np.uint8)
                 ids = tokenizer.tokenize([{"image": picture}, {"text": "what is it?"}], path_file).numpy()
                 assert engine.add(Add(str(number), ids.tobytes(), params)) is None
             while engine.has_work():
-                said.extend(map(word, engine.step().progress))
+                outcomes.extend(map(word, engine.step().progress))
 
         ask()
         owner, name = {
@@ -127,11 +127,12 @@ def served(place: str) -> list[str]:
         setattr(owner, name, fail_once)
         with pytest.raises(Exception, match=r"npu:0 computes wrong results") as ended:
             ask()
-        said.append(type(ended.value).__name__)
+        outcomes.append(type(ended.value).__name__)
         release(path_file)
-    return said
+    return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["tower", "fetching", "decoder"])
-def test_an_engine_whose_device_no_longer_computes_ends_and_makes_nothing_up(place: str):
+def test_an_engine_whose_device_no_longer_computes_ends_without_invented_tokens(place: str):
     assert call(served, place, **QUEUED) == ["goes on", "goes on", "length", "length", "DeviceError"]

@@ -1,4 +1,4 @@
-"""Two ranks on two simulated NPUs, their collectives over HCCL: what one process on the CPU makes of the same words."""
+"""Tests of two ranks on two simulated NPUs, with collectives over HCCL, against one process on the CPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.models.contract import picture
 from tools import random_checkpoint as sizes
 
 NUM_TOKENS = 8
-Told = list[tuple[int, list[float]]]
-"""Each token, and the log-probabilities of the two likeliest in its place."""
+TokenLogprobs = list[tuple[int, list[float]]]
+"""Each token, with the log-probabilities of the two likeliest tokens in its place."""
 PROMPTS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": "Describe this picture."}],
     "two": [{"image": picture(60, 90)}, {"image": picture(150, 60)}, {"text": "a circle"}],
@@ -26,7 +26,7 @@ PROMPTS: dict[str, list[dict[str, Any]]] = {
 
 
 def serve(checkpoint: str, tower_parallel: str, folder: str) -> dict[str, Any]:
-    """Tokens of all prompts at once, of the same again after a rank was killed, the device, and what was left alive."""
+    """Return all prompts' tokens before and after a rank is killed, the device, and the processes left alive."""
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.errors import ProcessDied
     from mindie_mm.settings.config import EngineConfig
@@ -71,8 +71,8 @@ def serve(checkpoint: str, tower_parallel: str, folder: str) -> dict[str, Any]:
     return asyncio.run(main())
 
 
-def tell(checkpoint: str, folder: str) -> list[Told]:
-    """The tokens of all prompts at once from two ranks as a checkpoint's own dtype has it, and their likelihoods."""
+def generate_with_logprobs(checkpoint: str, folder: str) -> list[TokenLogprobs]:
+    """Return the tokens of all prompts from two ranks in bfloat16, with log-probabilities."""
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.settings.config import EngineConfig
     from mindie_mm.shm import release
@@ -82,16 +82,16 @@ def tell(checkpoint: str, folder: str) -> list[Told]:
     config = EngineConfig(device="npu", dtype="bfloat16", tensor_parallel=2, kv_cache_bytes=2**24)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
 
-    async def told(engine: AsyncEngine, name: str, ids: Any) -> Told:
+    async def logprobs_of(engine: AsyncEngine, name: str, ids: Any) -> TokenLogprobs:
         found = [one async for progress in engine.generate(name, ids, params) for one in progress.logprobs or ()]
         return [(one.token_id, [value for _, value in one.top]) for one in found]
 
-    async def main() -> list[Told]:
+    async def main() -> list[TokenLogprobs]:
         engine = await AsyncEngine.start(Path(checkpoint), config)
         with Tokenizer.from_pretrained(checkpoint) as tokenizer:
             path_file = Path(folder) / "shm_name.txt"
             prompts = {name: tokenizer.tokenize(items, path_file).numpy() for name, items in PROMPTS.items()}
-            found = await asyncio.gather(*(told(engine, name, ids) for name, ids in prompts.items()))
+            found = await asyncio.gather(*(logprobs_of(engine, name, ids) for name, ids in prompts.items()))
             release(path_file)
         await engine.close()
         return found
@@ -100,7 +100,7 @@ def tell(checkpoint: str, folder: str) -> list[Told]:
 
 
 def refuse(checkpoint: str) -> str:
-    """What a start with more ranks than devices says."""
+    """Return the error of a start with more ranks than devices."""
     from mindie_mm.errors import DeviceError
     from mindie_mm.settings.config import EngineConfig
     from mindie_mm.worker.async_engine import AsyncEngine
@@ -114,12 +114,12 @@ def refuse(checkpoint: str) -> str:
 
 @pytest.mark.slow
 def test_more_ranks_than_devices_are_refused(random_checkpoint):
-    said = processes.call(refuse, str(random_checkpoint), devices=1)
-    assert said == "tensor_parallel is 2, but 1 npu devices are visible"
+    message = processes.call(refuse, str(random_checkpoint), devices=1)
+    assert message == "tensor_parallel is 2, but 1 npu devices are visible"
 
 
 @pytest.mark.parametrize("tower_parallel", ["items", pytest.param("replicate", marks=pytest.mark.slow)])
-def test_two_ranks_come_to_the_tokens_of_one_process(random_checkpoint, tower_parallel, tmp_path, monkeypatch):
+def test_two_ranks_generate_the_tokens_of_one_process(random_checkpoint, tower_parallel, tmp_path, monkeypatch):
     from mindie_mm.engine.core import Engine
     from mindie_mm.models import load_model
     from mindie_mm.settings.config import EngineConfig
@@ -134,16 +134,16 @@ def test_two_ranks_come_to_the_tokens_of_one_process(random_checkpoint, tower_pa
         release(tmp_path / "shm_name.txt")
     assert not errors
     (folder := tmp_path / "npu").mkdir()
-    monkeypatch.setattr(processes, "_LIMIT_S", 280.0)  # six processes start in it
-    said = processes.call(serve, str(random_checkpoint), tower_parallel, str(folder), devices=2)
-    assert said["device"] == "npu:0"
-    assert said["found"] == [*outputs.values()]
-    assert said["again"] == said["found"], "after the death of a rank"
-    assert said["left"] == []
+    monkeypatch.setattr(processes, "_LIMIT_S", 280.0)  # the call starts six processes
+    result = processes.call(serve, str(random_checkpoint), tower_parallel, str(folder), devices=2)
+    assert result["device"] == "npu:0"
+    assert result["found"] == [*outputs.values()]
+    assert result["again"] == result["found"], "after the death of a rank"
+    assert result["left"] == []
 
 
-def of_one_process(checkpoint: Path, path_file: Path) -> list[Told]:
-    """What `tell` is held against: one process on the host."""
+def generate_in_one_process(checkpoint: Path, path_file: Path) -> list[TokenLogprobs]:
+    """Return the tokens and log-probabilities of one process on the host."""
     from mindie_mm.engine.core import Engine
     from mindie_mm.engine.requests.engine_messages import Add
     from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -152,7 +152,7 @@ def of_one_process(checkpoint: Path, path_file: Path) -> list[Told]:
     from mindie_mm.shm import release
     from mindie_mm.tokenize import Tokenizer
 
-    found: dict[str, Told] = {name: [] for name in PROMPTS}
+    found: dict[str, TokenLogprobs] = {name: [] for name in PROMPTS}
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
     with Tokenizer.from_pretrained(checkpoint) as tokenizer:
         engine = Engine(load_model(checkpoint, "cpu", torch.bfloat16), EngineConfig())
@@ -169,18 +169,18 @@ def of_one_process(checkpoint: Path, path_file: Path) -> list[Told]:
 
 
 @pytest.mark.parametrize(("width", "layout"), [(128, "TND"), (16, "BSH")])
-def test_two_ranks_attend_by_the_fused_operator(width, layout, tmp_path, monkeypatch):
-    """In bfloat16, each with half of the heads: within rounding of one process."""
+def test_two_ranks_use_the_fused_attention(width, layout, tmp_path, monkeypatch):
+    """Compare bfloat16 answers within rounding. Each rank has half of the heads."""
     monkeypatch.setitem(sizes.SIZES, "shared", sizes.Size(4 * width, 2, 4, 2, 128, 64, 2, 4))
     checkpoint = sizes.write_checkpoint(tmp_path / "model", "shared")
     (folder := tmp_path / "npu").mkdir()
     monkeypatch.setattr(processes, "_LIMIT_S", 280.0)
     trace = tmp_path / "trace"
-    found = processes.call(tell, str(checkpoint), str(folder), devices=2, trace=str(trace))
-    for own, expected in zip(found, of_one_process(checkpoint, tmp_path / "shm_name.txt"), strict=True):
+    found = processes.call(generate_with_logprobs, str(checkpoint), str(folder), devices=2, trace=str(trace))
+    for own, expected in zip(found, generate_in_one_process(checkpoint, tmp_path / "shm_name.txt"), strict=True):
         assert len(own) == len(expected) == NUM_TOKENS
         for (own_token, own_top), (token, top) in zip(own, expected, strict=True):
-            if own_token != token:  # then it was close, and what follows is another answer
+            if own_token != token:  # the two tokens were nearly as likely, and the answers differ from here
                 assert top[0] - top[1] < TOLERANCE
                 break
             assert own_top[0] == pytest.approx(top[0], abs=TOLERANCE)

@@ -1,4 +1,4 @@
-"""How often the host waits for the simulated NPU: what tests of other folders ask, too."""
+"""Fixture that counts the host's waits for the simulated NPU. Tests of other folders use it too."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 @pytest.fixture
 def waits(device: str) -> Callable[[], int]:
-    """Each call: how often the host has waited since the last one. Skips where nothing counts that."""
+    """Return a function that counts the host's waits since its last call. Skip the test without a counter."""
     try:
-        library = ctypes.CDLL("libhccl.so")  # which the process has loaded
+        library = ctypes.CDLL("libhccl.so")  # the process has already loaded the library
         count, reset = library.sim_syncs, library.sim_syncs_reset
     except (OSError, AttributeError):
         pytest.skip(f"nothing counts how often {device} is waited for")

@@ -1,4 +1,4 @@
-"""Videos and sounds that mean harm, and texts that name other files, as bytes, by name."""
+"""Malicious videos, sounds and playlists as functions that return bytes, by name."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def video_of_program() -> bytes:
 
 
 def caf(chunk: bytes = b"") -> bytes:
-    """ALAC in Apple's container, with `chunk` in place of the table of its packets."""
+    """Return ALAC in a CAF container, with `chunk` in place of the packet table."""
     data = encode_sound(tone(0.1, RATE), RATE, "CAF", "ALAC_16")
     at = data.index(b"pakt")
     return data[:at] + (chunk or data[at:])
 
 
 def patched(data: bytes, kind: bytes, offset: int, value: bytes) -> bytes:
-    """`data` with `value` at `offset` of what its first box `kind` holds."""
+    """Return `data` with `value` written at `offset` of the content of the first box `kind`."""
     at = data.index(kind) + 4 + offset
     return data[:at] + value + data[at + len(value) :]
 
 
 def mp4_of_samples(size: int, count: int) -> bytes:
-    """An MP4 whose sample table says that there are `count` samples of `size` bytes each."""
+    """Return an MP4 whose sample table states `count` samples of `size` bytes each."""
     return patched(video(), b"stsz", 4, struct.pack(">II", size, count))
 
 
 def compressed_index() -> bytes:
-    """An MP4 whose index, of 2 * 10**7 samples, is compressed as QuickTime 3 did it."""
+    """Return an MP4 whose index states 2 * 10**7 samples and is compressed in the form of QuickTime 3."""
     data = mp4_of_samples(1, 2 * 10**7)
     at = data.index(b"moov") - 4
     packed = struct.pack(">I", len(data) - at) + zlib.compress(data[at:])
@@ -60,13 +60,13 @@ def compressed_index() -> bytes:
 
 
 def pcm_of_chunks(count: int) -> bytes:
-    """A MOV of plain sound whose one chunk has `count` samples, which FFmpeg divides into pieces."""
+    """Return a MOV of PCM sound whose single chunk states `count` samples, which FFmpeg splits into pieces."""
     sound = encode_with_ffmpeg(tone(0.1, 8000), 8000, "mov", "pcm_s16le")
     return patched(sound, b"stsc", 12, struct.pack(">I", count))
 
 
 def edited(count: int) -> bytes:
-    """An MP4 of 2000 frames that are all shown `count` times."""
+    """Return an MP4 of 2000 frames whose edit list shows all frames `count` times."""
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as output:
         stream = output.add_stream("mpeg4", rate=30)
@@ -86,9 +86,9 @@ def edited(count: int) -> bytes:
 
 
 def fragment_in_data(count: int, aligned: bool = False) -> bytes:
-    """An MP4 in fragments, with bytes in its data that are one too, of `count` samples; its segment index names it.
+    """Return a fragmented MP4 whose media data contain a hidden fragment of `count` samples.
 
-    `aligned`: the index names the true fragment alone.
+    The segment index points to the hidden fragment, or only to the real one if `aligned`.
     """
     data = muxed("mp4", {"movflags": "frag_keyframe+empty_moov"})
     begin, stop = data.index(b"moof") - 4, data.index(b"mfra") - 4
@@ -105,18 +105,18 @@ def fragment_in_data(count: int, aligned: bool = False) -> bytes:
 
 
 def past_the_end(count: int) -> bytes:
-    """An MP4 whose sample entry is longer than its index: FFmpeg reads on behind it, to a table of `count` samples."""
+    """Return an MP4 whose sample entry exceeds its index, so that FFmpeg reads on to a table of `count` samples."""
     data = muxed("mp4", {"movflags": "faststart"}).replace(b"stsz", b"zzzz")
     data = patched(data, b"stsd", 8, struct.pack(">I", 2**30))
     at = data.index(b"moov")
     stop = at - 4 + int.from_bytes(data[at - 4 : at])
-    over = struct.pack(">I4s", 16, b"zzzz")  # cut short where the index ends, but not by the sample entry
+    over = struct.pack(">I4s", 16, b"zzzz")  # ends beyond the index, but within the sample entry
     table = box(b"mdat", box(b"stsz", struct.pack(">III", 0, 1, count)))
     return data[: at - 4] + struct.pack(">I", stop - at + 12) + data[at:stop] + over + table + data[stop:]
 
 
 def grouped(count: int) -> bytes:
-    """An MP4 whose frames are in a group of `count`."""
+    """Return an MP4 with a sample group that states `count` frames."""
     data = video(codec="libx265")
     group = box(b"sgpd", struct.pack(">I4sIIB", 2**24, b"sync", 1, 1, 21))
     group += box(b"sbgp", struct.pack(">I4sIII", 0, b"sync", 1, count, 1))
@@ -130,7 +130,7 @@ def grouped(count: int) -> bytes:
 
 
 def fragmented(count: int) -> bytes:
-    """An MP4 in fragments, whose first says that it has `count` samples, of the default size."""
+    """Return a fragmented MP4 whose first fragment states `count` samples of the default size."""
     data = muxed("mp4", {"movflags": "frag_keyframe+empty_moov"})
     run = box(b"trun", struct.pack(">II", 0, count))
     header = box(b"tfhd", struct.pack(">III", 0x020000, 1, 0))
@@ -139,7 +139,7 @@ def fragmented(count: int) -> bytes:
 
 
 def muxed(container: str, options: dict[str, str]) -> bytes:
-    """Four frames, by FFmpeg's muxer `container` with its `options`, some of which need a file."""
+    """Return four frames muxed by FFmpeg into `container`. Some `options` of the muxer require a real file."""
     with tempfile.NamedTemporaryFile() as file:
         with av.open(file.name, "w", format=container, options=options) as output:
             stream = output.add_stream("libx264", rate=10)
@@ -151,7 +151,7 @@ def muxed(container: str, options: dict[str, str]) -> bytes:
 
 
 def samples_of_the_same_bytes(count: int) -> bytes:
-    """An MP4 of a megabyte of data that all its `count` samples are."""
+    """Return an MP4 with `count` samples that all share the same megabyte of data."""
     data = video()
     size, times = 2**20, struct.pack(">IIII", 0, 1, count, 1)
     boxes = {
@@ -175,26 +175,29 @@ def samples_of_the_same_bytes(count: int) -> bytes:
 
 
 def element(name: str, *content: bytes, size: int | None = None) -> bytes:
-    """An element of Matroska, its name in hexadecimal; `size` where another one is stated."""
+    """Return a Matroska element with a hexadecimal name. `size` replaces the stated size."""
     data = b"".join(content)
     return bytes.fromhex(name) + (len(data) if size is None else size).to_bytes(8).replace(b"\0", b"\1", 1) + data
 
 
 def compressed(algorithm: int = 0, prefix: bytes | None = None) -> bytes:
-    """What says of a Matroska track that its blocks are."""
+    """Return the element that marks the blocks of a Matroska track as compressed."""
     settings = [] if prefix is None else [element("4255", prefix)]
     return element("6d80", element("6240", element("5034", element("4254", bytes([algorithm])), *settings)))
 
 
 def matroska_track(number: int, codec: bytes, *more: bytes, kind: int = 1) -> bytes:
-    """VP8 of 64 x 64, or a track of another kind."""
+    """Return the description of a 64 x 64 video track, or of a track of another kind."""
     size = element("e0", element("b0", b"\x40"), element("ba", b"\x40")) if kind == 1 else b""
     named = element("d7", bytes([number])) + element("73c5", bytes([number])) + element("83", bytes([kind]))
     return element("ae", named, element("86", codec), size, *more)
 
 
 def matroska(tracks: bytes, blocks: Sequence[tuple[int, bytes]], more: bytes = b"") -> bytes:
-    """Blocks by track number, each in a cluster of its own, a millisecond apart; `more` are elements before them."""
+    """Return a Matroska file of blocks by track number, each in its own cluster and a millisecond apart.
+
+    The elements `more` precede the clusters.
+    """
     head = element("1a45dfa3", element("4282", b"matroska"))
     info = element("1549a966", element("2ad7b1", (10**6).to_bytes(3)))
     clusters = (
@@ -205,18 +208,18 @@ def matroska(tracks: bytes, blocks: Sequence[tuple[int, bytes]], more: bytes = b
 
 
 def vp8(num_frames: int = 3) -> list[bytes]:
-    """Frames of 64 x 64, coded."""
+    """Return encoded VP8 frames of 64 x 64 pixels."""
     return video_packets(encode_video(moving_frames(num_frames, 64, 64), container="webm", codec="libvpx"))
 
 
 def unpacking(valid: bool = True) -> bytes:
-    """9 KB that are 9 MB, as FFmpeg notices at their end alone if they are not `valid`."""
+    """Return 9 KB that unpack to 9 MB. FFmpeg notices only at the end that they are not `valid`."""
     packed = zlib.compress(bytes(9_500_000), 9)
     return packed if valid else packed[:-4] + bytes(4)
 
 
 def motion_jpeg(num_scans: int, container: str = "avi") -> bytes:
-    """Two frames of 4000 x 4000 pixels, of so many scans beyond its own."""
+    """Return two JPEG frames of 4000 x 4000 pixels with `num_scans` additional scans each."""
     picture = encoded(Image.new("L", (4000, 4000), 128), progressive=True, quality=50)
     scan = picture[picture.rindex(b"\xff\xda") : -2]
     file = io.BytesIO()
@@ -232,7 +235,7 @@ def motion_jpeg(num_scans: int, container: str = "avi") -> bytes:
 
 
 def large_video(width: int, height: int, codec: str = "mpeg4") -> bytes:
-    """A video whose frames really are of that size, in few bytes."""
+    """Return a small file whose single frame really has this size."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
         stream = output.add_stream(codec, rate=1)
@@ -246,7 +249,7 @@ def large_video(width: int, height: int, codec: str = "mpeg4") -> bytes:
 
 
 def slow_video(seconds: int) -> bytes:
-    """Two frames that are that far apart."""
+    """Return a video of two frames that are `seconds` apart."""
     return _timed([0, seconds])
 
 
@@ -264,7 +267,7 @@ def _timed(seconds: list[int]) -> bytes:
 
 
 def reference_film(url: bytes) -> bytes:
-    """A QuickTime film that only says where the film is."""
+    """Return a QuickTime reference movie, which only contains the URL of another movie."""
     rdrf = box(b"rdrf", bytes(4) + b"url " + struct.pack(">I", len(url)) + url)
     return box(b"ftyp", b"qt  \0\0\0\0qt  ") + box(b"moov", box(b"rmra", box(b"rmda", rdrf)))
 
@@ -284,7 +287,7 @@ def wav_header(rate: int, channels: int, bits: int = 16, tag: int = 1, num_bytes
 
 
 def ogg_check(page: bytes) -> int:
-    """The check of an Ogg page, of which the check's own place holds zeros."""
+    """Return the checksum of an Ogg page whose checksum field is zero."""
     check = 0
     for byte in page:
         check ^= byte << 24
@@ -295,7 +298,7 @@ def ogg_check(page: bytes) -> int:
 
 
 def ogg_of(seconds: int) -> bytes:
-    """A second of silence whose last page says that it ends after `seconds`."""
+    """Return a second of silence whose last page states an end after `seconds`."""
     silence = encode_with_ffmpeg(np.zeros(48_000, np.float32), 48_000, "ogg", "libopus")
     last = bytearray(silence[silence.rindex(b"OggS") :])
     last[6:14] = struct.pack("<q", 48_000 * seconds)
@@ -305,7 +308,7 @@ def ogg_of(seconds: int) -> bytes:
 
 
 def flac_of(num_samples: int) -> bytes:
-    """A FLAC whose header says that it has that many samples."""
+    """Return a FLAC whose header states `num_samples` samples."""
     data = bytearray(encode_sound(tone(0.2), RATE, "FLAC"))
     packed = int.from_bytes(data[18:26]) >> 36 << 36 | num_samples
     data[18:26] = packed.to_bytes(8)
@@ -351,7 +354,7 @@ NAMING: dict[str, Make] = {
     "a film that is elsewhere": lambda: reference_film(b"file:///etc/passwd\0"),
     "a film that is at an address": lambda: reference_film(b"http://127.0.0.1:1/x.mov\0"),
 }
-"""What makes a media library open files and addresses of the client's choice."""
+"""Files that make a media library open files and addresses of the client's choice."""
 
 GIF = b"GIF89a\1\0\1\0\x80\0\0\0\0\0\0\0\0,\0\0\0\0\1\0\1\0\0\2\2D\1\0;"
 """A GIF of one pixel."""
@@ -452,5 +455,5 @@ BROKEN_SOUNDS: dict[str, Make] = {
 
 
 def long_sound() -> bytes:
-    """Ten minutes of silence in a few kilobytes: 110 MB of samples."""
+    """Return ten minutes of silence, a few kilobytes that decode to 110 MB of samples."""
     return encode_sound(np.zeros(48_000 * 600, np.float32), 48_000, "FLAC")

@@ -1,4 +1,4 @@
-"""One service for all attacks, with the caps that it has by default; every attack is measured from outside."""
+"""Fixtures of one service with default limits for all attacks. Every attack is measured from outside."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ MAX_PROCESSOR_S = 1.0
 """Maximum processor time in seconds of one attack, summed over all processes of the service."""
 MAX_FURTHER_BYTES = 64 * MiB
 LIBRARY = re.compile(r"root:|SECRET|Traceback|0x[0-9a-f]{10}|PIL\.|av\.error|Errno")
-"""What no message may hold: files' contents, addresses in memory, and words of libraries."""
+"""Pattern that no error message may match: file contents, memory addresses and library internals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attacked:
-    """A service, and what its answer to a good request is."""
+    """A service under attack, with a valid request and its expected answer."""
 
     service: RunningService
     http: httpx2.Client
     watched: Watched
     media: Path
-    """The folder that files are read from."""
+    """Folder from which the service may read files."""
     good: dict[str, Any]
     answer: str
 
-    def refused(self, body: dict[str, Any], said: str = "", path: str = CHAT, status: int = 400) -> str:
-        """Post `body` and return the error message, which must contain `said`.
+    def refused(self, body: dict[str, Any], part: str = "", path: str = CHAT, status: int = 400) -> str:
+        """Post `body` and return the error message, which must contain `part`.
 
         The response must have `status`, and stay within the limits of processor time and memory. A valid request must
         succeed afterwards.
@@ -54,28 +54,28 @@ class Attacked:
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         message: str = error["message"]
-        assert said in message
+        assert part in message
         assert len(message) < 1000
         assert not LIBRARY.search(message)
         self.is_right()
         return message
 
     def is_right(self) -> None:
-        """A good request is answered as before all attacks."""
+        """Assert that the valid request is answered as before all attacks."""
         answer = self.http.post(CHAT, json=self.good)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"] == self.answer
 
 
 def asking(kind: str, url: Any) -> dict[str, Any]:
-    """A chat about one medium."""
+    """Return a chat about one media item."""
     part = {"type": f"{kind}_url", f"{kind}_url": {"url": url} if isinstance(url, str) else url}
     content = [part, {"type": "text", "text": "What is it?"}]
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0}
 
 
 def with_bytes(kind: str, data: bytes) -> dict[str, Any]:
-    """A chat about one medium, given as a data: URL."""
+    """Return a chat about one media item, given as a data URL."""
     return asking(kind, f"data:;base64,{base64.b64encode(data).decode()}")
 
 
@@ -84,7 +84,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     folder = tmp_path_factory.mktemp("attacked")
     media = folder / "media"
     _fill(media, folder)
-    # Memory alone is set, so that the service is small; every cap is the default.
+    # Only memory sizes are set, to keep the service small. Every limit has its default.
     settings = {
         "arena_bytes": 64 * MiB,
         "kv_cache_bytes": 64 * MiB,
@@ -103,14 +103,14 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
         assert len(answers) == 1
         watched = Watched(service.process.pid, with_children=True)
         yield Attacked(service, http, watched, media, good, answers.pop())
-        found = service.wait_until_free()
-        assert found["blocks"] == 0, found
+        shm = service.wait_until_free()
+        assert shm["blocks"] == 0, shm
         assert service.stop() == 0, (folder / "log").read_text()[-2000:]
     assert not list((folder / "spool").iterdir()), "request directories are left"
 
 
 def _fill(media: Path, outside: Path) -> None:
-    """A good picture among what no service should read, and a secret beside the folder."""
+    """Create a valid picture among files that the service must not read, and secrets outside the folder."""
     media.mkdir()
     picture("green", (40, 160, 60), "star", x=0.5).save(media / "star.png")
     (outside / "secret.png").write_bytes((media / "star.png").read_bytes())
@@ -135,7 +135,7 @@ def _fill(media: Path, outside: Path) -> None:
 
 
 def _wait_until_populated(service: RunningService) -> None:
-    """Until the arenas' pages are there, which would count as an attack's memory."""
+    """Wait until the arenas are faulted in, as their pages would count as memory of an attack."""
     deadline = time.monotonic() + 60
     while service.get("/health")["shared_memory"]["populated"] < 1:
         assert time.monotonic() < deadline

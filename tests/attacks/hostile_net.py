@@ -1,7 +1,7 @@
-"""A web server on public addresses that this machine does not have, and a fetch from it: run in a network of its own.
+"""Web server on public addresses, and fetches from the server, for a separate network namespace.
 
-`python -m tests.attacks.hostile_net` prints a JSON object: what was fetched, or why not, by case. The names and the
-addresses are examples; nothing leaves the machine.
+`python -m tests.attacks.hostile_net` prints a JSON object with the fetched content or the refusal of each case. The
+names and the addresses are examples. No packet leaves the machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def answer(request: web.Request) -> web.Response:
 
 
 def resolve_as_attackers_do() -> None:
-    """Names that the attacker's own server answers for: one turns at each question, one has an address inside."""
+    """Resolve names as an attacker's DNS server. One name alternates its address, another has a private address."""
     turns = itertools.cycle([[PUBLIC], [PRIVATE]])
     names = {"inside.example": lambda: [PRIVATE], "mixed.example": lambda: [PUBLIC, PRIVATE]}
     names["turning.example"] = lambda: next(turns)
@@ -68,15 +68,15 @@ async def main() -> None:
     await runner.setup()
     await web.TCPSite(runner, "0.0.0.0", 80).start()
     resolve_as_attackers_do()
-    found = {}
+    results = {}
     for name, url in CASES.items():
         try:
-            found[name] = (await fetch(url, max_bytes=100, timeout_s=5)).decode()
+            results[name] = (await fetch(url, max_bytes=100, timeout_s=5)).decode()
         except MediaError as error:
-            found[name] = f"refused: {error}"
+            results[name] = f"refused: {error}"
     again = [await _body(CASES["rebinding"]) for _ in range(4)]
     await runner.cleanup()
-    print(json.dumps(found | {"rebinding again": again}))
+    print(json.dumps(results | {"rebinding again": again}))
 
 
 async def _body(url: str) -> str:

@@ -1,4 +1,7 @@
-"""Pictures that mean harm, as bytes, by name. Each is small; what it says or unpacks to is not."""
+"""Malicious pictures as functions that return bytes, by name.
+
+The files are small, but state or unpack to huge sizes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, *further: bytes, depth: int = 8, colours: int = 2, pixels: bytes = b"") -> bytes:
-    """A PNG of that size by its header, chunks between it and its pixels, which may be few."""
+    """Return a PNG whose header states this size, with further chunks and possibly too few pixels."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colours, 0, 0, 0))
     pixels = pixels or zlib.compress(bytes(10_000), 9)
     return SIGNATURE + header + b"".join(further) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
@@ -38,7 +41,7 @@ def zeros(num_bytes: int) -> bytes:
 
 
 def within_png(*further: bytes) -> bytes:
-    """A sound PNG with chunks behind its header."""
+    """Return a valid PNG with additional chunks after its header."""
     data = encoded(small(), "PNG")
     return data[:33] + b"".join(further) + data[33:]
 
@@ -68,7 +71,7 @@ def gif_frame(width: int, height: int) -> bytes:
 
 
 def tiff(*entries: tuple[int, int, int, int], following: int = 0) -> bytes:
-    """Tag, type, count and value of each entry of its one directory."""
+    """Return a TIFF of one directory, given the tag, type, count and value of each entry."""
     directory = b"".join(struct.pack("<HHII", *entry) for entry in entries)
     return b"II*\0" + struct.pack("<IH", 8, len(entries)) + directory + struct.pack("<I", following)
 
@@ -94,7 +97,7 @@ def bmp(width: int, height: int, bits: int = 24, compression: int = 0, pixels: b
 
 
 def jpeg_of_size(width: int, height: int) -> bytes:
-    """A sound JPEG whose frame header says another size."""
+    """Return a valid JPEG, but with another size in its frame header."""
     data = bytearray(encoded(small(), quality=80))
     at = data.index(b"\xff\xc0") + 5
     data[at : at + 4] = struct.pack(">HH", height, width)
@@ -107,24 +110,24 @@ def _black() -> bytes:
 
 
 def jpeg_scans(num_scans: int) -> bytes:
-    """A progressive JPEG of 8000x8000 pixels whose first scan comes again and again."""
+    """Return a progressive JPEG of 8000x8000 pixels whose first scan is repeated."""
     data = _black()
     start = data.index(b"\xff\xda")
     scan = data[start : data.index(b"\xff\xda", start + 2)]
     scan = scan[: scan.rfind(b"\xff\xc4")] if b"\xff\xc4" in scan else scan
-    tiny = scan[:40]  # the decoder makes up the rest of it
+    tiny = scan[:40]  # the decoder fills in the rest of the scan
     return data[:start] + tiny * num_scans + b"\xff\xd9"
 
 
 def scans_behind(between: bytes, num_scans: int = 100) -> bytes:
-    """As `jpeg_scans`, with bytes between the first scan and those that come again."""
+    """Return the JPEG of `jpeg_scans` with bytes between the first scan and the repeated scans."""
     data = jpeg_scans(num_scans)
     second = data.index(b"\xff\xda", data.index(b"\xff\xda") + 2)
     return data[:second] + between + data[second:]
 
 
 def refined(width: int, height: int, num_scans: int) -> bytes:
-    """A progressive JPEG whose last scan, which the decoder has most work with, comes again and again."""
+    """Return a progressive JPEG whose last scan, the most expensive for a decoder, is repeated."""
     data = encoded(Image.new("RGB", (width, height), (90, 120, 200)), progressive=True, quality=50)
     return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * num_scans + data[-2:]
 
@@ -183,7 +186,7 @@ def icon(*pictures: tuple[int, int, bytes]) -> bytes:
 
 
 def behind_start(data: bytes, more: bytes) -> bytes:
-    """A JPEG with more segments behind its start."""
+    """Return a JPEG with additional segments after its start."""
     return data[:2] + more + data[2:]
 
 
@@ -192,7 +195,7 @@ def segment(marker: int, data: bytes) -> bytes:
 
 
 def gif_with(blocks: bytes) -> bytes:
-    """A sound GIF with blocks before its frame."""
+    """Return a valid GIF with additional blocks before its frame."""
     data = encoded(small(), "GIF")
     start = 13 + (3 << (data[10] & 7) + 1)
     return data[:start] + blocks + data[start:]
@@ -203,7 +206,7 @@ def bigtiff(num_entries: int) -> bytes:
 
 
 def tiff_strips(num_strips: int) -> bytes:
-    """A TIFF of one column, each row of it a strip."""
+    """Return a TIFF in which each row is a strip."""
     whole = tiff(
         *((256, 4, 1, 8), (257, 4, 1, num_strips), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1)),
         *((273, 4, num_strips, 200), (277, 3, 1, 1), (278, 4, 1, 1), (279, 4, num_strips, 200)),
@@ -212,7 +215,7 @@ def tiff_strips(num_strips: int) -> bytes:
 
 
 def jpeg_in_tiff(num_scans: int, num_strips: int) -> bytes:
-    """A TIFF whose strips are all the same progressive JPEG of 2000x2000 pixels."""
+    """Return a TIFF whose strips all share one progressive JPEG of 2000x2000 pixels."""
     gray = encoded(Image.new("L", (2000, 2000), 128), progressive=True, quality=50)
     strip = gray[:-2] + gray[gray.rindex(b"\xff\xda") : -2] * num_scans + gray[-2:]
     places, counts, start = 200, 200 + 4 * num_strips, 200 + 8 * num_strips
@@ -225,7 +228,7 @@ def jpeg_in_tiff(num_scans: int, num_strips: int) -> bytes:
 
 
 def of_several(data: bytes) -> bytes:
-    """A JPEG that says to be the first of two pictures, which Pillow then calls an MPO; and with an EXIF block."""
+    """Return a JPEG with an EXIF block that claims to be the first of two pictures, so that Pillow reads an MPO."""
     entries = struct.pack("<LLLHH", 0, len(data), 0, 0, 0) * 2
     index = struct.pack("<HHHLLHHLL", 2, 0xB001, 4, 1, 2, 0xB002, 7, len(entries), 38) + bytes(4)
     blocks = (
@@ -237,7 +240,7 @@ def of_several(data: bytes) -> bytes:
 
 
 def with_exif(data: bytes) -> bytes:
-    """A JPEG with that EXIF block."""
+    """Return a JPEG with the EXIF block `data`."""
     whole = encoded(small())
     block = b"Exif\0\0" + data
     return whole[:2] + b"\xff\xe1" + struct.pack(">H", len(block) + 2) + block + whole[2:]
@@ -291,7 +294,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "bitmap with the largest possible size": lambda: b"P4 9999999999 9999999999\n",
     "plain pixmap 50000x50000": lambda: b"P3 50000 50000 255\n1 2 3",
 }
-"""What a header, or a count in it, gives away."""
+"""Pictures whose header states too many pixels."""
 
 OF_FORMATS: dict[str, tuple[Callable[[], bytes], str]] = {
     "jpeg 2000 of 60000x60000": (
@@ -348,7 +351,7 @@ SCANS: dict[str, Callable[[], bytes]] = {
     "jpeg scans behind nonsense": lambda: scans_behind(b"\xff\xfe\0\4hi, nonsense \xff\0"),
     "jpeg scans behind a segment of no bytes": lambda: scans_behind(b"\xff\xfe\0\0"),
 }
-"""JPEGs of so many scans that a few bytes are minutes of work."""
+"""JPEGs of so many scans that a few bytes take minutes to decode."""
 
 PARTS: dict[str, Callable[[], bytes]] = {
     "jpeg of empty segments": lambda: behind_start(encoded(small()), b"\xff\xfe\0\2" * 300_000),
@@ -377,7 +380,7 @@ PARTS: dict[str, Callable[[], bytes]] = {
     "bigtiff of entries": lambda: bigtiff(120_000),
     "tiff of strips": lambda: tiff_strips(500_000),
 }
-"""Files of so many parts that a decoder spends seconds before it comes to a pixel."""
+"""Files of so many parts that a decoder spends seconds before the first pixel."""
 
 PACKED: dict[str, Callable[[], bytes]] = {
     "png zTXt of 64 MB": lambda: within_png(chunk(b"zTXt", b"x\0\0" + zeros(64_000_000))),
@@ -385,7 +388,7 @@ PACKED: dict[str, Callable[[], bytes]] = {
     "png iTXt of 64 MB": lambda: within_png(chunk(b"iTXt", b"x\0\1\0\0\0" + zeros(64_000_000))),
     "png iCCP of 64 MB": lambda: within_png(chunk(b"iCCP", b"x\0\0" + zeros(64_000_000))),
 }
-"""What unpacks beside the pixels."""
+"""Pictures with huge compressed metadata."""
 
 BROKEN: dict[str, Callable[[], bytes]] = {
     "png signature alone": lambda: SIGNATURE,
@@ -422,7 +425,7 @@ BROKEN: dict[str, Callable[[], bytes]] = {
     "tiff of jpegs of many scans": lambda: jpeg_in_tiff(90, 20),
     "jpeg with a cut exif": lambda: with_exif(b"II*\0\x08\0\0\0\xff\xff")[:60],
 }
-"""What no decoder can read, or should."""
+"""Pictures that no decoder can or should read."""
 
 OTHER_FORMATS: dict[str, Callable[[], bytes]] = {
     **{name: saved(name) for name in ("ICNS", "PCX", "TGA", "DDS", "PDF", "EPS", "SGI", "SPIDER", "QOI")},
@@ -446,7 +449,7 @@ OTHER_FORMATS: dict[str, Callable[[], bytes]] = {
     "a video": lambda: encode_video(moving_frames(3)),
     "a sound": lambda: encode_sound(tone(0.2), 16_000),
 }
-"""Formats that a picture may not be of, whatever Pillow can read."""
+"""Files of formats that are not accepted as pictures, even if Pillow can read them."""
 
 
 def _spanning(*, orientation: int) -> bytes:
@@ -479,4 +482,4 @@ HARMLESS: dict[str, Callable[[], bytes]] = {
     ),
     "a png whose profile is nonsense": lambda: within_png(chunk(b"iCCP", b"x\0\0" + zlib.compress(b"no profile"))),
 }
-"""What looks like an attack and is only a picture: answered, at the same price."""
+"""Valid pictures that look like attacks but must be answered at normal cost."""

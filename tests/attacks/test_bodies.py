@@ -1,4 +1,4 @@
-"""Bodies that are JSON and nothing else: values without number, texts without end, mistakes by the thousand."""
+"""Attacks with JSON bodies that have too many values, mistakes or characters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/infer", "/v1/chat/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("values", ["1,", "[1],", "{},"])
-def test_more_values_than_a_request_has(attacked: Attacked, path: str, values: str) -> None:
+def test_too_many_json_values_are_413(attacked: Attacked, path: str, values: str) -> None:
     body = '{"prompt": [' + values * MOST + "1]}"
     answer, used_s, _ = attacked.watched.during(lambda: attacked.http.post(path, content=body))
     assert answer.status_code == 413
@@ -46,7 +46,7 @@ def test_more_values_than_a_request_has(attacked: Attacked, path: str, values: s
         ("/detokenize", {"tokens": ["a"] * MANY}),
     ],
 )
-def test_mistakes_by_the_thousand_are_told_by_the_first(attacked: Attacked, path: str, body: dict[str, object]) -> None:
+def test_thousands_of_mistakes_are_refused_at_the_first(attacked: Attacked, path: str, body: dict[str, object]) -> None:
     attacked.refused(body, path=path)
 
 
@@ -63,9 +63,11 @@ def test_mistakes_by_the_thousand_are_told_by_the_first(attacked: Attacked, path
         ("/tokenize", {"prompt": "q w" * 10**6}),
     ],
 )
-def test_a_text_that_no_context_holds_is_not_encoded(attacked: Attacked, path: str, body: dict[str, object]) -> None:
+def test_a_text_longer_than_any_context_is_not_tokenized(
+    attacked: Attacked, path: str, body: dict[str, object]
+) -> None:
     if "tools" in body:
-        attacked.refused(body, path=path)  # the model's template has no place for them, whatever they are
+        attacked.refused(body, path=path)  # the model's template supports no tools at all
     else:
         attacked.refused(body, "characters", path=path)
 
@@ -80,7 +82,7 @@ def test_a_text_that_no_context_holds_is_not_encoded(attacked: Attacked, path: s
         ("/generate_stream", {"inputs": "hello", "parameters": {"stop": "\ud800"}}),
     ],
 )
-def test_half_a_character(attacked: Attacked, path: str, body: dict[str, object]) -> None:
+def test_a_lone_surrogate_is_refused(attacked: Attacked, path: str, body: dict[str, object]) -> None:
     answer = attacked.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert "surrogate" in answer.json()["error"]["message"]
@@ -91,5 +93,5 @@ def test_half_a_character(attacked: Attacked, path: str, body: dict[str, object]
 @pytest.mark.parametrize(
     "body", [HELLO | {"model": "m" * 10**6}, {"messages": [{"role": "r" * 10**6, "content": "a"}]}]
 )
-def test_what_a_client_says_is_not_told_back_at_length(attacked: Attacked, body: dict[str, object]) -> None:
+def test_long_values_are_not_repeated_in_the_message(attacked: Attacked, body: dict[str, object]) -> None:
     attacked.refused(body, status=404 if "model" in body else 400)

@@ -1,4 +1,4 @@
-"""Videos and sounds that unpack to gigabytes, that are broken, that are none, or that name other files."""
+"""Attacks with videos and sounds that unpack to gigabytes, are broken or name other files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def named(cases: dict[str, Make]) -> pytest.MarkDecorator:
 
 
 @named(clips.NAMING)
-def test_no_other_file_is_opened(attacked: Attacked, make: Make) -> None:
+def test_files_that_name_other_files_are_refused(attacked: Attacked, make: Make) -> None:
     message = attacked.refused(with_bytes("video", make()))
     assert NO_VIDEO in message or "has no video stream" in message
     message = attacked.refused(with_bytes("audio", make()))
@@ -25,27 +25,27 @@ def test_no_other_file_is_opened(attacked: Attacked, make: Make) -> None:
 
 
 @named(clips.VIDEO_BOMBS)
-def test_video_bombs(attacked: Attacked, make: Make) -> None:
+def test_video_bombs_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("video", make()), "media item 0 (video): the ")
 
 
 @named(clips.BROKEN_VIDEOS)
-def test_broken_videos(attacked: Attacked, make: Make) -> None:
+def test_broken_videos_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("video", make()), "media item 0 (video): the ")
 
 
 @named(clips.SOUND_BOMBS)
-def test_sound_bombs(attacked: Attacked, make: Make) -> None:
+def test_sound_bombs_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("audio", make()), "media item 0 (audio): the ")
 
 
 @named(clips.BROKEN_SOUNDS)
-def test_broken_sounds(attacked: Attacked, make: Make) -> None:
+def test_broken_sounds_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("audio", make()), "media item 0 (audio): the ")
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"num_frames": 2**20}, "num_frames is 1048576; the checkpoint's limit is 768"),
         ({"num_frames": 2**40}, "num_frames is 1099511627776; it must be from 1 to 1048576"),
@@ -60,13 +60,13 @@ def test_broken_sounds(attacked: Attacked, make: Make) -> None:
         ({"speed": 9}, "unknown key 'speed'"),
     ],
 )
-def test_options_of_a_video(attacked: Attacked, options: dict[str, object], said: str) -> None:
+def test_invalid_options_of_a_video_are_refused(attacked: Attacked, options: dict[str, object], message: str) -> None:
     url = with_bytes("video", clips.video())["messages"][0]["content"][0]["video_url"]["url"]
-    attacked.refused(asking("video", {"url": url, **options}), said)
+    attacked.refused(asking("video", {"url": url, **options}), message)
 
 
-def test_a_long_sound_is_decoded_as_far_as_it_is_heard(attacked: Attacked) -> None:
-    """Ten minutes in a small file are 110 MB of samples; the model hears its beginning."""
+def test_only_the_used_part_of_a_long_sound_is_decoded(attacked: Attacked) -> None:
+    """Decode only the start of a small file with 110 MB of samples, as the model uses no more."""
     body = with_bytes("audio", clips.long_sound())
     answer, _, further = attacked.watched.during(lambda: attacked.http.post(CHAT, json=body))
     assert answer.status_code == 200, answer.text

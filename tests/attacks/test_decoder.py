@@ -1,4 +1,4 @@
-"""A decoder's memory is limited, and what its items do to it costs their own requests alone."""
+"""Tests that a decoder's memory is limited and that a failing decoder fails only its own requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CAPS = {
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    """A service with caps of its own."""
+    """Yield a service with low limits."""
     folder = tmp_path_factory.mktemp("limited")
     settings = {"arena_bytes": 64 * MiB, "kv_cache_bytes": 64 * MiB, "spool": folder / "spool", **CAPS}
     with running_service(settings, folder / "log") as service:
@@ -61,25 +61,25 @@ def ask(service: RunningService, kind: str, data: bytes) -> httpx2.Response:
     return answer(service, with_bytes(kind, data))
 
 
-def said(service: RunningService, kind: str, data: bytes) -> str:
-    found = ask(service, kind, data)
-    assert found.status_code == 400, found.text
-    message: str = found.json()["error"]["message"]
+def error_of(service: RunningService, kind: str, data: bytes) -> str:
+    refused = ask(service, kind, data)
+    assert refused.status_code == 400, refused.text
+    message: str = refused.json()["error"]["message"]
     return message
 
 
 def _spooled(service: RunningService) -> int:
-    """Return the number of requests whose picture is there for a tokenizer."""
+    """Return the number of spooled pictures."""
     return len(list((service.log.parent / "spool").glob("*/image/*")))
 
 
-def test_caps_are_settings(limited: RunningService) -> None:
+def test_the_limits_of_an_item_are_settings(limited: RunningService) -> None:
     wide = encoded(Image.new("L", (8000, 7000)), "PNG")
-    assert "8000x7000 = 56000000 pixels; the limit is 50000000" in said(limited, "image", wide)
-    assert "112x84 = 9408 pixels; the limit is 4000" in said(limited, "video", encode_video(moving_frames(3)))
+    assert "8000x7000 = 56000000 pixels; the limit is 50000000" in error_of(limited, "image", wide)
+    assert "112x84 = 9408 pixels; the limit is 4000" in error_of(limited, "video", encode_video(moving_frames(3)))
     small = encode_video(moving_frames(8, 64, 48))
-    assert "has 8 frames; the limit is 5" in said(limited, "video", small)
-    assert "lasts 2.0 s; the limit is 1 s" in said(limited, "audio", encode_sound(tone(2.0), 16_000))
+    assert "has 8 frames; the limit is 5" in error_of(limited, "video", small)
+    assert "lasts 2.0 s; the limit is 1 s" in error_of(limited, "audio", encode_sound(tone(2.0), 16_000))
 
 
 @pytest.mark.parametrize(
@@ -92,61 +92,61 @@ def test_caps_are_settings(limited: RunningService) -> None:
         ("video", "media item 1 (video): at least 24576 pixels of the request's videos would .*; the limit is 20000"),
     ],
 )
-def test_caps_of_a_request(kind: str, message: str, limited: RunningService) -> None:
+def test_the_limits_of_a_request_are_settings(kind: str, message: str, limited: RunningService) -> None:
     image = kind == "image"
     data = encoded(Image.new("1", (7000, 7000)), "PNG") if image else encode_video(moving_frames(4, 64, 48))
     body = with_bytes(kind, data)
     content = body["messages"][0]["content"]
     content.insert(0, content[0])
-    found = answer(limited, body)
-    assert found.status_code == 400, found.text
-    assert re.search(message.replace("(", r"\(", 1).replace(")", r"\)", 1), found.json()["error"]["message"])
+    refused = answer(limited, body)
+    assert refused.status_code == 400, refused.text
+    assert re.search(message.replace("(", r"\(", 1).replace(")", r"\)", 1), refused.json()["error"]["message"])
 
 
-def test_a_decoder_that_takes_too_much_memory_costs_its_request(limited: RunningService) -> None:
+def test_a_decoder_that_exceeds_its_memory_fails_only_its_request(limited: RunningService) -> None:
     good = encoded(photograph(size=(200, 150)), "PNG")
-    right = ask(limited, "image", good).json()["choices"]
+    expected = ask(limited, "image", good).json()["choices"]
     pid = tokenizer(limited).pid
-    heavy = encoded(Image.new("RGBA", (7000, 7000)), "PNG")  # 196 MB, and as much again as RGB
-    assert "needs more memory than the limit allows (--max-decode-bytes)" in said(limited, "image", heavy)
+    heavy = encoded(Image.new("RGBA", (7000, 7000)), "PNG")  # 196 MB as RGBA, plus the RGB copy
+    assert "needs more memory than the limit allows (--max-decode-bytes)" in error_of(limited, "image", heavy)
     assert tokenizer(limited).pid == pid
-    assert ask(limited, "image", good).json()["choices"] == right
+    assert ask(limited, "image", good).json()["choices"] == expected
 
 
-def test_pictures_and_texts_are_answered_beside_pictures_that_take_too_much_memory(limited: RunningService) -> None:
+def test_other_requests_are_answered_beside_pictures_that_exceed_the_memory(limited: RunningService) -> None:
     good, heavy = encoded(photograph(size=(200, 150)), "PNG"), encoded(Image.new("RGBA", (7000, 7000)), "PNG")
     text = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
     bodies = [with_bytes("image", heavy), with_bytes("image", good), text] * 3
-    right = [answer(limited, body).json()["choices"] for body in bodies[1:3]]
+    expected = [answer(limited, body).json()["choices"] for body in bodies[1:3]]
     number, pid = len(decoders(limited)), tokenizer(limited).pid
     with ThreadPoolExecutor(len(bodies)) as pool:
         answers = [*pool.map(lambda body: answer(limited, body), bodies)]
-    assert [found.status_code for found in answers] == [400, 200, 200] * 3
-    for found in answers[::3]:
-        message = found.json()["error"]["message"]
+    assert [one.status_code for one in answers] == [400, 200, 200] * 3
+    for one in answers[::3]:
+        message = one.json()["error"]["message"]
         assert "media item 0 (image)" in message
         assert "needs more memory than the limit allows (--max-decode-bytes)" in message
-    assert [found.json()["choices"] for found in answers[1::3]] == [right[0]] * 3
-    assert [found.json()["choices"] for found in answers[2::3]] == [right[1]] * 3
+    assert [one.json()["choices"] for one in answers[1::3]] == [expected[0]] * 3
+    assert [one.json()["choices"] for one in answers[2::3]] == [expected[1]] * 3
     wait_until(lambda: len(decoders(limited)) == number)
     assert tokenizer(limited).pid == pid
-    assert answer(limited, bodies[1]).json()["choices"] == right[0]
+    assert answer(limited, bodies[1]).json()["choices"] == expected[0]
 
 
 def test_requests_whose_decoders_are_killed_are_answered(limited: RunningService) -> None:
     good = encoded(photograph(size=(200, 150)), "PNG")
-    right = ask(limited, "image", good).json()["choices"]
+    expected = ask(limited, "image", good).json()["choices"]
     before, pid = decoders(limited), tokenizer(limited).pid
     for decoder in before:
         decoder.suspend()
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask, limited, "image", good) for _ in range(4)]
+        tasks = [pool.submit(ask, limited, "image", good) for _ in range(4)]
         wait_until(lambda: _spooled(limited) == 4)
         for decoder in before:
             decoder.kill()
-        answers = [one.result() for one in asked]
-    assert [found.status_code for found in answers] == [200] * 4
-    assert all(found.json()["choices"] == right for found in answers)
+        answers = [one.result() for one in tasks]
+    assert [response.status_code for response in answers] == [200] * 4
+    assert all(response.json()["choices"] == expected for response in answers)
     wait_until(lambda: len(decoders(limited)) == len(before))
     assert not set(before) & set(decoders(limited))
     assert tokenizer(limited).pid == pid

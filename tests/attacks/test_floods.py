@@ -1,4 +1,7 @@
-"""Containers of millions of parts, which FFmpeg goes through one by one, or of large ones, which it keeps whole."""
+"""Attacks with containers of too many or too large parts.
+
+FFmpeg reads millions of parts one by one, and keeps large parts in memory.
+"""
 
 from __future__ import annotations
 
@@ -51,20 +54,20 @@ FLOODS: dict[str, tuple[Callable[[bytes], object], Callable[[bytes], bytes], byt
 }
 
 
-@pytest.mark.parametrize(("opened", "made", "part"), FLOODS.values(), ids=FLOODS)
+@pytest.mark.parametrize(("opened", "make", "part"), FLOODS.values(), ids=FLOODS)
 def test_a_flood_of_parts_is_read_for_a_limited_time(
     opened: Callable[[bytes], object],
-    made: Callable[[bytes], bytes],
+    make: Callable[[bytes], bytes],
     part: bytes,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(container, "OPEN_S", -1)
-    opened(made(1000 * part))  # what is not large is never late
+    opened(make(1000 * part))  # the limit of time does not apply to small files
     monkeypatch.setattr(container, "OPEN_S", 0.02)
     monkeypatch.setattr(container, "OPEN_BYTES", 2**20)
     with pytest.raises(LimitExceeded, match=r"opening the container takes more than the limit of 0\.02 s"):
-        opened(made((2**23 // len(part)) * part))
+        opened(make((2**23 // len(part)) * part))
     assert capfd.readouterr().err == "", "PyAV prints what it drops"
 
 
@@ -77,7 +80,7 @@ def chunk(kind: bytes, content: bytes, order: str = "<") -> bytes:
 
 
 def cover(num_bytes: int) -> bytes:
-    """A film with a picture for its cover."""
+    """Return a video with a cover picture."""
     picture = box(b"covr", box(b"data", struct.pack(">II3s", 13, 0, b"\xff\xd8\xff") + bytes(num_bytes)))
     handler = box(b"hdlr", bytes(8) + b"mdirappl" + bytes(9))
     return in_index(box(b"udta", box(b"meta", bytes(4) + handler + box(b"ilst", picture))))
@@ -103,13 +106,13 @@ def avi(chunks: bytes) -> bytes:
 
 
 def flv(script: bytes) -> bytes:
-    """A Flash film behind a first object."""
-    data, said = clips.video("flv", "flv"), b"\2\0\nonMetaData" + script
-    return data[:13] + b"\x12" + len(said).to_bytes(3) + bytes(7) + said + struct.pack(">I", 11 + len(said)) + data[13:]
+    """Return an FLV that starts with a script object."""
+    data, tags = clips.video("flv", "flv"), b"\2\0\nonMetaData" + script
+    return data[:13] + b"\x12" + len(tags).to_bytes(3) + bytes(7) + tags + struct.pack(">I", 11 + len(tags)) + data[13:]
 
 
 def named(values: dict[bytes, bytes]) -> bytes:
-    """AMF0: an array of named values."""
+    """Return an AMF0 array of named values."""
     pairs = (struct.pack(">H", len(name)) + name + value for name, value in values.items())
     return b"\x08" + struct.pack(">I", len(values)) + b"".join(pairs) + b"\0\0\x09"
 
@@ -122,7 +125,7 @@ NUMBER = bytes(9)
 NAMES = {b"%x" % at: NUMBER for at in range(100_000)}
 Opened = Callable[[bytes], object]
 FAST = ""
-"""Said of nothing: a machine that is fast enough opens it."""
+"""Empty message for files that a fast machine opens within the limits."""
 LARGE: dict[str, tuple[Opened, Make, str]] = {
     "an MP4's cover": (EncodedVideo.open, lambda: cover(62 * MiB), "index has [0-9]+ bytes; the limit is 33554432"),
     "a cover of half that": (
@@ -178,12 +181,12 @@ LARGE: dict[str, tuple[Opened, Make, str]] = {
 }
 
 
-@pytest.mark.parametrize(("opened", "make", "said"), LARGE.values(), ids=LARGE)
-def test_what_a_large_file_may_take(opened: Opened, make: Make, said: str) -> None:
+@pytest.mark.parametrize(("opened", "make", "message"), LARGE.values(), ids=LARGE)
+def test_a_large_file_is_refused_within_limits_of_time_and_memory(opened: Opened, make: Make, message: str) -> None:
     data = make()
 
     def refused() -> None:
-        with pytest.raises(LimitExceeded, match=said) if said else suppress(LimitExceeded):
+        with pytest.raises(LimitExceeded, match=message) if message else suppress(LimitExceeded):
             opened(data)
 
     _, used_s, further = Watched(os.getpid()).during(refused)
@@ -194,7 +197,7 @@ def test_what_a_large_file_may_take(opened: Opened, make: Make, said: str) -> No
 @pytest.mark.parametrize(
     "packets", [lists(30) + times(EMPTY), times(begun(60), 5 * MiB)], ids=["programs", "streams that nobody names"]
 )
-def test_what_a_transport_stream_may_list_takes_little_time(packets: bytes) -> None:
+def test_a_transport_stream_within_its_limits_takes_little_time(packets: bytes) -> None:
     data = transport(packets)
     with processor_time_below(2), suppress(LimitExceeded, MediaError):
         EncodedVideo.open(data)
@@ -224,14 +227,14 @@ HONEST: dict[str, tuple[Opened, Make]] = {
 
 
 @pytest.mark.parametrize(("opened", "make"), HONEST.values(), ids=HONEST)
-def test_files_that_say_much(opened: Opened, make: Make) -> None:
+def test_honest_files_with_large_metadata_open(opened: Opened, make: Make) -> None:
     data = make()
     _, _, further = Watched(os.getpid()).during(lambda: opened(data))
     assert further < 64 * MiB
 
 
-def test_values_behind_those_of_an_flv_are_counted() -> None:
-    """Each kind of value, then too many names: what is behind a value is found where it is."""
+def test_each_kind_of_flv_value_is_skipped_to_count_the_tags_after_it() -> None:
+    """Count too many names even after a value of each kind."""
     kinds = [b"\0" + b"\xff" * 8, b"\1\1", b"\2\0\3abc", b"\3\0\0\x09", b"\x08\0\0\0\0\0\0\x09", b"\x0a\0\0\0\1\5"]
     values = {b"k%d" % at: kind for at, kind in enumerate([*kinds, b"\6", b"\x0b" + b"\xff" * 10, b"\x0d"])}
     with pytest.raises(LimitExceeded, match="4097 or more tags; the limit is 4096"):

@@ -1,4 +1,4 @@
-"""Media servers that answer with interim answers (1xx) without end, for which a client reads on."""
+"""Attacks by media servers that send interim answers (1xx) without end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\n"
 
 @pytest.mark.parametrize("interim", [HINTS, b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 199 \r\n\r\n"])
 @pytest.mark.parametrize("at_once", [1, 1000])
-async def test_without_end(interim: bytes, at_once: int) -> None:
+async def test_endless_interim_answers_are_refused(interim: bytes, at_once: int) -> None:
     async def answer(writer: asyncio.StreamWriter) -> None:
         while not writer.is_closing():
             writer.write(interim * at_once)
@@ -31,7 +31,7 @@ async def test_without_end(interim: bytes, at_once: int) -> None:
             await fetch(url, max_bytes=100, timeout_s=20, allow_private=True)
 
 
-async def test_as_many_as_may_be() -> None:
+async def test_interim_answers_up_to_the_limit_are_accepted() -> None:
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(HINTS * MAX_INTERIM + FINAL + b"media")
 
@@ -39,7 +39,7 @@ async def test_as_many_as_may_be() -> None:
         assert await fetch(url, max_bytes=100, timeout_s=20, allow_private=True) == b"media"
 
 
-async def test_one_more_in_front_of_the_answer() -> None:
+async def test_one_interim_answer_above_the_limit_is_refused() -> None:
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(HINTS * (MAX_INTERIM + 1) + FINAL + b"media")
 
@@ -50,7 +50,7 @@ async def test_one_more_in_front_of_the_answer() -> None:
 
 @asynccontextmanager
 async def serving(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
-    """The URL of a server that does `answer` to each request."""
+    """Yield the URL of a server that answers each request with `answer`."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

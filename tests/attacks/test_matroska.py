@@ -1,4 +1,4 @@
-"""Matroska whose tracks are compressed: what FFmpeg would unpack, and what it is spared."""
+"""Attacks with Matroska files whose tracks are compressed, and tests of `without_compression`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNKNOWN = 2**56 - 1
 
 
 def sizes(data: bytes, number: int) -> set[int]:
-    """Of the blocks of a track, as FFmpeg reads them. Closed without an error."""
+    """Return the sizes of a track's blocks as FFmpeg reads them."""
     with av.open(io.BytesIO(data)) as container:
         return {packet.size for packet in container.demux() if packet.size and packet.stream.id == number}
 
@@ -56,7 +56,7 @@ def test_other_tracks_are_not_unpacked(encodings: bytes, kind: int) -> None:
     assert np.array_equal(np.stack(list(video.decode(range(3)))), decode_all(plain()))
 
 
-def test_video_that_is_compressed_is_refused() -> None:
+def test_a_compressed_video_track_is_refused() -> None:
     for encodings in (compressed(), compressed(1), compressed(3, bytes(65))):
         with pytest.raises(MediaError, match="compresses its video tracks with a general-purpose algorithm"):
             EncodedVideo.open(plain(matroska_track(1, b"V_VP8", encodings)))
@@ -72,8 +72,8 @@ def test_tracks_are_found_wherever_they_are(in_front: bytes) -> None:
 
 
 @pytest.mark.parametrize("unknown", [b"\xff", b"\x1f" + b"\xff" * 3, b"\1" + b"\xff" * 7])
-def test_elements_of_unknown_size_are_gone_into(unknown: bytes) -> None:
-    """FFmpeg does so too: with such a file it unpacked for seconds."""
+def test_elements_of_unknown_size_are_searched(unknown: bytes) -> None:
+    """Search such elements like FFmpeg, which would otherwise spend seconds on unpacking."""
     tracks = bytes.fromhex("1654ae6b") + unknown + b"\xae" + unknown + VIDEO[9:] + SUBTITLES
     data = plain()
     start = data.index(bytes.fromhex("1654ae6b"))
@@ -84,19 +84,19 @@ def test_elements_of_unknown_size_are_gone_into(unknown: bytes) -> None:
     assert EncodedVideo.open(sized).num_frames == 3
 
 
-def test_beginnings_that_were_left_out_are_put_back() -> None:
+def test_stripped_headers_are_restored() -> None:
     frame = clips.vp8(1)[0]
     data = matroska(matroska_track(1, b"V_VP8", compressed(3, frame[:4])), [(1, frame[4:])])
     assert without_compression(data) is data
     assert np.array_equal(next(EncodedVideo.open(data).decode([0])), decode_all(data)[0])
 
 
-def test_what_is_not_compressed_is_not_copied() -> None:
+def test_files_without_compression_are_not_copied() -> None:
     for data in (plain(), clips.video(), b"", b"\x16\x54\xae\x6b", b"\x16\x54\xae\x6b\xff" + b"\xae\xff" * 100):
         assert without_compression(data) is data
 
 
-def test_descriptions_without_end_are_refused() -> None:
+def test_too_many_elements_are_refused() -> None:
     for data in (b"\x16\x54\xae\x6b" * 10**6, b"\x16\x54\xae\x6b\xff" + b"\xae\x80" * 10**6):
         with pytest.raises(LimitExceeded, match="more elements than the limit of 16384"):
             without_compression(data)

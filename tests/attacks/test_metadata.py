@@ -1,4 +1,4 @@
-"""Floods of what a file says besides its sound and frames; and honest files that say much."""
+"""Attacks with floods of metadata, and honest files with much metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
 MiB = 2**20
 RATE = 16_000
 NUM = 20_000
-"""Different names, of which FFmpeg takes three seconds and more."""
+"""Number of different names, for which FFmpeg takes three seconds or more."""
 
 
 def short(name: str, content: bytes = b"") -> bytes:
@@ -42,7 +42,7 @@ def frame(name: bytes, content: bytes) -> bytes:
 
 
 def tagged(frames: bytes, sound: bytes | None = None) -> bytes:
-    """A sound behind an ID3 tag."""
+    """Return a sound after an ID3 tag."""
     sound = encode_sound(tone(0.2, RATE), RATE, "MP3", "MPEG_LAYER_III") if sound is None else sound
     return frame(b"ID3\4", frames)[:4] + bytes(2) + frame(b"", frames)[:4] + frames + sound
 
@@ -53,21 +53,21 @@ def comments(texts: list[bytes]) -> bytes:
 
 def flac(num_comments: int) -> bytes:
     data = encode_sound(tone(0.2, RATE), RATE, "FLAC")
-    said = comments([b"%x=1" % at for at in range(num_comments)])
-    return data[:4] + b"\0" + data[5:42] + b"\4" + len(said).to_bytes(3) + said + data[42:]
+    block = comments([b"%x=1" % at for at in range(num_comments)])
+    return data[:4] + b"\0" + data[5:42] + b"\4" + len(block).to_bytes(3) + block + data[42:]
 
 
-def opus(said: bytes) -> bytes:
+def opus(header: bytes) -> bytes:
     data = encode_with_ffmpeg(tone(0.5, 48_000), 48_000, "ogg", "libopus")
     at = data.index(b"OpusTags") + 8
-    return data[:at] + said + data[at + len(said) :]
+    return data[:at] + header + data[at + len(header) :]
 
 
-def ogg(head: bytes, said: bytes) -> bytes:
-    """An Ogg of two packets, the second of as many pages as it takes."""
+def ogg(head: bytes, second: bytes) -> bytes:
+    """Return an Ogg of two packets. The second packet has as many pages as necessary."""
     pages = [(head, bytes([len(head)]))]
-    for start in range(0, len(said) + 1, 255 * 255):
-        piece = said[start : start + 255 * 255]
+    for start in range(0, len(second) + 1, 255 * 255):
+        piece = second[start : start + 255 * 255]
         pages.append((piece, b"\xff" * (len(piece) // 255) + bytes([len(piece) % 255] * (len(piece) < 255 * 255))))
     data = b""
     for at, (content, sizes) in enumerate(pages):
@@ -78,9 +78,9 @@ def ogg(head: bytes, said: bytes) -> bytes:
 
 
 def flac_in_ogg(num_comments: int) -> bytes:
-    said = comments([b"%x=1" % at for at in range(num_comments)])
+    block = comments([b"%x=1" % at for at in range(num_comments)])
     stream_info = encode_sound(tone(0.2, RATE), RATE, "FLAC")[4:42]
-    return ogg(b"\x7fFLAC\1\0\0\1fLaC" + stream_info, b"\x84" + len(said).to_bytes(3) + said)
+    return ogg(b"\x7fFLAC\1\0\0\1fLaC" + stream_info, b"\x84" + len(block).to_bytes(3) + block)
 
 
 def speex(num_comments: int) -> bytes:
@@ -95,7 +95,7 @@ def riff_info(count: int) -> bytes:
 
 
 def caf_info(count: int) -> bytes:
-    """Core Audio's file, of a chunk of texts between its description and its sound."""
+    """Return a CAF with a chunk of `count` texts before its sound."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return name + struct.pack(">q", len(content)) + content
@@ -106,7 +106,7 @@ def caf_info(count: int) -> bytes:
 
 
 def w64_info(count: int) -> bytes:
-    """Sony's Wave64; its sizes count the 24 bytes of name and size, too."""
+    """Return a Wave64 file with `count` texts. Its sizes include the 24 bytes of name and size."""
     kind = bytes.fromhex("f3acd3118cd100c04f8edb8a")
 
     def chunk(name: bytes, content: bytes) -> bytes:
@@ -127,7 +127,7 @@ def sphere(num_lines: int) -> bytes:
 
 
 def asf_tags(count: int) -> bytes:
-    """Windows Media with tags of different names in its head."""
+    """Return an ASF with `count` tags of different names in its header."""
     data = clips.video("asf", "mpeg4")
     names = (f"{at:x}\0".encode("utf-16-le") for at in range(count))
     tags = b"".join(struct.pack("<H", len(name)) + name + struct.pack("<HH4s", 0, 4, b"a\0\0\0") for name in names)
@@ -191,14 +191,14 @@ FLOODS: dict[str, tuple[Make, str]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "said"), FLOODS.values(), ids=FLOODS.keys())
-def test_floods(make: Make, said: str) -> None:
+@pytest.mark.parametrize(("make", "message"), FLOODS.values(), ids=FLOODS.keys())
+def test_floods_of_metadata_are_refused_within_limits_of_time_and_memory(make: Make, message: str) -> None:
     data = make()
 
     def opened() -> None:
-        with pytest.raises((LimitExceeded, MediaError), match=said):
+        with pytest.raises((LimitExceeded, MediaError), match=message):
             EncodedAudio.open(data)
-        with pytest.raises((LimitExceeded, MediaError), match=said):
+        with pytest.raises((LimitExceeded, MediaError), match=message):
             EncodedVideo.open(data)
 
     _, used_s, further = Watched(os.getpid()).during(opened)
@@ -216,7 +216,7 @@ PIECE_BY_PIECE: dict[str, tuple[Callable[[bytes], object], Make]] = {
 
 
 @pytest.mark.parametrize(("opened", "make"), PIECE_BY_PIECE.values(), ids=PIECE_BY_PIECE)
-def test_names_that_are_read_while_a_file_is_opened_end_at_its_limit_of_time(
+def test_names_that_are_read_one_by_one_end_at_the_limit_of_time(
     opened: Callable[[bytes], object], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(container, "DECODE_S", 0.2)
@@ -239,7 +239,7 @@ WHOLE: dict[str, tuple[Callable[[bytes], object], Make]] = {
 
 
 @pytest.mark.parametrize(("opened", "make"), WHOLE.values(), ids=WHOLE)
-def test_what_ffmpeg_keeps_whole_takes_little_memory(opened: Callable[[bytes], object], make: Make) -> None:
+def test_large_attachments_are_refused_within_little_memory(opened: Callable[[bytes], object], make: Make) -> None:
     data = make()
 
     def refused() -> None:
@@ -250,8 +250,8 @@ def test_what_ffmpeg_keeps_whole_takes_little_memory(opened: Callable[[bytes], o
     assert further < 64 * MiB
 
 
-def test_a_film_that_says_much() -> None:
-    """Fonts, chapters, a tag for each of 32 tracks, and a place to seek for each frame of half an hour."""
+def test_a_video_with_fonts_chapters_tags_and_cues_opens() -> None:
+    """Open a video with fonts, chapters, a tag for each of 32 tracks, and a cue for each frame of half an hour."""
     font = element("61a7", short("466e", b"a.ttf"), short("4660", b"font/ttf"), element("465c", bytes(5 * MiB)))
     chapter = [short("b6", short("73c4", bytes([1, at])) + short("91", bytes([at]))) for at in range(100)]
     tags = [element("7373", short("67c8", short("45a3", b"BPS") + short("4487", b"1"))) for _ in range(32)]
@@ -261,8 +261,8 @@ def test_a_film_that_says_much() -> None:
     assert EncodedVideo.open(data).num_frames == 3
 
 
-def test_a_live_film_of_unknown_sizes() -> None:
-    """Segment and clusters, as MediaRecorder writes them."""
+def test_a_live_video_of_unknown_sizes_opens() -> None:
+    """Open a segment and clusters of unknown size, which MediaRecorder writes."""
     data = film(b"")
     for name in ("18538067", "1f43b675"):
         at = data.index(bytes.fromhex(name)) + 4
@@ -270,24 +270,24 @@ def test_a_live_film_of_unknown_sizes() -> None:
     assert EncodedVideo.open(data).num_frames == 3
 
 
-def test_a_large_cover() -> None:
+def test_a_sound_with_a_large_cover_opens() -> None:
     cover = frame(b"APIC", b"\3image/png\0\3\0" + os.urandom(12 * MiB))
     assert EncodedAudio.open(tagged(frame(b"TIT2", b"\3a") + cover)).rate == RATE
 
 
-def test_comments_that_files_have() -> None:
+def test_usual_numbers_of_comments_are_accepted() -> None:
     assert EncodedAudio.open(flac(300)).rate == RATE
     check_metadata(flac_in_ogg(300))
     assert EncodedAudio.open(encode_with_ffmpeg(tone(0.2, 48_000), 48_000, "ogg", "libopus")).rate == 48_000
 
 
-def test_media_data_hold_what_looks_like_cues() -> None:
-    """Bytes that come by chance, behind a holder's name that comes by chance."""
+def test_random_media_data_are_not_counted_as_metadata() -> None:
+    """Accept random bytes that follow the name of a metadata element."""
     for holder in ("1254c367", "1043a770", "1941a469", "1c53bb6b"):
         check_metadata(film(b"")[:200] + element(holder, os.urandom(40 * MiB)))
 
 
-def test_cut_files_are_counted_as_far_as_they_are() -> None:
+def test_truncated_files_are_checked_without_an_error() -> None:
     for data in (film(b""), tagged(b""), flac(3), opus(b"")):
         for stop in range(0, len(data), 97):
             check_metadata(data[:stop])

@@ -1,4 +1,4 @@
-"""Redirects and names that lead inside, on a network where the first address really is a public one."""
+"""Attacks with redirects and names that lead to private addresses, in a network with real public addresses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OTHER_NETWORK = (*UNSHARE, "--net")
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    """What each case came to."""
+def outcomes() -> dict[str, str]:
+    """Return the outcome of each case."""
     if shutil.which("ip") is None:
         pytest.skip("the ip command is missing")
     require(OTHER_NETWORK)
@@ -31,14 +31,14 @@ def found() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_redirect_or_a_name_leads_to(found: dict[str, str], case: str) -> None:
-    assert "SECRET" not in found[case]
+def test_redirects_and_names_that_lead_to_private_addresses_are_refused(outcomes: dict[str, str], case: str) -> None:
+    assert "SECRET" not in outcomes[case]
     if case.startswith("public"):
-        assert found[case] == "media"
+        assert outcomes[case] == "media"
     elif case != "rebinding":  # its first answer is public
-        assert found[case].startswith("refused: ")
+        assert outcomes[case].startswith("refused: ")
 
 
-def test_a_name_that_turns_is_never_followed_inside(found: dict[str, str]) -> None:
-    assert found["rebinding"] == "media"
-    assert sorted(set(found["rebinding again"])) == ["media", "refused"]
+def test_a_rebinding_name_never_leads_to_a_private_address(outcomes: dict[str, str]) -> None:
+    assert outcomes["rebinding"] == "media"
+    assert sorted(set(outcomes["rebinding again"])) == ["media", "refused"]

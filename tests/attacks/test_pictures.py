@@ -1,4 +1,4 @@
-"""Pictures that unpack to gigabytes, that are broken, or that are no pictures."""
+"""Attacks with pictures that unpack to gigabytes, are broken or have another format."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def named(cases: dict[str, Make]) -> pytest.MarkDecorator:
 
 
 @named(pictures.BOMBS)
-def test_bombs_are_stopped_by_their_header(attacked: Attacked, make: Make) -> None:
+def test_bombs_are_refused_by_their_header(attacked: Attacked, make: Make) -> None:
     message = attacked.refused(with_bytes("image", make()), "media item 0 (image): the ")
     assert "pixels" in message
     assert "178956970" in message, "the message names the limit"
 
 
-def test_many_pictures_that_are_each_within_their_cap(attacked: Attacked) -> None:
-    """One request of these would keep a tokenizer to itself for the best part of a minute."""
+def test_too_many_pixels_of_a_request_are_refused(attacked: Attacked) -> None:
+    """Refuse pictures within their own limit that would together occupy a tokenizer for most of a minute."""
     each = [
         pictures.png(13_376, 13_376, pictures.chunk(b"tEXt", b"number\0%d" % number), depth=1, colours=0)
         for number in range(32)
@@ -38,24 +38,24 @@ def test_many_pictures_that_are_each_within_their_cap(attacked: Attacked) -> Non
     assert message.endswith("; the limit is 1073741824")
 
 
-@pytest.mark.parametrize(("make", "said"), pictures.OF_FORMATS.values(), ids=pictures.OF_FORMATS.keys())
-def test_files_above_the_limits_of_their_format_are_refused(attacked: Attacked, make: Make, said: str) -> None:
-    assert "media item 0 (image)" in attacked.refused(with_bytes("image", make()), said)
+@pytest.mark.parametrize(("make", "message"), pictures.OF_FORMATS.values(), ids=pictures.OF_FORMATS.keys())
+def test_files_above_the_limits_of_their_format_are_refused(attacked: Attacked, make: Make, message: str) -> None:
+    assert "media item 0 (image)" in attacked.refused(with_bytes("image", make()), message)
 
 
 @named(pictures.SCANS)
-def test_scans_are_counted_before_the_first(attacked: Attacked, make: Make) -> None:
+def test_too_many_scans_are_refused_before_decoding(attacked: Attacked, make: Make) -> None:
     message = attacked.refused(with_bytes("image", make()), "media item 0 (image): the JPEG of ")
     assert re.search(r"has \d+ scans; the limit is \d+$", message)
 
 
 @named(pictures.PARTS)
-def test_parts_are_counted_before_a_decoder_sees_them(attacked: Attacked, make: Make) -> None:
+def test_too_many_parts_are_refused_before_decoding(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("image", make()), "the limit is 100000")
 
 
 @named(pictures.PACKED)
-def test_what_unpacks_beside_the_pixels(attacked: Attacked, make: Make) -> None:
+def test_huge_compressed_metadata_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(
         with_bytes("image", make()),
         "bytes cannot be read as an image (supported formats: JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF, ",
@@ -63,17 +63,17 @@ def test_what_unpacks_beside_the_pixels(attacked: Attacked, make: Make) -> None:
 
 
 @named(pictures.BROKEN)
-def test_broken_pictures(attacked: Attacked, make: Make) -> None:
+def test_broken_pictures_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("image", make()), "media item 0 (image): the ")
 
 
 @named(pictures.OTHER_FORMATS)
-def test_other_formats(attacked: Attacked, make: Make) -> None:
+def test_other_formats_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("image", make()), "bytes cannot be read as an image")
 
 
 @named(pictures.HARMLESS)
-def test_what_is_only_a_picture(attacked: Attacked, make: Make) -> None:
+def test_harmless_pictures_are_answered(attacked: Attacked, make: Make) -> None:
     answer, _, further = attacked.watched.during(lambda: attacked.http.post(CHAT, json=with_bytes("image", make())))
     assert answer.status_code == 200, answer.text
     assert further < 64 * 2**20

@@ -1,4 +1,4 @@
-"""Every cap is a setting, with its default in the help and in docs/security.md."""
+"""Tests that every limit is a setting with its default in the help, and that docs/security.md has the same defaults."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(MediaCaps)
 
 
 def documented() -> dict[str, str]:
-    """The defaults in the page's table, by the settings' names."""
+    """Return the defaults in the page's table by name of the setting."""
     section = PAGE.read_text().split("## Media policy")[1].split("\n## ")[0]
-    found = {}
+    defaults_by_name = {}
     for names, values in re.findall(r"^\| (`--[^|]+) \| ([^|]+) \|", section, re.MULTILINE):
         flags = re.findall(r"`--([a-z-]+)`", names)
         defaults = values.split(", ") if len(flags) > 1 else [values] * len(flags)
-        found |= dict(zip((flag.replace("-", "_") for flag in flags), defaults, strict=True))
-    return found
+        defaults_by_name |= dict(zip((flag.replace("-", "_") for flag in flags), defaults, strict=True))
+    return defaults_by_name
 
 
 def shown(name: str, default: object) -> str:
-    """A default as the page has it."""
+    """Return a default in the form of the page."""
     if name.endswith("_bytes") and isinstance(default, int):
         return f"{default // GiB} GiB" if default >= GiB else f"{default // MiB} MiB"
     if isinstance(default, tuple) and default:
@@ -60,14 +60,19 @@ def shown(name: str, default: object) -> str:
     return f"{default:.0f}"
 
 
-def test_every_cap_is_in_the_page_and_in_the_help() -> None:
-    assert documented() == {name: shown(name, default) for name, default in DEFAULTS.items()}
+def test_the_page_states_the_defaults() -> None:
+    found = documented()
+    assert {"allowed_media_domains", "allow_private_media", "allowed_media_dir"} <= found.keys()
+    assert found == {name: shown(name, DEFAULTS[name]) for name in found}
+
+
+def test_every_limit_is_in_the_help() -> None:
     help_page = CliRunner().invoke(command, ["--help"], terminal_width=400).output
     for name, default in DEFAULTS.items():
         (line,) = re.findall(rf"^ *--{name.replace('_', '-')}[ /].*(?:\n {{10,}}.*)*", help_page, re.MULTILINE)
-        said = {False: "off", True: "on"}[default] if isinstance(default, bool) else str(default)
-        said = " ".join(map(str, default)) if isinstance(default, tuple) else said
-        assert default in (None, ()) or re.search(rf"\[default: {re.escape(said)}[],]", " ".join(line.split())), line
+        text = {False: "off", True: "on"}[default] if isinstance(default, bool) else str(default)
+        text = " ".join(map(str, default)) if isinstance(default, tuple) else text
+        assert default in (None, ()) or re.search(rf"\[default: {re.escape(text)}[],]", " ".join(line.split())), line
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,6 @@ def test_every_cap_is_in_the_page_and_in_the_help() -> None:
         (ServiceConfig, {"fetch_read_timeout_s": 0.0}),
     ],
 )
-def test_settings_that_make_no_sense(settings: type, changes: dict[str, object]) -> None:
+def test_limits_outside_their_range_are_refused(settings: type, changes: dict[str, object]) -> None:
     with pytest.raises(InputError, match="it must be"):
         settings(**changes)

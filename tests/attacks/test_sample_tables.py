@@ -1,4 +1,4 @@
-"""MP4s that state more samples than they have bytes, wherever FFmpeg would find that; and those that do not."""
+"""Attacks with MP4s that state more samples than they have bytes, wherever FFmpeg would read the number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.attacks.watched import Watched
 STATED = 2 * 10**7
 FIRST = b"junk pnot udta pict prfl skip free wide uuid ftyp zzzz \x82\x82\x7f\x7d".split()
 NESTING = b"dinf edts ilst mdia minf moof moov mvex stbl traf tref udta wave sinf schi".split()
-"""Boxes in which FFmpeg 8.1 takes a table of samples, or a whole index, that belongs elsewhere."""
+"""Boxes in which FFmpeg 8.1 accepts a misplaced sample table or a whole index."""
 OTHER = (
     b"ACLR APRG ARES avss av1C chpl co64 colr ctts DpxE dref elst enda fiel adrm ftyp glbl hdlr jp2h mdat mdhd "
     b"meta mvhd alac avcC pasp clap sbas sidx stco stps strf stsc stsd stss stsz stts stz2 sdtp tkhd tfdt tfhd "
@@ -29,7 +29,7 @@ OTHER = (
     b"SA3D SAND iloc pcmC pitm evcC idat iref ispe iprp iinf amve lhvC lvcC iacb junk skip pnot pict prfl ipco "
     b"hoov gmhd rmra rmda "
 ).split()
-"""Others that FFmpeg knows, or once did."""
+"""Other boxes that some version of FFmpeg knows."""
 
 
 def stating() -> bytes:
@@ -37,20 +37,20 @@ def stating() -> bytes:
 
 
 @pytest.mark.parametrize("kind", FIRST)
-def test_whatever_the_first_box_is(kind: bytes) -> None:
+def test_stated_samples_are_refused_whatever_the_first_box_is(kind: bytes) -> None:
     with pytest.raises(LimitExceeded, match=f"declares {STATED} samples"):
         EncodedVideo.open(box(kind, b"") + stating())
 
 
 @pytest.mark.parametrize("kind", NESTING)
-def test_whatever_the_table_lies_in(kind: bytes) -> None:
+def test_stated_samples_are_refused_whatever_box_holds_the_table(kind: bytes) -> None:
     with pytest.raises(LimitExceeded, match=f"declares {STATED} samples"):
         EncodedVideo.open(stating().replace(b"stbl", kind))
 
 
 @pytest.mark.parametrize("kind", [*NESTING, *OTHER])
-def test_whatever_the_index_lies_in(kind: bytes) -> None:
-    """FFmpeg descends nowhere where the check does not look: a video that opened would be one."""
+def test_stated_samples_are_refused_whatever_box_holds_the_index(kind: bytes) -> None:
+    """Check every box that FFmpeg searches. A video that opens shows a box that the check misses."""
     data = stating()
     at = data.index(b"moov") - 4
     with pytest.raises((LimitExceeded, MediaError)):
@@ -66,14 +66,14 @@ BYPASSES = {
 }
 
 
-@pytest.mark.parametrize(("make", "said"), BYPASSES.values(), ids=BYPASSES.keys())
-def test_what_else_grows(make: Make, said: str) -> None:
-    with pytest.raises((LimitExceeded, MediaError), match=said):
+@pytest.mark.parametrize(("make", "message"), BYPASSES.values(), ids=BYPASSES.keys())
+def test_other_tables_that_grow_are_refused(make: Make, message: str) -> None:
+    with pytest.raises((LimitExceeded, MediaError), match=message):
         EncodedVideo.open(make())
 
 
-def test_properties_past_the_end() -> None:
-    """FFmpeg reads a list of properties as far as it says, into media data too."""
+def test_a_property_list_past_its_end_is_searched() -> None:
+    """Search a property list up to its stated size, as FFmpeg reads on even into media data."""
     chance = box(b"mdat", b"stsz" + bytes(4) + b"\xff" * 8)
     listed = box(b"meta", struct.pack(">I", 2**20) + b"ipco")
     assert EncodedVideo.open(clips.video() + chance).num_frames == 6
@@ -81,20 +81,20 @@ def test_properties_past_the_end() -> None:
         EncodedVideo.open(clips.video() + listed + chance)
 
 
-def test_a_size_of_less_than_a_box_ends_what_is_read() -> None:
+def test_reading_ends_at_a_box_smaller_than_its_header() -> None:
     behind = struct.pack(">I", 4) + b"free" + box(b"moov", b"stsz" + bytes(4) + b"\xff" * 8)
     assert EncodedVideo.open(clips.video() + behind).num_frames == 6
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_both_versions_of_groups(version: int) -> None:
+def test_both_versions_of_sample_groups_are_counted(version: int) -> None:
     parameter = bytes(4 * version)
     group = box(b"sbgp", struct.pack(">B3x4s", version, b"roll") + parameter + struct.pack(">III", 1, 10**9, 1))
     with pytest.raises(LimitExceeded, match="declares 1000000000 samples"):
         EncodedVideo.open(clips.video("mp4", "mpeg4").replace(b"ctts", b"zzzz") + box(b"udta", group))
 
 
-def test_no_groups() -> None:
+def test_an_empty_list_of_groups_is_accepted() -> None:
     assert EncodedVideo.open(clips.video() + box(b"udta", box(b"sbgp", struct.pack(">I4sI", 0, b"roll", 0)))).num_frames
 
 
@@ -107,24 +107,23 @@ def test_no_groups() -> None:
     ],
     ids=["in a box", "cut", "version 1"],
 )
-def test_an_index_that_could_lead_anywhere(index: bytes) -> None:
-    """Then media data are looked through too."""
+def test_media_data_are_searched_if_a_segment_index_may_point_into_them(index: bytes) -> None:
     chance = box(b"mdat", b"stsz" + bytes(4) + b"\xff" * 8 + bytes(20))
     with pytest.raises(LimitExceeded, match="samples, more than its"):
         EncodedVideo.open(clips.video() + index + chance)
 
 
-def test_chunks_without_sizes() -> None:
+def test_chunks_without_sizes_are_limited_by_the_file() -> None:
     assert EncodedAudio.open(clips.pcm_of_chunks(800)).rate == 8000
     with pytest.raises(LimitExceeded, match="samples, more than its 2286 bytes can hold"):
         EncodedAudio.open(clips.pcm_of_chunks(2**31 - 1))
 
 
-def test_groups_are_read() -> None:
+def test_small_sample_groups_are_accepted() -> None:
     assert EncodedVideo.open(clips.grouped(6)).num_frames == 6
 
 
-def test_sizes_of_64_bits_and_to_the_end() -> None:
+def test_boxes_of_64_bit_size_or_to_the_end_of_the_file_are_searched() -> None:
     data = stating()
     at = data.index(b"moov") - 4
     for head in (b"\0\0\0\0moov", b"\0\0\0\1moov" + (len(data) - at + 8).to_bytes(8), b"\xff\xff\xff\xffmoov"):
@@ -133,8 +132,8 @@ def test_sizes_of_64_bits_and_to_the_end() -> None:
 
 
 @pytest.mark.parametrize("name", ["trun", "stsz", "cmov"])
-def test_media_data_state_nothing(name: str) -> None:
-    """Four letters come by chance."""
+def test_box_names_within_media_data_are_ignored(name: str) -> None:
+    """Ignore names of boxes that occur in media data by chance."""
     chance = box(b"mdat", bytes(9) + name.encode() + b"\xff" * 20)
     assert EncodedVideo.open(clips.video() + chance).num_frames == 6
     assert EncodedVideo.open(clips.video("matroska") + chance).num_frames == 6
@@ -162,7 +161,7 @@ def test_honest_files_open(container: str, options: dict[str, str]) -> None:
     assert EncodedVideo.open(clips.muxed(container, options)).num_frames == 4
 
 
-def test_edits_that_few_files_have_are_read() -> None:
+def test_many_edits_within_the_limit_are_accepted() -> None:
     assert EncodedVideo.open(clips.edited(100)).num_frames
 
 
@@ -180,7 +179,7 @@ def test_edits_that_few_files_have_are_read() -> None:
     ],
     ids=["boxes", "truns", "chunk tables", "names", "indices' names", "indices", "entries", "nests"],
 )
-def test_the_check_is_bounded(data: bytes) -> None:
+def test_the_check_is_bounded_in_time_and_memory(data: bytes) -> None:
     def opened() -> None:
         with pytest.raises((LimitExceeded, MediaError)):
             EncodedVideo.open(data)
@@ -192,8 +191,8 @@ def test_the_check_is_bounded(data: bytes) -> None:
 
 @pytest.mark.parametrize("video_frames", [0, 40])
 @pytest.mark.parametrize(("codec", "rate"), [("pcm_s16le", 16_000), ("pcm_mulaw", 8000), ("pcm_s24le", 48_000)])
-def test_sound_without_compression_has_sizes_that_are_all_its_bytes(codec: str, rate: int, video_frames: int) -> None:
-    """Half a minute of it, alone or beside a video that is next to nothing."""
+def test_pcm_sound_whose_samples_fill_the_file_is_accepted(codec: str, rate: int, video_frames: int) -> None:
+    """Open half a minute of PCM, alone or beside a tiny video."""
     file = io.BytesIO()
     with av.open(file, "w", format="mov") as container:
         sound = container.add_stream(codec, rate=rate, layout="mono")

@@ -1,4 +1,4 @@
-"""Schemas of a few bytes that take seconds to minutes to compile."""
+"""Attacks with short JSON schemas that take seconds to minutes to compile."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def asking(schema: dict[str, Any], n: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("schema", LONG)
-def test_it_is_refused(attacked: Attacked, schema: dict[str, Any]) -> None:
-    attacked.http.post(CHAT, json=asking({"type": "boolean"}))  # by which the process that checks them is started
+def test_a_schema_that_compiles_too_long_is_refused(attacked: Attacked, schema: dict[str, Any]) -> None:
+    attacked.http.post(CHAT, json=asking({"type": "boolean"}))  # starts the compiler process
     before = processor_s(attacked.service.process.pid)
     answer = attacked.http.post(CHAT, json=asking(schema, n=64))
     assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""Addresses, files and data: URLs that a client should not reach, or that are spelled to look like others."""
+"""Attacks with addresses, files and data URLs that a client must not reach or that look like others."""
 
 from __future__ import annotations
 
@@ -186,38 +186,38 @@ DATA = [
 
 
 @pytest.mark.parametrize("host", PRIVATE)
-def test_addresses_that_are_not_public(attacked: Attacked, host: str) -> None:
+def test_private_addresses_are_refused(attacked: Attacked, host: str) -> None:
     message = attacked.refused(asking("image", f"http://{host}:8000/x.png"), "media item 0 (image)")
     assert any(reason in message for reason in ("not public", "nor a canonical address", "cannot be parsed", UNKNOWN))
 
 
-@pytest.mark.parametrize(("url", "said"), SPELLED)
-def test_urls_that_look_like_others(attacked: Attacked, url: str, said: str) -> None:
-    attacked.refused(asking("image", url), said)
+@pytest.mark.parametrize(("url", "message"), SPELLED)
+def test_deceptive_urls_are_refused(attacked: Attacked, url: str, message: str) -> None:
+    attacked.refused(asking("image", url), message)
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_files(attacked: Attacked, path: str) -> None:
+def test_other_files_are_refused(attacked: Attacked, path: str) -> None:
     attacked.refused(asking("image", path.replace("{media}", str(attacked.media))), "media item 0 (image)")
 
 
-def test_a_file_url_without_end(attacked: Attacked) -> None:
-    """Its %XX would take a hundred times its length to decode."""
+def test_a_huge_file_url_is_refused(attacked: Attacked) -> None:
+    """Refuse the URL before decoding, as decoding its %XX would take a hundred times its length."""
     attacked.refused(asking("image", "file:///" + "%61" * 2_000_000), "the file: URL has 6000008 characters")
 
 
-@pytest.mark.parametrize(("url", "said"), DATA, ids=range(len(DATA)))
-def test_data_urls(attacked: Attacked, url: str, said: str) -> None:
-    if len(url) > 10**7:  # above the limit of a request's body
+@pytest.mark.parametrize(("url", "message"), DATA, ids=range(len(DATA)))
+def test_invalid_data_urls_are_refused(attacked: Attacked, url: str, message: str) -> None:
+    if len(url) > 10**7:  # above the limit of a request body
         answer = attacked.http.post(CHAT, json=asking("image", url))
         assert answer.status_code == 413
         attacked.is_right()
         return
-    attacked.refused(asking("image", url), said)
+    attacked.refused(asking("image", url), message)
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ("http://127.0.0.1:8000/x.wav", "not public"),
         ("file:///etc/passwd", "no such file"),
@@ -225,21 +225,21 @@ def test_data_urls(attacked: Attacked, url: str, said: str) -> None:
         ("ftp://127.0.0.1/x.wav", "scheme 'ftp'"),
     ],
 )
-def test_sound_in_openais_form_comes_by_the_same_fence(attacked: Attacked, data: str, said: str) -> None:
+def test_sound_in_the_openai_form_obeys_the_same_policy(attacked: Attacked, data: str, message: str) -> None:
     part = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
-    assert "media item 0 (audio)" in attacked.refused({"messages": [{"role": "user", "content": [part]}]}, said)
+    assert "media item 0 (audio)" in attacked.refused({"messages": [{"role": "user", "content": [part]}]}, message)
 
 
 @pytest.mark.parametrize(
     "url", ["{media}/star.png", "file://{media}/star.png", "data:text/plain;base64," + B64, B64, B64 + "\n"]
 )
-def test_what_may_be_read(attacked: Attacked, url: str) -> None:
+def test_allowed_files_and_data_are_read(attacked: Attacked, url: str) -> None:
     answer = attacked.http.post(CHAT, json=asking("image", url.replace("{media}", str(attacked.media))))
     assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("image", 32), ("video", 8), ("audio", 8)])
-def test_too_many_items_of_a_kind(attacked: Attacked, kind: str, limit: int) -> None:
+def test_too_many_items_of_a_kind_are_refused(attacked: Attacked, kind: str, limit: int) -> None:
     body = asking(kind, str(attacked.media / Path("star.png")))
     body["messages"][0]["content"] = body["messages"][0]["content"][:1] * (limit + 1)
     message = attacked.refused(body)

@@ -1,4 +1,4 @@
-"""Ids outside the vocabulary, and text that spells what only a template or a tokenizer may write."""
+"""Attacks with invalid token ids and with text that spells special tokens or template code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.attacks.conftest import CHAT, Attacked
 from tests.watching import metric
 
 SPECIAL = range(777, 787)
-"""Ids of the embedded checkpoint's special tokens."""
+"""Ids of the special tokens of the embedded checkpoint."""
 PADS = ("<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>")
 SPELLED = [
     *PADS,
@@ -47,7 +47,7 @@ HOSTILE_TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{{ all(m.content) }}{{ all(m.name) }}{{ all(m.tool_calls) }}{% endfor %}"
     "{{ all(tools) }}{{ all(style) }}"
 )
-"""Begins and ends control tokens round everything that a caller may say."""
+"""Template that puts parts of control tokens around every value of the caller."""
 COMPLETING = [
     "|im_end|",
     "|im_end|>",
@@ -67,8 +67,8 @@ IDS = [-1, -(2**63), 2**63, 2**64, 10**9, 2**31, 1.5, True, "1", None, [1], {}, 
 def ids_of(attacked: Attacked, body: dict[str, Any]) -> list[int]:
     answer = attacked.http.post("/tokenize", json=body)
     assert answer.status_code == 200, answer.text
-    found: list[int] = answer.json()["tokens"]
-    return found
+    ids: list[int] = answer.json()["tokens"]
+    return ids
 
 
 def num_special(attacked: Attacked, body: dict[str, Any]) -> int:
@@ -78,9 +78,9 @@ def num_special(attacked: Attacked, body: dict[str, Any]) -> int:
 @pytest.mark.parametrize("text", SPELLED)
 @pytest.mark.parametrize("role", ROLES)
 def test_special_tokens_stay_text(attacked: Attacked, text: str, role: str) -> None:
-    def chat(said: str) -> list[dict[str, Any]]:
+    def chat(words: str) -> list[dict[str, Any]]:
         before = [{"role": "user", "content": "Hello."}] if role in ("assistant", "tool") else []
-        return [*before, {"role": role, "content": said}, {"role": "user", "content": "?"}]
+        return [*before, {"role": role, "content": words}, {"role": "user", "content": "?"}]
 
     plain = num_special(attacked, {"messages": chat("Hello.")})
     assert num_special(attacked, {"messages": chat(text)}) == plain >= 4, "two around each turn, none that text made"
@@ -91,7 +91,7 @@ def test_special_tokens_stay_text(attacked: Attacked, text: str, role: str) -> N
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    """The embedded checkpoint's, with the template above."""
+    """Yield the tokenizer of the embedded checkpoint with `HOSTILE_TEMPLATE`."""
     folder = tmp_path_factory.mktemp("hostile") / "copy"
     shutil.copytree(Path(mindie_mm.__file__).parent / "assets/tiny", folder)
     (folder / "chat_template.jinja").write_text(HOSTILE_TEMPLATE)
@@ -101,7 +101,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
 
 @pytest.mark.parametrize("text", COMPLETING)
 @pytest.mark.parametrize("place", ["content", "parts", "name", "arguments", "argument", "tool", "schema", "kwarg"])
-def test_no_word_completes_what_a_template_begins(hostile: Tokenizer, text: str, place: str) -> None:
+def test_no_text_completes_a_control_token_of_the_template(hostile: Tokenizer, text: str, place: str) -> None:
     message: dict[str, Any] = {"role": "user", "content": "Hello."}
     kwargs: dict[str, Any] = {}
     match place:
@@ -128,31 +128,31 @@ def test_no_word_completes_what_a_template_begins(hostile: Tokenizer, text: str,
 
 @pytest.mark.parametrize("text", PADS)
 @pytest.mark.parametrize("path", ["/v1/completions", "/infer", "/generate", "/generate_stream"])
-def test_placeholders_in_other_endpoints(attacked: Attacked, text: str, path: str) -> None:
-    """What the engine gets is as long as the ids that /tokenize shows, none of which a text made a special one."""
+def test_placeholders_in_other_endpoints_stay_text(attacked: Attacked, text: str, path: str) -> None:
+    """Create no special token from the text, and give the engine exactly the ids of /tokenize."""
 
-    def asked(said: str) -> dict[str, Any]:
-        return {"prompt": said} if path == "/v1/completions" else {"inputs": [{"text": said}]}
+    def body(words: str) -> dict[str, Any]:
+        return {"prompt": words} if path == "/v1/completions" else {"inputs": [{"text": words}]}
 
-    said = f"{text} what?"
-    assert num_special(attacked, asked(said)) == num_special(attacked, asked("what?"))
+    words = f"{text} what?"
+    assert num_special(attacked, body(words)) == num_special(attacked, body("what?"))
     before = metric(attacked.service, "prompt_tokens_total")
     settings = {"max_tokens": 1} if path == "/v1/completions" else {"parameters": {"max_new_tokens": 1}}
-    answer = attacked.http.post(path, json=asked(said) | settings)
+    answer = attacked.http.post(path, json=body(words) | settings)
     assert answer.status_code == 200, answer.text
-    assert metric(attacked.service, "prompt_tokens_total") - before == len(ids_of(attacked, asked(said)))
+    assert metric(attacked.service, "prompt_tokens_total") - before == len(ids_of(attacked, body(words)))
     attacked.is_right()
 
 
 @pytest.mark.parametrize("token", IDS, ids=repr)
-def test_ids_outside_the_vocabulary(attacked: Attacked, token: Any) -> None:
+def test_ids_outside_the_vocabulary_are_refused(attacked: Attacked, token: Any) -> None:
     attacked.refused({"prompt": [5, token], "max_tokens": 1}, path="/v1/completions")
     attacked.refused({"tokens": [5, token]}, path="/detokenize")
 
 
 @pytest.mark.parametrize("pad", PADS)
-def test_a_placeholder_id_without_its_medium(attacked: Attacked, pad: str) -> None:
-    """It is a token of the vocabulary, and stands for no feature."""
+def test_a_placeholder_id_without_its_media_item_is_answered(attacked: Attacked, pad: str) -> None:
+    """Accept the id as an ordinary token that stands for no feature."""
     index = 784 + PADS.index(pad)
     answer = attacked.http.post("/v1/completions", json={"prompt": [5, index, 6], "max_tokens": 1})
     assert answer.status_code == 200, answer.text
@@ -173,5 +173,5 @@ def test_a_placeholder_id_without_its_medium(attacked: Attacked, pad: str) -> No
     ],
     ids=range(8),
 )
-def test_messages_that_are_none(attacked: Attacked, messages: list[dict[str, Any]]) -> None:
+def test_invalid_messages_are_refused(attacked: Attacked, messages: list[dict[str, Any]]) -> None:
     attacked.refused({"messages": messages, "max_tokens": 1})

@@ -1,4 +1,4 @@
-"""What a request costs the processes of a service, seen from outside."""
+"""Measurement of the processor time and memory that a request costs the processes of a service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Watched:
         The processor time includes all descendants.
         """
         for folder in self._folders:
-            (folder / "clear_refs").write_text("5")  # the peak starts anew
+            (folder / "clear_refs").write_text("5")  # resets the peak (VmHWM)
         before = [self._bytes(folder, "VmRSS") for folder in self._folders]
         started_s = processor_s(self.pid)
         result = work()

@@ -1,4 +1,4 @@
-"""Rows of pictures, in files, and runs over them."""
+"""Rows of pictures in files, and helpers that make runs over the rows."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.media_samples import PHOTOGRAPHS, encode_video, encoded, moving_frame
 
 CLI = str(Path(sys.executable).with_name("mindie-mm"))
 UNEQUAL = ("timings.jsonl", ".lock")
-"""What may differ between two runs of one input."""
+"""Files that may differ between two runs of one input."""
 
 
 @pytest.fixture(scope="session")
 def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of ten pictures of several sizes, and a video."""
+    """Return a folder of ten pictures of several sizes and a video."""
     folder = tmp_path_factory.mktemp("media")
     for index in range(10):
         size = (60 + 17 * index, 200 - 13 * index)
@@ -41,24 +41,26 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rows(media: Path) -> list[dict[str, Any]]:
-    """Thirty rows of all kinds, three of them bad."""
-    made: list[dict[str, Any]] = [
+    """Return thirty rows of all kinds. Three of the rows are bad."""
+    all_rows: list[dict[str, Any]] = [
         {"id": f"picture {i}", "inputs": [{"image": f"{i % 10}.jpg"}, {"text": f"What is picture {i}?"}]}
         for i in range(20)
     ]
-    made += [{"messages": [{"role": "user", "content": [{"type": "image", "image": f"{i}.jpg"}]}]} for i in range(3)]
-    made += [{"text": "Just words.", "id": 7}, {"images": ["1.jpg", "2.jpg"], "text": "Two?"}]
-    made += [{"inputs": [{"video": "clip.mp4"}, {"text": "What moves?"}]}]
-    made.insert(4, {"id": "gone", "inputs": [{"image": "gone.jpg"}]})
-    made.insert(9, {"id": "broken", "inputs": [{"image": "data:image/jpeg;base64,/9j/4AAQ"}]})
-    made.append({"id": "odd", "question": "?"})
-    made.append({"inputs": [{"image": "3.jpg"}]})
-    return made
+    all_rows += [
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": f"{i}.jpg"}]}]} for i in range(3)
+    ]
+    all_rows += [{"text": "Just words.", "id": 7}, {"images": ["1.jpg", "2.jpg"], "text": "Two?"}]
+    all_rows += [{"inputs": [{"video": "clip.mp4"}, {"text": "What moves?"}]}]
+    all_rows.insert(4, {"id": "gone", "inputs": [{"image": "gone.jpg"}]})
+    all_rows.insert(9, {"id": "broken", "inputs": [{"image": "data:image/jpeg;base64,/9j/4AAQ"}]})
+    all_rows.append({"id": "odd", "question": "?"})
+    all_rows.append({"inputs": [{"image": "3.jpg"}]})
+    return all_rows
 
 
 @pytest.fixture
 def lines(media: Path, rows: list[dict[str, Any]], request: pytest.FixtureRequest) -> Path:
-    """`rows` as a file beside the pictures."""
+    """Write `rows` to a file beside the pictures, and return its path."""
     path = media / f"{request.node.name.replace('/', '-')}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -68,8 +70,8 @@ def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: An
     return run_batch(settings, folder, num_workers=num_workers, **options)[0]
 
 
-def made(settings: Settings, folder: Path) -> Manifest:
-    """A whole run as `run` makes it, its chunks done in this process, which begins sooner than a worker does."""
+def run_in_process(settings: Settings, folder: Path) -> Manifest:
+    """Make a whole run like `run`, but do its chunks in this process, which starts faster than a worker."""
     folder.mkdir(exist_ok=True)
     gather(settings.inputs, folder, settings.template, io.BytesIO())
     for source in settings.sources(folder):
@@ -89,19 +91,19 @@ def settings(*inputs: Path, **others: Any) -> Settings:
 
 
 def content(folder: Path) -> Mapping[str, bytes]:
-    """Every file of a run that must be equal, by name."""
+    """Return the content of every file that equal runs share, by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in UNEQUAL}
 
 
 def written(path: Path, rows: Iterable[Any]) -> Path:
-    """A file of such rows, JSON or bytes as they are."""
+    """Write rows as JSON lines, and return the path. Rows of bytes are written unchanged."""
     lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
 
 
 def tokenize(*arguments: object, given: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`mindie-mm tokenize`, to its end; unless something is `given` on its standard input, of `tests.warm`."""
+    """Run `mindie-mm tokenize` to its end. Without standard input, the command runs in a copy of a warm process."""
     command = [CLI, "tokenize", *map(str, arguments)]
     if given is None:
         return warm.run(command, timeout=300)

@@ -19,7 +19,7 @@ class Deadly:
     """A named pipe in place of a picture. The first `deaths` readers are killed, and the next one gets a picture."""
 
     def __init__(self, path: Path, deaths: int, spawned: list[int] | None = None) -> None:
-        """Create the pipe. Workers are the pids in `spawned`, which grows as they start, or else all children."""
+        """Create the pipe. `spawned` is a growing list of worker pids. By default, workers are found by command."""
         os.mkfifo(path)
         self._path, self._deaths, self._spawned = path, deaths, spawned
         self.alone: list[bool] = []
@@ -28,13 +28,13 @@ class Deadly:
 
     def _serve(self) -> None:
         for _ in range(self._deaths):
-            with self._path.open("wb"):  # opens once somebody reads
+            with self._path.open("wb"):  # opens as soon as a worker reads
                 while not (readers := [pid for pid in psutil.pids() if pid != os.getpid() and self._reads(pid)]):
-                    time.sleep(0.001)  # its open returns a moment after ours
+                    time.sleep(0.001)  # the worker's open returns after ours
                 self.alone.append(len(self._workers()) == 1)
                 os.kill(readers[0], signal.SIGKILL)
             while self._is_open():
-                time.sleep(0.001)  # a dying reader would take the picture of the next
+                time.sleep(0.001)  # a dying reader would take the next reader's picture
         if self._deaths < 2:
             with self._path.open("wb") as file:
                 file.write(encoded(photograph(size=(80, 60))))
@@ -64,7 +64,7 @@ class Deadly:
     def _reads(self, pid: int) -> bool:
         try:
             return any(link.readlink() == self._path for link in Path(f"/proc/{pid}/fd").iterdir())
-        except (FileNotFoundError, PermissionError):  # it is gone, or going
+        except (FileNotFoundError, PermissionError):  # the process is gone or exiting
             return False
 
     def join(self) -> None:

@@ -11,7 +11,7 @@ from tests.media_samples import encoded, photograph
 
 
 class Gate(threading.Thread):
-    """A named pipe in place of a picture. Its reader gets the picture behind a call of `act`."""
+    """A named pipe in place of a picture. Its reader gets the picture after a call of `act`."""
 
     def __init__(self, path: Path, act: Callable[[], object]) -> None:
         super().__init__(daemon=True)
@@ -20,12 +20,12 @@ class Gate(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with self._path.open("wb") as file:  # opens once somebody reads
+        with self._path.open("wb") as file:  # opens as soon as a worker reads
             self._act()
             file.write(encoded(photograph(size=(80, 60))))
 
     def close(self) -> None:
-        """Wait for the end, and put the picture in place of the pipe."""
+        """Wait for the thread, and replace the pipe with the picture."""
         self.join(300)
         assert not self.is_alive()
         self._path.unlink()

@@ -1,4 +1,4 @@
-"""Inputs that change while a run reads them, or between two calls: no shard has rows of two contents."""
+"""Tests of inputs that change during a run or between two calls. No shard may mix rows of two versions."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from mindie_mm.batch.settings import Run, Settings
 from mindie_mm.batch.stage import Stage
 from mindie_mm.errors import InputError, StorageError
 from mindie_mm.processes.ipc import Failure
-from tests.batch.conftest import content, made, run, settings, tokenize, written
+from tests.batch.conftest import content, run, run_in_process, settings, tokenize, written
 from tests.batch.gate import Gate
 from tests.media_samples import encoded, photograph
 
 NUM_ROWS = 5
-"""Two chunks of three rows."""
+"""Rows of a file. With three rows per shard they give two chunks."""
 
 
 def write(path: Path, word: str = "row") -> Path:
@@ -52,7 +52,7 @@ def write(path: Path, word: str = "row") -> Path:
 
 
 def rewrite(path: Path) -> None:
-    """Write other rows of the same size into the same file, and set its mtime back."""
+    """Write other rows of the same size into the same file, and restore its mtime."""
     before = path.stat()
     path.write_bytes(path.read_bytes().replace(b"row 4", b"ROW 4"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -60,7 +60,7 @@ def rewrite(path: Path) -> None:
 
 
 def rename(path: Path) -> None:
-    """Put another file of the same size and mtime in the place of the file."""
+    """Replace the file with another file of the same size and mtime."""
     before, other = path.stat(), path.with_name(f"other{path.suffix}")
     other.write_bytes(path.read_bytes().replace(b"row 4", b"ROW 4"))
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -68,7 +68,7 @@ def rename(path: Path) -> None:
 
 
 def truncate(path: Path) -> None:
-    """Cut the file at the end of a row, if it has lines."""
+    """Cut the file, at the end of a row if it has lines."""
     data = path.read_bytes()
     os.truncate(path, data.rfind(b"\n", 0, -1) + 1 if path.suffix == ".jsonl" else len(data) // 2)
 
@@ -82,7 +82,7 @@ CHANGES = (truncate, append, rewrite, rename, Path.unlink)
 
 
 class Begun:
-    """A run whose chunks a test does one after another, as a worker does."""
+    """A begun run. The test does its chunks one by one, as a worker would."""
 
     def __init__(self, given: Settings, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -96,39 +96,41 @@ class Begun:
         self.chunks = list(chunks(sources, given.shard_rows, given.limit))
 
 
-def named(folder: Path) -> list[str]:
+def named_shards(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix in (".parquet", ".arena"))
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_changes_gives_its_shard_no_name(change: Callable[[Path], None], form: str, tmp_path: Path) -> None:
+def test_a_file_that_changes_leaves_its_shard_unfinished(
+    change: Callable[[Path], None], form: str, tmp_path: Path
+) -> None:
     path = write(tmp_path / f"rows.{form}")
     original, given, folder = path.read_bytes(), settings(path, shard_rows=3), tmp_path / "run"
     begun = Begun(given, folder)
     list(begun.stage.run(begun.chunks[0], {}))
-    before = named(folder)
+    before = named_shards(folder)
     steps = begun.stage.run(begun.chunks[1], {})
     next(steps)
     change(path)
     with pytest.raises(StorageError, match=rf"rows\.{form} (changed while|was removed while) the run read it"):
         list(steps)
-    assert named(folder) == before
+    assert named_shards(folder) == before
     with pytest.raises(InputError, match=rf"rows\.{form}"):
         run(given, folder)
-    assert named(folder) == before
+    assert named_shards(folder) == before
     path.write_bytes(original)
-    made(given, folder)
-    made(given, tmp_path / "whole")
+    run_in_process(given, folder)
+    run_in_process(given, tmp_path / "whole")
     assert content(folder) == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_changes_before_the_manifest_gets_none(
+def test_a_file_that_changes_before_the_manifest_leaves_the_run_unfinished(
     change: Callable[[Path], None], form: str, tmp_path: Path
 ) -> None:
-    """The changed file is the second one. All of its chunks were done by an earlier call."""
+    """Change the second file, whose chunks were all done by an earlier call."""
     first, path = write(tmp_path / "first.jsonl"), write(tmp_path / f"rows.{form}")
     original, given, folder = path.read_bytes(), settings(first, path, shard_rows=3), tmp_path / "run"
     begun = Begun(given, folder)
@@ -146,12 +148,12 @@ def test_a_file_that_changes_before_the_manifest_gets_none(
     assert not (folder / "manifest.json").exists()
     path.write_bytes(original)
     run(given, folder)
-    made(given, tmp_path / "whole")
+    run_in_process(given, tmp_path / "whole")
     assert content(folder) == content(tmp_path / "whole")
 
 
-def test_another_file_under_a_link_is_found_after_it_was_put_back(tmp_path: Path) -> None:
-    """Neither file changes, so that nothing but the opened file tells them apart."""
+def test_a_link_that_points_to_another_file_is_detected(tmp_path: Path) -> None:
+    """Compare the opened file itself, because neither of the two files changes."""
     own, other = write(tmp_path / "own.jsonl"), write(tmp_path / "other.jsonl", "ROW")
     link = tmp_path / "rows.jsonl"
     link.symlink_to(own)
@@ -164,7 +166,7 @@ def test_another_file_under_a_link_is_found_after_it_was_put_back(tmp_path: Path
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])
-def test_a_hard_link_and_a_new_mode_are_no_change(form: str, tmp_path: Path) -> None:
+def test_a_hard_link_and_a_new_mode_do_not_count_as_changes(form: str, tmp_path: Path) -> None:
     path = write(tmp_path / f"rows.{form}")
     begun = Begun(settings(path, shard_rows=3), tmp_path / "run")
     steps = begun.stage.run(begun.chunks[0], {})
@@ -176,7 +178,7 @@ def test_a_hard_link_and_a_new_mode_are_no_change(form: str, tmp_path: Path) -> 
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fingerprints of two pieces of 16 bytes, so that any file is a large one."""
+    """Limit fingerprints to two pieces of 16 bytes, so that any file counts as large."""
     monkeypatch.setattr(file_state, "_PIECE_BYTES", 16)
     monkeypatch.setattr(file_state, "_MAX_PIECES", 2)
     monkeypatch.setattr(source, "DIGESTED_BYTES", 32)
@@ -184,8 +186,8 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])
-def test_a_change_of_a_large_file_between_two_calls_is_found(form: str, tmp_path: Path) -> None:
-    """The change lies between the sampled pieces of the fingerprint, in a row of a finished shard."""
+def test_a_change_of_a_large_file_between_two_calls_is_detected(form: str, tmp_path: Path) -> None:
+    """Change a row of a finished shard, between the sampled pieces of the fingerprint."""
     path = write(tmp_path / f"rows.{form}")
     original, given, folder = path.read_bytes(), settings(path, shard_rows=3), tmp_path / "run"
     begun = Begun(given, folder)
@@ -198,9 +200,9 @@ def test_a_change_of_a_large_file_between_two_calls_is_found(form: str, tmp_path
         ):
             run(given, folder)
     path.write_bytes(original)
-    made(given, folder)
+    run_in_process(given, folder)
     assert not (folder / STATES_FILE).exists()
-    made(given, tmp_path / "whole")
+    run_in_process(given, tmp_path / "whole")
     assert content(folder) == content(tmp_path / "whole")
 
 
@@ -220,8 +222,8 @@ def test_a_file_that_is_cut_while_workers_read_it_ends_the_command(tmp_path: Pat
     assert again.returncode == 2
     assert f"the content of {path} differs from that of the earlier input" in again.stderr
     path.write_bytes(original)
-    made(settings(path), tmp_path / "run")
-    made(settings(path), tmp_path / "whole")
+    run_in_process(settings(path), tmp_path / "run")
+    run_in_process(settings(path), tmp_path / "whole")
     assert content(tmp_path / "run") == content(tmp_path / "whole")
 
 
@@ -233,7 +235,7 @@ def pictures(media: Path, tmp_path: Path) -> Path:
     return tmp_path / "pictures"
 
 
-def test_a_listed_picture_that_is_removed_is_no_row_that_failed(pictures: Path, tmp_path: Path) -> None:
+def test_a_removed_picture_of_a_listed_folder_ends_the_run(pictures: Path, tmp_path: Path) -> None:
     given, folder = settings(pictures), tmp_path / "run"
     begun = Begun(given, folder)
     steps = begun.stage.run(begun.chunks[0], {})
@@ -242,26 +244,26 @@ def test_a_listed_picture_that_is_removed_is_no_row_that_failed(pictures: Path, 
     (pictures / "2.jpg").unlink()
     with pytest.raises(StorageError, match=r"2\.jpg was removed while the run read .*pictures"):
         list(steps)
-    assert named(folder) == []
+    assert named_shards(folder) == []
     with pytest.raises(InputError, match="pictures differs from that of the earlier input"):
         run(given, folder)
     (pictures / "2.jpg").write_bytes(data)
-    assert made(given, folder).num_errors == 0
-    made(given, tmp_path / "whole")
+    assert run_in_process(given, folder).num_errors == 0
+    run_in_process(given, tmp_path / "whole")
     assert content(folder) == content(tmp_path / "whole")
 
 
-def test_a_media_folder_that_is_moved_away_is_no_row_that_failed(pictures: Path, tmp_path: Path) -> None:
+def test_a_media_folder_that_is_moved_away_ends_the_run(pictures: Path, tmp_path: Path) -> None:
     begun = Begun(settings(pictures, shard_rows=2), tmp_path / "run")
     list(begun.stage.run(begun.chunks[0], {}))
-    before = named(tmp_path / "run")
+    before = named_shards(tmp_path / "run")
     pictures.rename(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match=r"pictures/2\.jpg was removed while the run read .*pictures"):
         list(begun.stage.run(begun.chunks[1], {}))
-    assert named(tmp_path / "run") == before
+    assert named_shards(tmp_path / "run") == before
 
 
-def test_a_picture_that_is_replaced_has_the_digest_of_what_was_read(pictures: Path, tmp_path: Path) -> None:
+def test_a_replaced_picture_has_the_digest_of_the_bytes_read(pictures: Path, tmp_path: Path) -> None:
     rows = written(pictures / "rows.jsonl", [{"image": "0.jpg", "text": "What?"}] * 2)
     begun = Begun(settings(rows), tmp_path / "run")
     steps = begun.stage.run(begun.chunks[0], {})
@@ -271,14 +273,14 @@ def test_a_picture_that_is_replaced_has_the_digest_of_what_was_read(pictures: Pa
     run(settings(rows), tmp_path / "run")
     replaced = Dataset(tmp_path / "run")
     assert replaced.record(0).digests != replaced.record(1).digests
-    made(settings(rows), tmp_path / "after")
+    run_in_process(settings(rows), tmp_path / "after")
     after = Dataset(tmp_path / "after")
     assert after.record(1).digests == replaced.record(1).digests
     for found, own in zip(replaced[1].arrays, after[1].arrays, strict=True):
         assert all(np.array_equal(found[name], own[name]) for name in own)
 
 
-def test_an_actor_of_ray_finds_a_change(tmp_path: Path) -> None:
+def test_a_ray_actor_detects_a_change(tmp_path: Path) -> None:
     rows = written(tmp_path / "rows.jsonl", [{"image": "gate.jpg", "text": "What?"}, {"text": "a"}])
     given = settings(rows)
     begun, chunk = Run.of(given, tmp_path), next(chunks(given.sources(tmp_path), 7, None))
@@ -289,10 +291,10 @@ def test_an_actor_of_ray_finds_a_change(tmp_path: Path) -> None:
     error = msgspec.json.decode(done["failed"][0], type=Failure).exception()
     assert isinstance(error, StorageError)
     assert "rows.jsonl changed while the run read it" in str(error)
-    assert named(tmp_path / "node") == []
+    assert named_shards(tmp_path / "node") == []
 
 
-def test_rows_of_standard_input_are_the_runs_own(tmp_path: Path) -> None:
+def test_a_change_of_the_stored_standard_input_is_detected(tmp_path: Path) -> None:
     given, folder = Settings(model="", inputs=("-",), stdin_folder=str(tmp_path), shard_rows=3), tmp_path / "run"
     folder.mkdir()
     gather(given.inputs, folder, "", io.BytesIO(b'{"text": "a"}\n' * 4))

@@ -1,4 +1,4 @@
-"""Which calls continue a run: the same rows, settings and versions, wherever the files lie now."""
+"""Tests of the calls that continue a run: same rows, settings and versions, wherever the files lie."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from mindie_mm.batch.versions import versions
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
-from tests.batch.conftest import CLI, content, made, run, settings, written
+from tests.batch.conftest import CLI, content, run, run_in_process, settings, written
 from tests.namespaces import UNSHARE, require
 
 
 @pytest.fixture
 def place(media: Path, tmp_path: Path) -> Path:
-    """A folder with rows beside a folder of their pictures."""
+    """Return a folder with a file of rows and a folder of their pictures."""
     folder = tmp_path / "place"
     (folder / "pictures").mkdir(parents=True)
     for index in range(3):
@@ -40,20 +40,20 @@ def place(media: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def begun(given: Settings, folder: Path) -> None:
+def make_unfinished_run(given: Settings, folder: Path) -> None:
     """Make a run without its last shard and its manifest."""
-    made(given, folder)
+    run_in_process(given, folder)
     (folder / "manifest.json").unlink()
     max(folder.glob("shard-*.parquet")).unlink()
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "pictures"])
 @pytest.mark.parametrize("how", ["relative", "./", "..", "slash", "link", "linked folder", "moved"])
-def test_an_input_is_the_same_under_another_spelling(
+def test_an_input_under_another_path_continues_the_run(
     how: str, name: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, folder = settings(place / name, shard_rows=2), tmp_path / "run"
-    begun(given, folder)
+    make_unfinished_run(given, folder)
     monkeypatch.chdir(place)
     spelled = {"relative": name, "./": f"./{name}", "..": f"../place/{name}", "slash": f"{place}//{name}"}.get(how, "")
     if how == "slash" and name == "pictures":
@@ -68,26 +68,26 @@ def test_an_input_is_the_same_under_another_spelling(
         place.rename(tmp_path / "elsewhere")
         spelled = str(tmp_path / "elsewhere" / name)
     again = msgspec.structs.replace(given, inputs=(input_named(spelled),))
-    manifest = made(again, folder)
+    manifest = run_in_process(again, folder)
     assert (manifest.num_rows, manifest.num_errors) == (3, 0)
     assert manifest.run.settings.inputs == again.inputs
-    made(again, tmp_path / "whole")
+    run_in_process(again, tmp_path / "whole")
     assert content(folder) == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "pictures"])
-def test_equal_rows_beside_other_pictures_are_another_input(name: str, place: Path, tmp_path: Path) -> None:
+def test_a_copied_input_in_another_folder_is_another_input(name: str, place: Path, tmp_path: Path) -> None:
     shutil.copytree(place, tmp_path / "other")
-    made(settings(place / name), tmp_path / "run")
+    run_in_process(settings(place / name), tmp_path / "run")
     with pytest.raises(InputError, match=rf"the input was {place / name}, now {tmp_path / 'other' / name}\. The media"):
         run(settings(tmp_path / "other" / name), tmp_path / "run")
 
 
 @pytest.mark.parametrize("how", ["symlink", "hard link", "moved alone"])
-def test_the_same_rows_beside_other_pictures_are_another_input(how: str, place: Path, tmp_path: Path) -> None:
-    """Relative paths of media begin at the folder of the path that is given."""
+def test_a_linked_or_moved_file_without_its_pictures_is_another_input(how: str, place: Path, tmp_path: Path) -> None:
+    """Refuse the file, because relative paths of its media begin at the folder of the given path."""
     given, folder, other = settings(place / "rows.jsonl", shard_rows=2), tmp_path / "run", tmp_path / "other"
-    begun(given, folder)
+    make_unfinished_run(given, folder)
     other.mkdir()
     if how == "symlink":
         (other / "rows.jsonl").symlink_to(place / "rows.jsonl")
@@ -100,28 +100,28 @@ def test_the_same_rows_beside_other_pictures_are_another_input(how: str, place: 
 
 
 def test_answers_continue_after_the_input_has_moved(place: Path, tmp_path: Path) -> None:
-    before = made(settings(place / "rows.jsonl"), tmp_path / "run")
+    before = run_in_process(settings(place / "rows.jsonl"), tmp_path / "run")
     place.rename(tmp_path / "elsewhere")
     after = run(settings(tmp_path / "elsewhere/rows.jsonl"), tmp_path / "run")
     assert after != before
     assert after.digest == before.digest
 
 
-def test_a_checkpoint_counts_by_its_files(place: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_identified_by_its_files(place: Path, tmp_path: Path) -> None:
     given = settings(place / "rows.jsonl", shard_rows=2)
-    begun(given, tmp_path / "run")
+    make_unfinished_run(given, tmp_path / "run")
     shutil.copytree(EMBEDDED, tmp_path / "checkpoint")
     copied = msgspec.structs.replace(given, model=str(tmp_path / "checkpoint"))
-    assert made(copied, tmp_path / "run").num_rows == 3
+    assert run_in_process(copied, tmp_path / "run").num_rows == 3
     config = tmp_path / "checkpoint/config.json"
     config.write_text(config.read_text() + "\n")
     with pytest.raises(InputError, match="holds another run: model_digest was "):
         run(copied, tmp_path / "run")
 
 
-def test_versions_are_part_of_a_run(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_do_not_continue_a_run(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = settings(place / "rows.jsonl", shard_rows=2)
-    begun(given, tmp_path / "run")
+    make_unfinished_run(given, tmp_path / "run")
     before = content(tmp_path / "run")
     assert {
         "mindie_mm",
@@ -136,18 +136,18 @@ def test_versions_are_part_of_a_run(place: Path, tmp_path: Path, monkeypatch: py
     other = {**versions(), "transformers": "4.0.0", "more": "1"}
     monkeypatch.setattr(settings_module, "versions", lambda: other)
     own = versions()["transformers"]
-    said = (
+    message = (
         rf"versions was transformers {own}, more \(none\), now transformers 4\.0\.0, more 1\. Choose another folder for"
     )
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         run(given, tmp_path / "run")
     assert content(tmp_path / "run") == before
 
 
 def test_a_run_without_versions_is_read_but_not_continued(place: Path, tmp_path: Path) -> None:
-    """An earlier release wrote it."""
+    """Read a run of an earlier release, which did not record versions."""
     given, folder = settings(place / "rows.jsonl"), tmp_path / "run"
-    made(given, folder)
+    run_in_process(given, folder)
     for name in ("run.json", "manifest.json"):
         values: dict[str, Any] = json.loads((folder / name).read_text())
         del values.get("run", values)["versions"]
@@ -158,7 +158,7 @@ def test_a_run_without_versions_is_read_but_not_continued(place: Path, tmp_path:
         run(given, folder)
 
 
-def test_parts_of_a_run_leave_out_where_things_are(place: Path, tmp_path: Path) -> None:
+def test_the_identity_of_a_run_contains_no_paths(place: Path, tmp_path: Path) -> None:
     parts = Run.of(settings(place / "rows.jsonl"), tmp_path).parts()
     assert {"model_digest", "input_digests", "versions", "chat", "media", "family"} <= parts.keys()
     assert str(tmp_path) not in json.dumps(parts)
@@ -169,11 +169,11 @@ def tokenize(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.stderr
 
 
-def test_an_output_that_is_a_file_is_a_mistake(place: Path, tmp_path: Path) -> None:
+def test_an_output_that_is_a_file_is_refused(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    status, said = tokenize(place / "rows.jsonl", "--output", tmp_path / "file")
+    status, message = tokenize(place / "rows.jsonl", "--output", tmp_path / "file")
     assert status == 2
-    assert said == (
+    assert message == (
         f"Error: {tmp_path / 'file'} cannot be written: {tmp_path / 'file'} is not a folder. Choose a folder that "
         "you may write to, or one that does not exist yet\n"
     )
@@ -181,27 +181,27 @@ def test_an_output_that_is_a_file_is_a_mistake(place: Path, tmp_path: Path) -> N
 
 
 def test_an_input_in_the_output_folder_is_refused(place: Path, tmp_path: Path) -> None:
-    """The run's own files may have its name."""
+    """Refuse the input, because one of the run's own files may have the same name."""
     (tmp_path / "link").symlink_to(place)
     rows = place / "rows.jsonl"
     rows.rename(place / "input-000.jsonl")
     for output in (place, tmp_path / "link", place / "pictures/.."):
-        status, said = tokenize(place / "input-000.jsonl", "--output", output)
+        status, message = tokenize(place / "input-000.jsonl", "--output", output)
         assert status == 2
-        assert f"the input {place / 'input-000.jsonl'} is inside the output folder" in said
-    status, said = tokenize(place / "pictures", "--output", place / "pictures")
-    assert (status, "is inside the output folder" in said) == (2, True)
+        assert f"the input {place / 'input-000.jsonl'} is inside the output folder" in message
+    status, message = tokenize(place / "pictures", "--output", place / "pictures")
+    assert (status, "is inside the output folder" in message) == (2, True)
     assert sorted(path.name for path in place.iterdir()) == ["input-000.jsonl", "pictures"]
 
 
-def test_an_output_by_a_link_is_a_folder(place: Path, tmp_path: Path) -> None:
+def test_an_output_may_be_a_link_to_a_folder(place: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    made(settings(place / "rows.jsonl"), tmp_path / "link")
+    run_in_process(settings(place / "rows.jsonl"), tmp_path / "link")
     assert (tmp_path / "real/manifest.json").exists()
 
 
-def test_an_output_on_a_read_only_file_system_is_a_mistake(place: Path, tmp_path: Path) -> None:
+def test_an_output_on_a_read_only_file_system_is_refused(place: Path, tmp_path: Path) -> None:
     own_mounts = (*UNSHARE, "--mount")
     require(own_mounts)
     (tmp_path / "disk").mkdir()
@@ -212,8 +212,8 @@ def test_an_output_on_a_read_only_file_system_is_a_mistake(place: Path, tmp_path
     assert "disk/run cannot be written: Read-only file system. Choose a folder" in done.stderr
 
 
-def test_an_output_that_one_may_not_write_is_a_mistake(place: Path, tmp_path: Path) -> None:
-    """Whoever runs the tests: the rights of root are put aside."""
+def test_an_output_without_write_permission_is_refused(place: Path, tmp_path: Path) -> None:
+    """Drop the rights of root, so that the test holds for any user."""
     (tmp_path / "closed").mkdir(mode=0o500)
     user = os.geteuid()
     os.seteuid(user or 65534)
@@ -224,11 +224,11 @@ def test_an_output_that_one_may_not_write_is_a_mistake(place: Path, tmp_path: Pa
         os.seteuid(user)
 
 
-def test_ids_that_several_rows_have_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The last row has no id, so that its number is its id."""
+def test_repeated_ids_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Count the last row too. Its row number is its id and repeats an earlier id."""
     ids = ["a", "b", "a", "c", "b", "a", "7", None]
     rows = [{"id": name, "text": "Hello!"} for name in ids]
-    made(settings(written(tmp_path / "rows.jsonl", rows), shard_rows=3), tmp_path / "run")
+    run_in_process(settings(written(tmp_path / "rows.jsonl", rows), shard_rows=3), tmp_path / "run")
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning == (
         "4 rows have the id of an earlier row, such as rows 0 and 2, 1 and 4, 0 and 5. "
@@ -236,13 +236,13 @@ def test_ids_that_several_rows_have_are_counted(tmp_path: Path, caplog: pytest.L
     )
     assert Manifest.read(tmp_path / "run").num_repeated_ids == 4
     caplog.clear()
-    made(settings(written(tmp_path / "other.jsonl", rows[:2]), shard_rows=3), tmp_path / "other")
+    run_in_process(settings(written(tmp_path / "other.jsonl", rows[:2]), shard_rows=3), tmp_path / "other")
     assert not caplog.records
     assert Manifest.read(tmp_path / "other").num_repeated_ids == 0
 
 
-def test_a_row_that_is_no_json_keeps_its_id(tmp_path: Path) -> None:
-    """JSON may spell half of a surrogate pair, which no table and no UTF-8 holds."""
+def test_a_row_with_invalid_json_keeps_its_id(tmp_path: Path) -> None:
+    """Escape half of a surrogate pair, which JSON can spell but UTF-8 and tables cannot hold."""
     lines = [
         rb'{"id": "\ud800 a", "text": "Hello!"}',
         rb'{"id": "b", "text": "cut \ud83d"}',
@@ -252,7 +252,7 @@ def test_a_row_that_is_no_json_keeps_its_id(tmp_path: Path) -> None:
         b'{"id": "lost", "text": ',
         rb'{"id": "\ud83d\ude00", "text": "\ud83d\ude00"}',
     ]
-    manifest = made(settings(written(tmp_path / "rows.jsonl", lines)), tmp_path / "run")
+    manifest = run_in_process(settings(written(tmp_path / "rows.jsonl", lines)), tmp_path / "run")
     ids = [sample.id for sample in Dataset(tmp_path / "run")]
     assert ids == ["\\ud800 a", "b", "c", "caf\\udce9", "7", "5", "\U0001f600"]
     assert manifest.num_errors == 6
@@ -262,10 +262,10 @@ def test_a_row_that_is_no_json_keeps_its_id(tmp_path: Path) -> None:
         assert f"it has \\{half}, half of a surrogate pair" in errors[row]["error"]
 
 
-def test_an_id_of_a_table_that_is_not_utf_8_is_escaped(tmp_path: Path) -> None:
+def test_a_table_id_that_is_not_utf_8_is_escaped(tmp_path: Path) -> None:
     ids = _text(b"a\xed\xa0\x80", b"b")
     pq.write_table(pa.table({"id": ids, "text": ["Hello!", "Hello!"]}), tmp_path / "rows.parquet")
-    assert made(settings(tmp_path / "rows.parquet"), tmp_path / "run").num_errors == 0
+    assert run_in_process(settings(tmp_path / "rows.parquet"), tmp_path / "run").num_errors == 0
     assert [sample.id for sample in Dataset(tmp_path / "run")] == ["a\\xed\\xa0\\x80", "b"]
 
 

@@ -1,4 +1,4 @@
-"""Shards that were damaged, exchanged or made up: whoever reads them gets an error that says which, never a crash."""
+"""Tests of damaged, exchanged and forged shards. Reading gives an error that names the file, never a crash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindie_mm.batch.output.shard import SCHEMA
 from mindie_mm.cli import main
 from mindie_mm.errors import BadReference, CorruptReference, InputError, SegmentMissing
 from mindie_mm.shm import Ref
-from tests.batch.conftest import content, made, run, settings, written
+from tests.batch.conftest import content, run, run_in_process, settings, written
 
 TABLE, ARENA = "shard-000000000.parquet", "shard-000000000.arena"
 
@@ -28,7 +28,7 @@ TABLE, ARENA = "shard-000000000.parquet", "shard-000000000.arena"
 def whole(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"inputs": [{"image": f"{i}.jpg"}, {"text": "What?"}]} for i in range(3)]
     folder = tmp_path_factory.mktemp("damage") / "run"
-    made(settings(written(media / "damage.jsonl", rows)), folder)
+    run_in_process(settings(written(media / "damage.jsonl", rows)), folder)
     return folder
 
 
@@ -48,7 +48,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def rewritten(folder: Path, **columns: Callable[[Any], Any]) -> None:
-    """The table with every row's columns changed so; its metadata are as they were."""
+    """Rewrite the table with the functions in `columns` applied to every row. The metadata stay unchanged."""
     table = pq.read_table(folder / TABLE)
     rows = [row | {name: change(row[name]) for name, change in columns.items()} for row in table.to_pylist()]
     metadata = {b"mindie_mm": pq.read_metadata(folder / TABLE).metadata[b"mindie_mm"]}
@@ -60,7 +60,7 @@ def invoke(*arguments: object) -> Result:
 
 
 def elsewhere(ids: Sequence[int]) -> list[int]:
-    """Words of a block that the file does not have."""
+    """Return the ids with reference words of a block that the file does not have."""
     words = Ref(0, 2000, 1, "uint8", (48, 588)).to_words()
     slots = [at for at, token in enumerate(ids) if token < 0]
     changed = list(ids)
@@ -94,7 +94,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[BadReference]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_reading_what_is_damaged(damage: str, folder: Path, tmp_path: Path) -> None:
+def test_reading_damaged_files_raises_an_error(damage: str, folder: Path, tmp_path: Path) -> None:
     harm, error = DAMAGES[damage]
     harm(folder)
     with pytest.raises(error):
@@ -105,7 +105,7 @@ def test_reading_what_is_damaged(damage: str, folder: Path, tmp_path: Path) -> N
     assert not (tmp_path / "row.png").exists()
 
 
-def test_a_pixel_that_changed_is_found_before_it_is_used(folder: Path, tmp_path: Path) -> None:
+def test_a_changed_pixel_is_detected_before_it_is_used(folder: Path, tmp_path: Path) -> None:
     flip(folder / ARENA, (folder / ARENA).stat().st_size - 9000)
     generate = ("generate", "--tokenized", folder, "--output", tmp_path / "out.jsonl")
     for command, status in ((("inspect", folder, 1), 1), (generate, 3)):
@@ -115,30 +115,31 @@ def test_a_pixel_that_changed_is_found_before_it_is_used(folder: Path, tmp_path:
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-def test_a_table_that_was_exchanged_is_found_before_it_is_used(folder: Path, tmp_path: Path) -> None:
+def test_an_exchanged_table_is_detected_before_it_is_used(folder: Path, tmp_path: Path) -> None:
     rewritten(folder, input_ids=elsewhere)
     shown = invoke("inspect", folder, 1, "--png", tmp_path / "row.png")
     assert shown.exit_code == 1
     assert f"{TABLE} is not the file that the run wrote: its digest is" in shown.stderr
 
 
-def test_calling_again_does_not_vouch_for_a_table_that_was_exchanged(
+@pytest.mark.slow
+def test_another_call_replaces_an_exchanged_table(
     folder: Path, whole: Path, media: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rewritten(folder, id=lambda _: "another")
-    made(settings(media / "damage.jsonl"), folder)
+    run_in_process(settings(media / "damage.jsonl"), folder)
     assert f"{folder / TABLE} is not the file that the run wrote: its digest is" in caplog.text
     assert content(folder) == content(whole)
 
 
 @pytest.mark.parametrize("size", [0, 5000, -4096])
-def test_calling_again_makes_blocks_anew_that_were_cut_short(size: int, folder: Path, whole: Path, media: Path) -> None:
+def test_another_call_rebuilds_a_truncated_arena(size: int, folder: Path, whole: Path, media: Path) -> None:
     cut(folder / ARENA, size)
-    made(settings(media / "damage.jsonl"), folder)
+    run_in_process(settings(media / "damage.jsonl"), folder)
     assert content(folder) == content(whole)
 
 
-def test_calling_again_does_not_mend_a_manifest(folder: Path, media: Path) -> None:
+def test_another_call_does_not_repair_a_damaged_manifest(folder: Path, media: Path) -> None:
     cut(folder / "manifest.json", 100)
     with pytest.raises(CorruptReference, match=r"manifest\.json is damaged"):
         run(settings(media / "damage.jsonl"), folder)
@@ -154,7 +155,7 @@ def test_calling_again_does_not_mend_a_manifest(folder: Path, media: Path) -> No
         lambda manifest: manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"shards": []})),
     ],
 )
-def test_a_manifest_that_is_damaged(harm: Callable[[Path], object], folder: Path) -> None:
+def test_a_damaged_manifest_is_refused(harm: Callable[[Path], object], folder: Path) -> None:
     harm(folder / "manifest.json")
     with pytest.raises(CorruptReference, match=r"manifest\.json is damaged"):
         Dataset(folder)
@@ -170,7 +171,7 @@ def test_a_run_of_another_format_is_not_called_damaged(folder: Path) -> None:
         Dataset(folder)
 
 
-def test_what_is_no_run(whole: Path, tmp_path: Path) -> None:
+def test_a_path_without_a_run_and_a_missing_row_are_refused(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not hold a finished run"):
         Dataset(tmp_path)
     with pytest.raises(InputError, match=r"manifest.json is a file. Give the folder of a finished run"):
@@ -183,14 +184,14 @@ def test_what_is_no_run(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", ["gone/out", "."])
-def test_what_cannot_be_written(out: str, whole: Path, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_reported(out: str, whole: Path, tmp_path: Path) -> None:
     shown = invoke("inspect", whole, 1, "--png", tmp_path / out)
     assert (shown.exit_code, "cannot be written: " in shown.stderr) == (1, True)
     shown = invoke("generate", "--tokenized", whole, "--output", tmp_path / out)
     assert (shown.exit_code, "cannot be written: " in shown.stderr) == (2, True)
 
 
-def test_a_pipe_takes_no_answers(whole: Path, tmp_path: Path) -> None:
+def test_answers_cannot_go_to_a_pipe(whole: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     shown = invoke("generate", "--tokenized", whole, "--output", tmp_path / "pipe")
     assert (shown.exit_code, "pipe cannot be written: File or stream is not seekable" in shown.stderr) == (2, True)

@@ -1,4 +1,4 @@
-"""`generate` while its engine fails: a row costs at most its own answer, and a broken engine costs none."""
+"""Tests of `generate` with a failing engine. A bad row loses at most its own answer, a broken engine loses none."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mindie_mm.engine.requests.engine_messages import Progress
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import DeviceError
 from mindie_mm.worker.async_engine import AsyncEngine
-from tests.batch.conftest import made, settings, written
+from tests.batch.conftest import run_in_process, settings, written
 
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 POISON = "3"
-"""The row that the engine fails at."""
+"""The row at which the engine fails."""
 
 
 @pytest.fixture(scope="module")
 def folder(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six rows in three shards."""
+    """Return a run of six rows in three shards."""
     rows = [{"inputs": [{"image": f"{i}.jpg"}, {"text": "What?"}]} for i in range(6)]
     folder = tmp_path_factory.mktemp("failures") / "run"
-    made(settings(written(media / "failures.jsonl", rows), shard_rows=2), folder)
+    run_in_process(settings(written(media / "failures.jsonl", rows), shard_rows=2), folder)
     return folder
 
 
@@ -44,7 +44,7 @@ def generate(folder: Path, output: Path, *options: object) -> Result:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> bytes:
-    """The answers of an engine that never fails."""
+    """Return the answers of an engine that never fails."""
     output = folder.parent / "whole.jsonl"
     assert generate(folder, output).exit_code == 0
     return output.read_bytes()
@@ -55,9 +55,10 @@ Fail = Callable[[AsyncEngine, str, bool], None]
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
-    """Has something done before a request is sent, and before each step of it; the requests that are asked for.
+    """Return a function that installs a callback for each request. The function returns the set of running requests.
 
-    It is given the engine, the request and whether it is sent; a DeviceError that it raises ends the request.
+    The callback gets the engine, the request's id and whether the request was sent. The callback runs before
+    a request is sent and at each step of the request. A DeviceError of the callback fails the request.
     """
     own = AsyncEngine.generate
     asked: set[str] = set()
@@ -71,7 +72,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
             asked.add(request_id)
             try:
                 async with aclosing(own(self, request_id, ids, params)) as steps:
-                    async for step in steps:  # to its end, as after an engine's own failure: nothing comes that is late
+                    async for step in steps:  # reads to the end, so that no step arrives late
                         try:
                             fail(self, request_id, True)
                         except DeviceError as error:
@@ -89,10 +90,10 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
     return install
 
 
-def test_an_engine_that_is_killed_costs_no_answer(
+def test_a_killed_engine_loses_no_answer(
     folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor of rows that had output."""
+    """Keep the answers of rows that already had output too."""
     monkeypatch.setenv("MINDIE_MM_FAULTS", str(tmp_path))
     (tmp_path / "engine.mid-decode").touch()
     done = generate(folder, tmp_path / "out.jsonl")
@@ -102,7 +103,7 @@ def test_an_engine_that_is_killed_costs_no_answer(
 
 
 @pytest.mark.slow
-def test_a_row_that_kills_the_engine_each_time_is_an_error(
+def test_a_row_that_kills_every_engine_becomes_an_error(
     folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]]
 ) -> None:
     def kill(engine: AsyncEngine, request: str, sent: bool) -> None:
@@ -117,7 +118,7 @@ def test_a_row_that_kills_the_engine_each_time_is_an_error(
     assert "ProcessDied: the engine process" in json.loads(second)["error"]
 
 
-def test_a_row_that_fails_every_step_is_an_error_and_the_others_are_answered(
+def test_a_row_that_fails_every_step_becomes_an_error_and_the_others_are_answered(
     folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]]
 ) -> None:
     asked: list[str] = []
@@ -139,7 +140,7 @@ def test_a_row_that_fails_every_step_is_an_error_and_the_others_are_answered(
     assert asked.count("anything") == 2, "it is blamed once"
 
 
-def test_an_engine_that_answers_nothing_makes_no_errors_of_rows(
+def test_an_engine_that_fails_every_request_ends_the_run_without_row_errors(
     folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]]
 ) -> None:
     failed: list[str] = []
@@ -159,7 +160,7 @@ def test_an_engine_that_answers_nothing_makes_no_errors_of_rows(
     assert len(begun.splitlines()) < int(POISON) + 1
 
 
-def test_an_engine_that_does_not_come_back_ends_the_run(
+def test_an_engine_that_does_not_restart_ends_the_run(
     folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def gone(engine: AsyncEngine) -> None:
@@ -179,10 +180,11 @@ def test_an_engine_that_does_not_come_back_ends_the_run(
     assert whole.startswith((tmp_path / "out.jsonl").read_bytes())
 
 
-def test_the_next_shard_is_asked_before_the_last_one_is_answered(
+@pytest.mark.slow
+def test_the_next_shard_is_mounted_before_the_last_one_is_answered(
     folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is given back with its last row; what is asked before one that is damaged is answered."""
+    """Unmount each shard with its last row. Answer all rows before a damaged shard."""
     mounted: list[int] = []
     most: list[int] = []
     mount, unmount = AsyncEngine.mount, AsyncEngine.unmount

@@ -20,7 +20,7 @@ from mindie_mm.shm import Arena, DiskArena, request_directory
 from mindie_mm.shm.disk.disk_writer import sync_folder
 from mindie_mm.worker.answer_file import Origin, continued
 from service.app import require_places
-from tests.batch.conftest import made, run, settings, written
+from tests.batch.conftest import run, run_in_process, settings, written
 
 NO_LOCKS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP]
 
@@ -53,9 +53,9 @@ def refuse_to_lock(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_succeeds_if_its_folder_cannot_be_synced(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync_folder(Path("/proc"))  # fsync of a folder in /proc fails with EINVAL
+    sync_folder(Path("/proc"))  # fsync of a folder in /proc fails with EINVAL, which must be ignored
     refuse_to_sync(stat.S_ISDIR, errno.EINVAL, monkeypatch)
-    made(settings(rows), tmp_path / "run")
+    run_in_process(settings(rows), tmp_path / "run")
     assert [sample.error for sample in Dataset(tmp_path / "run")] == [None] * 3
 
 
@@ -65,7 +65,7 @@ def test_other_sync_errors_end_a_run(
 ) -> None:
     refuse_to_sync(kind, number, monkeypatch)
     with pytest.raises(StorageError, match=rf"run\.json cannot be written: {os.strerror(number)}"):
-        made(settings(rows), tmp_path / "run")
+        run_in_process(settings(rows), tmp_path / "run")
     arena = DiskArena.create(tmp_path / "a.arena", 0, 4096)
     with pytest.raises(SharedMemoryError, match=rf"a\.arena cannot be finished: {os.strerror(number)}"):
         arena.close()
@@ -76,7 +76,7 @@ def test_a_run_without_locks_continues_with_a_warning(
     number: int, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse_to_lock(number, monkeypatch)
-    made(settings(rows), tmp_path / "run")
+    run_in_process(settings(rows), tmp_path / "run")
     assert [sample.error for sample in Dataset(tmp_path / "run")] == [None] * 3
     (warning,) = [record.getMessage() for record in caplog.records]
     lacks = (

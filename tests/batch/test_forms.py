@@ -1,4 +1,4 @@
-"""The forms that rows come in: one prompt has the same ids and arrays in all of them, and what is no row harms none."""
+"""Tests of the forms of rows. A prompt has the same ids and arrays in every form, and a bad row fails alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mindie_mm.batch.settings import Run
 from mindie_mm.batch.stage import Stage
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError, StorageError
-from tests.batch.conftest import content, made, settings, tokenize, written
+from tests.batch.conftest import content, run_in_process, settings, tokenize, written
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.sound_samples import encode_sound, tone
 
@@ -36,7 +36,7 @@ TEMPLATE = "{media}What is this?"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A picture with alpha, one without, a sound and a video."""
+    """Return a folder with a JPEG, a PNG, a sound and a video."""
     folder = tmp_path_factory.mktemp("forms") / "media"
     folder.mkdir()
     (folder / "0.jpg").write_bytes(encoded(photograph(size=(90, 70))))
@@ -55,7 +55,7 @@ def listed(folder: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def packed(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:
-    """An uncompressed tar."""
+    """Write an uncompressed tar, and return its path."""
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
         for name, data in members:
             member = tarfile.TarInfo(name)
@@ -157,7 +157,7 @@ def flat_urls(folder: Path, out: Path) -> Path:
 
 
 def tar_with_lists(folder: Path, out: Path) -> Path:
-    """As macOS packs it, with a file beside each that says something else."""
+    """Write a tar as macOS packs it, with a second JSON file beside each medium that must be ignored."""
     return packed(
         out / "lists.tar",
         [
@@ -184,9 +184,9 @@ def require_equal(found: Sequence[Sample], expected: Sequence[Sample]) -> None:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """What `lines` gives, which test_run compares with the online path."""
+    """Return the dataset of `lines`. test_run compares that form with the online path."""
     out = tmp_path_factory.mktemp("reference")
-    made(settings(lines(folder, out)), out / "run")
+    run_in_process(settings(lines(folder, out)), out / "run")
     return Dataset(out / "run")
 
 
@@ -197,24 +197,24 @@ FORMS = (windows_lines, bare_lists, flat, flat_urls, openai, table_of_cells, tab
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_prompt_is_the_same_in_each_form(form: Any, folder: Path, reference: Dataset, tmp_path: Path) -> None:
-    made(settings(form(folder, tmp_path)), tmp_path / "run")
+    run_in_process(settings(form(folder, tmp_path)), tmp_path / "run")
     require_equal(Dataset(tmp_path / "run"), reference)
 
 
-def test_a_folder_of_media_is_one_too(folder: Path, reference: Dataset, tmp_path: Path) -> None:
+def test_a_folder_of_media_gives_the_same_prompts(folder: Path, reference: Dataset, tmp_path: Path) -> None:
     media = tmp_path / "media"
     (media / "below").mkdir(parents=True)
     for name in NAMES:
         (media / "below" / name).write_bytes((folder / name).read_bytes())
     (media / "notes.md").touch()
-    made(settings(media, template=TEMPLATE), tmp_path / "run")
+    run_in_process(settings(media, template=TEMPLATE), tmp_path / "run")
     dataset = Dataset(tmp_path / "run")
     require_equal(dataset, reference)
     assert [sample.id for sample in dataset] == [f"below/{name}" for name in NAMES]
     assert not list((tmp_path / "run").glob("input-*"))
 
 
-def test_standard_input_columns_limit_and_template_of_the_command(
+def test_the_command_takes_standard_input_columns_limit_and_template(
     folder: Path, reference: Dataset, tmp_path: Path
 ) -> None:
     rows = lines(folder, tmp_path).read_text()
@@ -260,7 +260,7 @@ ATTACKS: Sequence[tuple[bytes, str]] = (
 )
 
 
-def test_what_is_no_row_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_an_invalid_row_fails_alone(tmp_path: Path) -> None:
     good = [
         {"id": "same", "text": "a"},
         {"id": "same", "text": "a"},
@@ -268,7 +268,7 @@ def test_what_is_no_row_is_an_error_of_its_own(tmp_path: Path) -> None:
     ]
     rows = written(tmp_path / "rows.jsonl", [good[0], *(row for row, _ in ATTACKS), *good[1:]])
     rows.write_bytes(rows.read_bytes().removesuffix(b"\n"))
-    made(settings(rows), tmp_path / "run")
+    run_in_process(settings(rows), tmp_path / "run")
     dataset = Dataset(tmp_path / "run")
     assert len(dataset) == len(ATTACKS) + len(good)
     for sample, (row, why) in zip(dataset[1:-2], ATTACKS, strict=True):
@@ -279,16 +279,16 @@ def test_what_is_no_row_is_an_error_of_its_own(tmp_path: Path) -> None:
     assert len((tmp_path / "run/errors.jsonl").read_text().splitlines()) == len(ATTACKS)
 
 
-def test_cells_that_python_has_no_value_for_fail_their_row_alone(tmp_path: Path) -> None:
+def test_cells_without_a_python_value_fail_only_their_row(tmp_path: Path) -> None:
     text = pa.StringArray.from_buffers(3, pa.py_buffer(np.array([0, 1, 2, 3], np.int32)), pa.py_buffer(b"a\xffb"))
     table = pa.table({"text": text.cast(pa.string()), "when": pa.array([0, 0, 2**50], pa.timestamp("ms"))})
     pq.write_table(table, tmp_path / "odd.parquet")
-    made(settings(tmp_path / "odd.parquet"), tmp_path / "run")
+    run_in_process(settings(tmp_path / "odd.parquet"), tmp_path / "run")
     errors = [sample.error for sample in Dataset(tmp_path / "run")]
     assert errors == [None, "InputError: inputs[0].text is of type bytes; it must be a string", None]
 
 
-def test_a_group_of_rows_is_read_piece_by_piece(tmp_path: Path) -> None:
+def test_a_row_group_is_read_piece_by_piece(tmp_path: Path) -> None:
     rows = [{"text": "a", "bytes": os.urandom(1_000_000), "id": row} for row in range(12)]
     path = tabled(tmp_path / "large.parquet", rows, write_batch_size=1)
     before = pa.total_allocated_bytes()
@@ -303,7 +303,7 @@ def test_a_group_of_rows_is_read_piece_by_piece(tmp_path: Path) -> None:
     assert [row["id"] for row in source.records(1, 3)] == [1, 2]
 
 
-def test_members_of_a_tar_that_are_no_files(folder: Path, tmp_path: Path) -> None:
+def test_only_regular_files_of_a_tar_are_rows(folder: Path, tmp_path: Path) -> None:
     picture = (folder / "0.jpg").read_bytes()
     with tarfile.open(tmp_path / "odd.tar", "w") as tar:
         for name in ("../../0.jpg", "/etc/1.jpg", "d\udcff/2.jpg", "x" * 200 + "/3.jpg"):
@@ -314,19 +314,19 @@ def test_members_of_a_tar_that_are_no_files(folder: Path, tmp_path: Path) -> Non
             member = tarfile.TarInfo(f"{number}.jpg")
             member.type, member.linkname = type_, str(folder / "0.jpg")
             tar.addfile(member)
-    made(settings(tmp_path / "odd.tar"), tmp_path / "run")
+    run_in_process(settings(tmp_path / "odd.tar"), tmp_path / "run")
     dataset = Dataset(tmp_path / "run")
     assert [sample.id for sample in dataset] == ["../../0", "/etc/1", "d\\udcff/2", "x" * 200 + "/3"]
     assert [sample.error for sample in dataset] == [None] * 4
 
 
-def test_a_sparse_file_in_a_tar_is_left_out(folder: Path, tmp_path: Path) -> None:
+def test_a_sparse_file_in_a_tar_is_ignored(folder: Path, tmp_path: Path) -> None:
     with (tmp_path / "0.jpg").open("wb") as file:
         file.truncate(2**40)
     (tmp_path / "1.jpg").write_bytes((folder / "0.jpg").read_bytes())
     command = ["tar", "--sparse", "-C", str(tmp_path), "-cf", str(tmp_path / "s.tar"), "0.jpg", "1.jpg"]
     subprocess.run(command, check=True, timeout=300)
-    made(settings(tmp_path / "s.tar"), tmp_path / "run")
+    run_in_process(settings(tmp_path / "s.tar"), tmp_path / "run")
     assert [(sample.id, sample.error) for sample in Dataset(tmp_path / "run")] == [("1", None)]
 
 
@@ -346,7 +346,7 @@ def test_a_damaged_tar_ends_the_run(damage: str, folder: Path, tmp_path: Path) -
         data = bytearray(b"x" * 2000)
     path.write_bytes(data)
     with pytest.raises(InputError, match=r"t\.tar (is damaged|cannot be read as an uncompressed tar)"):
-        made(settings(path), tmp_path / "run")
+        run_in_process(settings(path), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -357,14 +357,14 @@ def test_a_damaged_tar_ends_the_run(damage: str, folder: Path, tmp_path: Path) -
         ("a.tar.gz", b"", r"is neither a folder of media nor a \.jsonl"),
     ],
 )
-def test_files_that_are_none(name: str, data: bytes, why: str, tmp_path: Path) -> None:
+def test_a_file_in_an_unsupported_format_is_refused(name: str, data: bytes, why: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(InputError, match=why):
-        made(settings(tmp_path / name), tmp_path / "run")
+        run_in_process(settings(tmp_path / name), tmp_path / "run")
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    """Also by root, who may open anything: this is a file whose first bytes nobody can read."""
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """Use a file whose first bytes are unreadable even for root."""
     (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")
     (tmp_path / "b.jsonl").symlink_to("b.jsonl")
     for given, why in (
@@ -375,7 +375,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "gone.jsonl", r"there is no file .*gone\.jsonl"),
     ):
         with pytest.raises(InputError, match=why):
-            made(settings(given), tmp_path / "run")
+            run_in_process(settings(given), tmp_path / "run")
     (tmp_path / "e.jsonl").write_text('{"text": "a"}')
     source = open_source(tmp_path / "e.jsonl", ())
     (tmp_path / "e.jsonl").unlink()
@@ -383,8 +383,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         list(chunks([source], 7, None))
 
 
-def test_rows_that_are_gone_since_they_were_counted_end_the_run(tmp_path: Path) -> None:
-    """Each process of a run may count and read on its own, as actors on another machine do."""
+def test_rows_removed_after_counting_end_the_run(tmp_path: Path) -> None:
+    """End the run although the worker counts and reads by itself, as actors on another machine do."""
     rows = written(tmp_path / "rows.jsonl", [{"text": "a", "id": row} for row in range(10)])
     given = settings(rows)
     counted = [*chunks(given.sources(tmp_path), 7, None)]
@@ -397,8 +397,8 @@ def test_rows_that_are_gone_since_they_were_counted_end_the_run(tmp_path: Path) 
             next(steps)
 
 
-def test_files_that_one_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs the tests: root's own rights are put aside."""
+def test_files_without_read_permission_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drop the rights of root, so that the test holds for any user."""
     (tmp_path / "hidden").mkdir()
     hidden = [tmp_path / name for name in ("hidden/a.jsonl", "a.jsonl", "a.tar", "hidden")]
     for path in hidden:
@@ -422,16 +422,16 @@ def test_files_that_one_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             path.chmod(0o700)
 
 
-def test_a_link_in_a_folder_that_cannot_be_followed_is_left_out(folder: Path, tmp_path: Path) -> None:
+def test_a_broken_link_in_a_folder_is_ignored(folder: Path, tmp_path: Path) -> None:
     media = tmp_path / "media"
     media.mkdir()
     for name, target in (("0.jpg", folder / "0.jpg"), ("loop.jpg", "loop.jpg"), ("nowhere.jpg", "gone")):
         (media / name).symlink_to(target)
-    made(settings(media), tmp_path / "run")
+    run_in_process(settings(media), tmp_path / "run")
     assert [(sample.id, sample.error) for sample in Dataset(tmp_path / "run")] == [("0.jpg", None)]
 
 
-def test_program_streams_caf_and_wave64_are_media_of_a_folder_and_of_a_tar(tmp_path: Path) -> None:
+def test_program_streams_caf_and_wave64_are_media_in_folders_and_tars(tmp_path: Path) -> None:
     media = tmp_path / "media"
     media.mkdir()
     stream = encode_video(moving_frames(6), fps=25, container="mpeg", codec="mpeg2video")
@@ -439,14 +439,14 @@ def test_program_streams_caf_and_wave64_are_media_of_a_folder_and_of_a_tar(tmp_p
     given = {"p.mpg": stream, "v.VOB": stream, "t.m2ts": encode_video(moving_frames(6), container="mpegts"), **sounds}
     for name, data in given.items():
         (media / name).write_bytes(data)
-    made(settings(media), tmp_path / "run")
+    run_in_process(settings(media), tmp_path / "run")
     listed = Dataset(tmp_path / "run")
     assert [(sample.id, sample.error, len(sample.spans)) for sample in listed] == [(n, None, 1) for n in sorted(given)]
-    made(settings(packed(tmp_path / "t.tar", [*given.items()])), tmp_path / "of-tar")
+    run_in_process(settings(packed(tmp_path / "t.tar", [*given.items()])), tmp_path / "of-tar")
     require_equal(Dataset(tmp_path / "of-tar"), [listed[sorted(given).index(name)] for name in given])
 
 
-def test_what_a_folder_has_beside_media_is_told_and_changes_no_byte(folder: Path, tmp_path: Path) -> None:
+def test_other_files_of_a_folder_are_counted_and_change_no_output(folder: Path, tmp_path: Path) -> None:
     media = tmp_path / "media"
     (media / "below").mkdir(parents=True)
     (media / "0.jpg").write_bytes((folder / "0.jpg").read_bytes())
@@ -463,21 +463,21 @@ def test_what_a_folder_has_beside_media_is_told_and_changes_no_byte(folder: Path
     assert again.stdout == beside.stdout, "a run that goes on tells it, too"
 
 
-def test_endings_beyond_the_eighth_are_others() -> None:
+def test_extensions_beyond_the_eighth_are_summed_up() -> None:
     assert left_out_summary(Counter({".one": 1})) == "1 file (.one 1)"
     many = Counter({f".e{number}": 20 - number for number in range(10)})
     assert left_out_summary(many).endswith(".e6 14, .e7 13, others 23)")
 
 
-def test_a_folder_without_media_is_told_by_what_it_has(tmp_path: Path) -> None:
+def test_the_error_of_a_folder_without_media_lists_its_files(tmp_path: Path) -> None:
     (tmp_path / "media").mkdir()
     for has in ("0 files$", r"1 file \(\.txt 1\)"):
         with pytest.raises(InputError, match=f"no file with a media extension; it has {has}"):
-            made(settings(tmp_path / "media"), tmp_path / "run")
+            run_in_process(settings(tmp_path / "media"), tmp_path / "run")
         (tmp_path / "media/a.txt").touch()
 
 
-def test_standard_input_that_cannot_be_read(tmp_path: Path) -> None:
+def test_standard_input_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(InputError, match="standard input cannot be read: Input/output error"),
         Path("/proc/self/mem").open("rb") as stdin,
@@ -497,10 +497,10 @@ def test_standard_input_that_cannot_be_read(tmp_path: Path) -> None:
         (b"1\n2", None, b"1\n2"),
     ],
 )
-def test_standard_input_is_read_no_further_than_its_rows(
+def test_standard_input_is_read_only_up_to_the_limit(
     given: bytes, limit: int | None, taken: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Standard input may never end. Here the writer keeps it open."""
+    """Stop at the limit although the writer keeps the pipe open, because standard input may never end."""
     monkeypatch.setattr("mindie_mm.batch.input.gather._PIECE_BYTES", 4)
     ours, theirs = os.pipe()
     with os.fdopen(ours, "rb") as stdin, os.fdopen(theirs, "wb", buffering=0) as writer:
@@ -511,19 +511,17 @@ def test_standard_input_is_read_no_further_than_its_rows(
     assert gathered_path(tmp_path, 0).read_bytes() == taken
 
 
-def test_a_call_that_is_refused_leaves_no_standard_input_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_call_leaves_no_copy_of_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = written(tmp_path / "rows.jsonl", [{"text": "a"}])
-    made(settings(rows), tmp_path / "run")
+    run_in_process(settings(rows), tmp_path / "run")
     before = sorted(path.name for path in (tmp_path / "run").iterdir())
     shown = CliRunner().invoke(main, ["tokenize", "-", "--output", str(tmp_path / "run")], input='{"text": "b"}\n')
     assert (shown.exit_code, "holds another run: " in shown.stderr) == (2, True), shown.output
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
 
 
-def test_a_template_without_a_use_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_template_that_no_input_uses_is_refused(folder: Path, tmp_path: Path) -> None:
     rows = written(tmp_path / "rows.jsonl", [{"text": "a"}])
     with pytest.raises(InputError, match="template applies only to folders of media and tar files"):
         Run.of(settings(rows, template="What?"), tmp_path)
@@ -533,12 +531,12 @@ def test_a_template_without_a_use_is_refused(folder: Path, tmp_path: Path) -> No
         settings(folder, template="Describe {media} now {media}.")
 
 
-def test_standard_input_is_read_once() -> None:
+def test_standard_input_named_twice_is_refused() -> None:
     with pytest.raises(InputError, match="standard input is given 2 times"):
         settings(Path("-"), Path("-"))
 
 
-def test_of_many_tables_those_alone_are_open_that_are_read(tmp_path: Path) -> None:
+def test_a_table_is_open_only_while_it_is_read(tmp_path: Path) -> None:
     def num_open() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 

@@ -76,7 +76,7 @@ def test_a_carriage_return_is_white_space_within_a_row(tmp_path: Path) -> None:
 
 
 def test_concatenated_files_of_lines_are_read_to_the_end(tmp_path: Path) -> None:
-    """Each file starts with a byte order mark, as programs on Windows write it."""
+    """Skip the byte order mark of each file, as programs on Windows write it."""
     (tmp_path / "rows.jsonl").write_bytes((b"\xef\xbb\xbf" + LINE + b"\n") * 2 + b"\xef\xbb\xbf\n" + LINE)
     (source,) = settings(tmp_path / "rows.jsonl").sources(tmp_path)
     source.check()
@@ -87,7 +87,7 @@ def test_concatenated_files_of_lines_are_read_to_the_end(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5000])
 def test_concatenated_tables_are_refused(num_rows: int, tmp_path: Path) -> None:
-    """Of two tables with equal size, a reader would return the rows of the first one and lose the others."""
+    """Refuse two concatenated tables of equal size, because a reader would silently lose rows."""
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"text": [f"row {row}" for row in range(num_rows)]}), path, row_group_size=1000)
     (source,) = settings(path).sources(tmp_path)
@@ -101,21 +101,24 @@ def test_concatenated_tables_are_refused(num_rows: int, tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_read_like_standard_input(tmp_path: Path) -> None:
-    """The pipe may come from a shell, as in `<(zcat rows.jsonl.gz)`, or have a name. Its paths are the caller's."""
+    """Read unnamed pipes, as from a shell's `<(zcat rows.jsonl.gz)`, and named pipes.
+
+    Relative paths begin at the caller's folder.
+    """
     os.mkfifo(tmp_path / "named")
     both = os.open(tmp_path / "named", os.O_RDWR)  # opening both ends prevents a deadlock
     read, write = os.pipe()
     for given, end in ((f"/dev/fd/{read}", write), (str(tmp_path / "named"), both)):
         os.write(end, (LINE + b"\n") * 3)
-        made = settings(Path(input_named(given)), stdin_folder="/somewhere", limit=2)
-        gather(made.inputs, tmp_path, "", io.BytesIO(), made.limit)
+        given_settings = settings(Path(input_named(given)), stdin_folder="/somewhere", limit=2)
+        gather(given_settings.inputs, tmp_path, "", io.BytesIO(), given_settings.limit)
         assert gathered_path(tmp_path, 0).read_bytes() == (LINE + b"\n") * 2
         os.close(end)
-        (source,) = made.sources(tmp_path)
+        (source,) = given_settings.sources(tmp_path)
         source.check()
         assert [rows for rows, *_ in source.cut(1)] == [1, 1]
-        assert made.media_folder(0) == Path("/somewhere")
-        drop_gathered(made.inputs, tmp_path)
+        assert given_settings.media_folder(0) == Path("/somewhere")
+        drop_gathered(given_settings.inputs, tmp_path)
     os.close(read)
 
 

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of two nodes, which one machine plays."""
+"""Tests of runs on a Ray cluster of two nodes, simulated on one machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mindie_mm.batch.output.shard import complete_shards
 from mindie_mm.batch.settings import Run, Settings
 from mindie_mm.errors import InputError, StorageError
 from mindie_mm.processes.ipc import Failure
-from tests.batch.conftest import content, made, run, settings, written
+from tests.batch.conftest import content, run, run_in_process, settings, written
 from tests.batch.deadly import Deadly
 
 ray = pytest.importorskip("ray")
@@ -31,17 +31,17 @@ cluster_utils = pytest.importorskip("ray.cluster_utils")
 @pytest.fixture(scope="module")
 def cluster():
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    made.add_node(num_cpus=1)
-    made.connect(namespace="mindie_mm")
-    yield made
+    two_nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    two_nodes.add_node(num_cpus=1)
+    two_nodes.connect(namespace="mindie_mm")
+    yield two_nodes
     ray.shutdown()
-    made.shutdown()
+    two_nodes.shutdown()
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_two_nodes_write_what_one_machine_writes(cluster, lines, tmp_path):
+@pytest.mark.filterwarnings("ignore")  # warnings of Ray itself
+def test_two_nodes_write_the_same_files_as_one_machine(cluster, lines, tmp_path):
     run(settings(lines), tmp_path / "here")
     run(settings(lines), tmp_path / "there", ray_address=cluster.address)
     assert content(tmp_path / "there") == content(tmp_path / "here")
@@ -49,14 +49,14 @@ def test_two_nodes_write_what_one_machine_writes(cluster, lines, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_folder_of_media_that_no_node_has_listed(cluster, media, tmp_path, monkeypatch):
-    """They get it in pieces; the run's folder is relative to where it was called, and a task has several chunks."""
+def test_nodes_get_the_list_of_a_media_folder_from_the_driver(cluster, media, tmp_path, monkeypatch):
+    """Send the list in pieces, with a relative output folder and several chunks per task."""
     only = tmp_path / "media"
     only.mkdir()
     for index in range(4):
         (only / f"{index}.jpg").write_bytes((media / f"{index}.jpg").read_bytes())
     given = settings(only, shard_rows=1)
-    made(given, tmp_path / "here")
+    run_in_process(given, tmp_path / "here")
     pieces = on_ray._pieces
 
     def moved(path: Path) -> Iterator[bytes]:
@@ -73,7 +73,7 @@ def test_a_folder_of_media_that_no_node_has_listed(cluster, media, tmp_path, mon
 
 @pytest.fixture
 def begun(media: Path, tmp_path: Path) -> tuple[Run, bytes]:
-    """A run over a folder of two pictures, and the list of them."""
+    """Return a run over a folder of two pictures, and the list of the pictures."""
     (tmp_path / "media").mkdir()
     for name in ("0.jpg", "1.jpg"):
         (tmp_path / "media" / name).write_bytes((media / name).read_bytes())
@@ -83,7 +83,7 @@ def begun(media: Path, tmp_path: Path) -> tuple[Run, bytes]:
     return Run.of(given, tmp_path / "driver"), gathered_path(tmp_path / "driver", 0).read_bytes()
 
 
-def test_a_node_takes_the_list_of_this_run_and_not_of_an_earlier_one(begun, tmp_path):
+def test_a_node_replaces_the_list_of_an_earlier_run(begun, tmp_path):
     run, rows = begun
     node = tmp_path / "node"
     node.mkdir()
@@ -94,7 +94,7 @@ def test_a_node_takes_the_list_of_this_run_and_not_of_an_earlier_one(begun, tmp_
     on_ray.put_lists(run, node, {0: (pytest.fail("it is there") for _ in range(1))}, "two")
 
 
-def test_two_actors_of_a_node_write_the_list_at_once(begun, tmp_path):
+def test_two_actors_of_a_node_can_write_the_list_at_once(begun, tmp_path):
     run, rows = begun
 
     def met() -> Iterator[bytes]:
@@ -131,7 +131,7 @@ def test_a_node_with_another_input_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["node", "node/at-0.json"])
-def test_a_node_that_cannot_write_says_so(tmp_path, where):
+def test_a_node_that_cannot_write_reports_a_storage_error(tmp_path, where):
     run, chunk = _text_run(tmp_path)
     if where == "node":
         (tmp_path / where).touch()
@@ -143,7 +143,7 @@ def test_a_node_that_cannot_write_says_so(tmp_path, where):
     assert f"{tmp_path / where} cannot be " in str(error)
 
 
-def test_a_mark_that_cannot_be_written(tmp_path):
+def test_a_mark_that_cannot_be_written_is_a_storage_error(tmp_path):
     with pytest.raises(StorageError, match="full cannot be written: No space left on device"):
         on_ray._Mark("call", {}).write(Path("/dev/full"))
 
@@ -153,7 +153,7 @@ def test_a_mark_that_cannot_be_written(tmp_path):
 @pytest.mark.parametrize(
     ("deaths", "error"), [(1, None), (2, "ProcessDied: the worker exited twice with an unknown status")]
 )
-def test_an_actor_that_is_killed_loses_its_row_alone(cluster, media, rows, tmp_path, deaths, error):
+def test_a_killed_actor_loses_only_its_row(cluster, media, rows, tmp_path, deaths, error):
     fifo = media / f"ray-{deaths}.jpg"
     rows = [{"id": "deadly", "inputs": [{"image": fifo.name}]}, *rows[:2]]
     path = media / f"ray-{deaths}.jsonl"
@@ -169,19 +169,19 @@ def test_an_actor_that_is_killed_loses_its_row_alone(cluster, media, rows, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_row_at_which_earlier_calls_were_stopped_is_not_to_blame(cluster, lines, tmp_path):
-    folder, made = tmp_path / "run", settings(lines, limit=3)
+def test_deaths_in_earlier_calls_do_not_fail_a_row(cluster, lines, tmp_path):
+    folder, few = tmp_path / "run", settings(lines, limit=3)
     folder.mkdir()
-    Run.of(made, folder).begin(folder)
+    Run.of(few, folder).begin(folder)
     (folder / "at-0.json").write_text(json.dumps({"call": "earlier", "deaths": {"0": 3, "1": 2}}))
-    run(made, folder, ray_address=cluster.address)
+    run(few, folder, ray_address=cluster.address)
     assert [sample.error for sample in Dataset(folder)] == [None] * 3
     assert not (folder / "at-0.json").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_what_ends_a_run_there_ends_it_with_our_own_error(cluster, tmp_path):
+def test_an_error_that_ends_the_run_on_a_node_keeps_its_type(cluster, tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"text": ["word " * 20] * 50}), path, use_dictionary=False)
     data = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""A row's media beside its chat: in order, into the places that the chat keeps, as TRL's rows have them."""
+"""Tests of rows with media columns beside a chat, as in TRL. The media fill the chat's placeholders in order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.input.row import Row, parse
 from mindie_mm.errors import InputError
-from tests.batch.conftest import made, settings
+from tests.batch.conftest import run_in_process, settings
 from tests.media_samples import encoded, photograph
 
 PICTURES = [encoded(photograph(size=(60, 40))), encoded(photograph(size=(40, 60)))]
-SAID = {"type": "text", "text": "and"}
+AND = {"type": "text", "text": "and"}
 
 
 def asked(*parts: Any) -> list[dict[str, Any]]:
@@ -34,9 +34,9 @@ def parsed(row: dict[str, Any]) -> Row:
         ([{"type": "image"}], {"images": ["a.png"]}, [{"image": "a.png"}]),
         ([{"type": "image"}], {"image": "a.png"}, [{"image": "a.png"}]),
         (
-            [{"type": "image"}, SAID, {"type": "image", "index": 1, "text": None}],
+            [{"type": "image"}, AND, {"type": "image", "index": 1, "text": None}],
             {"images": ["a.png", "b.png"]},
-            [{"image": "a.png"}, SAID, {"image": "b.png"}],
+            [{"image": "a.png"}, AND, {"image": "b.png"}],
         ),
         (
             [{"type": "audio"}, {"type": "video"}, {"type": "image"}],
@@ -50,7 +50,7 @@ def parsed(row: dict[str, Any]) -> Row:
         ),
     ],
 )
-def test_media_go_where_the_chat_keeps_a_place(places: Any, columns: Any, filled: Any) -> None:
+def test_media_columns_fill_the_placeholders_of_the_chat(places: Any, columns: Any, filled: Any) -> None:
     expected = parsed({"messages": asked(*filled)})
     assert parsed({"messages": asked(*places), **columns}) == expected
     assert parsed({"messages": json.dumps(asked(*places)), **columns}) == expected
@@ -71,19 +71,19 @@ def test_media_go_where_the_chat_keeps_a_place(places: Any, columns: Any, filled
             {"images": ["a.png"], "video": "b.mp4"},
             "has 1 items of kind video, but its messages have places for 0",
         ),
-        ([SAID], {"images": ["a.png"]}, "Choose with --select-columns"),
+        ([AND], {"images": ["a.png"]}, "Choose with --select-columns"),
         ([{"type": "image"}], {"images": ["a.png"], "text": "What?"}, "Choose with --select-columns"),
         ([{"type": "image", "url": None}, {"type": "image", "min_pixels": 9}], {"image": "a.png"}, "exactly one of"),
         (["image"], {"images": ["a.png"]}, "Choose with --select-columns"),
     ],
 )
-def test_a_place_and_a_medium_each(places: Any, columns: Any, why: str) -> None:
+def test_placeholders_and_media_that_do_not_match_are_refused(places: Any, columns: Any, why: str) -> None:
     with pytest.raises(InputError, match=why):
         parsed({"messages": asked(*places), **columns})
 
 
-def test_a_table_as_datasets_writes_it(tmp_path: Path) -> None:
-    """Each part has every part's keys, and a picture is its bytes beside a path."""
+def test_a_table_in_the_form_of_datasets_gives_the_same_prompt(tmp_path: Path) -> None:
+    """Read parts that have the keys of all parts, and pictures that are structs of bytes and path."""
     places = [
         {"type": "image", "text": None, "index": 0},
         {"type": "text", "text": "and", "index": None},
@@ -95,10 +95,10 @@ def test_a_table_as_datasets_writes_it(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": [{"type": "text", "text": "Two.", "index": None}]}
     messages = [{"role": "user", "content": places}, answer]
     pq.write_table(pa.Table.from_pylist([{"messages": messages, "images": images}]), tmp_path / "rows.parquet")
-    plain = [*asked({"image": "0.png"}, SAID, {"image": "1.png"}), {"role": "assistant", "content": "Two."}]
+    plain = [*asked({"image": "0.png"}, AND, {"image": "1.png"}), {"role": "assistant", "content": "Two."}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": plain}))
     for form in ("parquet", "jsonl"):
-        made(settings(tmp_path / f"rows.{form}"), tmp_path / form)
+        run_in_process(settings(tmp_path / f"rows.{form}"), tmp_path / form)
     found, expected = (Dataset(tmp_path / form)[0] for form in ("parquet", "jsonl"))
     assert (found.error, expected.error, len(found.arrays)) == (None, None, 2)
     assert found.ids is not None

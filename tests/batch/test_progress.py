@@ -1,4 +1,4 @@
-"""What a run shows of itself: by the clock, not by the row."""
+"""Tests of a run's progress display, which is updated by time and not per row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DONE, EARLIER = Progress(300, 2, 5_000_000, 0.75), Progress(100, 1, 1_000_000, 0
 
 
 class Lines(io.StringIO):
-    """Tells of each line."""
+    """A stream that counts its flushed lines in a semaphore."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Lines(io.StringIO):
         self.written.release()
 
 
-def test_the_intervals_are_those_of_the_documents() -> None:
+def test_the_intervals_match_the_documentation() -> None:
     assert (LOG_INTERVAL_S, JSON_INTERVAL_S) == (30, 1)
 
 
 @pytest.mark.parametrize("style", ["auto", "json"])
-def test_a_line_comes_when_it_is_time_and_no_row_is_done(style) -> None:
+def test_lines_are_printed_by_time_without_new_rows(style) -> None:
     out = Lines()
     with shown(style, out, interval_s=0.01) as show:
         show(DONE, EARLIER)
@@ -52,7 +52,7 @@ def test_a_line_comes_when_it_is_time_and_no_row_is_done(style) -> None:
     assert (last["rows"], last["errors"], last["resumed_rows"], last["share"]) == (300, 2, 100, 0.75)
 
 
-def test_the_end_is_always_shown_and_only_once() -> None:
+def test_the_end_is_shown_exactly_once() -> None:
     out = Lines()
 
     def fail() -> None:
@@ -67,7 +67,7 @@ def test_the_end_is_always_shown_and_only_once() -> None:
 
 @pytest.mark.parametrize("style", ["auto", "json"])
 def test_a_refused_run_shows_nothing(style, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is refused both with a file and with a terminal, where even an empty bar would leave a line."""
+    """Write nothing to a file or a terminal, where even an empty bar would leave a line."""
 
     def refuse(out: TextIO) -> None:
         with shown(style, out, interval_s=0.001):
@@ -86,13 +86,13 @@ def test_a_refused_run_shows_nothing(style, monkeypatch: pytest.MonkeyPatch) -> 
         assert b"".join(read_to_the_end(screen)) == b""
 
 
-def test_rates_are_of_this_run_alone() -> None:
+def test_rates_exclude_rows_of_earlier_calls() -> None:
     assert Rates.of(DONE, EARLIER, 10.0) == Rates(20.0, 0.4, 5.0)
     assert Rates.of(EARLIER, EARLIER, 10.0) == Rates(0.0, 0.0, None)
 
 
 def read_to_the_end(screen: io.RawIOBase) -> Iterator[bytes]:
-    """What a terminal that is closed was sent: it comes in parts, and its end is an error (EIO)."""
+    """Yield the output of a closed terminal in parts. The end of the output is an error (EIO)."""
     with suppress(OSError):
         yield from iter(lambda: screen.read(4096), b"")
 

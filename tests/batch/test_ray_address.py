@@ -1,4 +1,4 @@
-"""Addresses at which no Ray cluster answers. A run there ends soon, with the address and the reason."""
+"""Tests of addresses at which no Ray cluster answers. The run ends soon, and the error names address and reason."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ pytest.importorskip("ray")
 
 CLI = Path(sys.executable).with_name("mindie-mm")
 LIMIT_S = 240
-"""Ray's own limit is more than 8 minutes, so only that fails the time limit."""
+"""Time limit of a run, below Ray's own limit of more than 8 minutes."""
 IMPORTED = "import ray; from mindie_mm.batch import on_ray; on_ray._join('127.0.0.1:1')"
-"""Ray reads its limits when it is imported, which a script may do before it calls us."""
+"""Script that imports Ray first. Ray reads its limits at the import."""
 
 JOINED = "cannot join a Ray cluster at "
 OTHER = ": a run joins the cluster directly, not through a Ray client. Give the host and port"
@@ -37,9 +37,9 @@ CASES: Mapping[str, tuple[str, Mapping[str, str], str]] = {
     "auto": ("auto", {"RAY_ADDRESS": "127.0.0.1:1"}, JOINED + "127.0.0.1:1 (from RAY_ADDRESS): Failed"),
     "no token": ("127.0.0.1:1", {"RAY_AUTH_MODE": "token", "HOME": "/nowhere"}, "no authentication token was found"),
 }
-"""The address, variables of the environment, and what the last line must say."""
+"""Address, environment variables and text of the last line, by name of the case."""
 COMMON = ("closed", "no port", "no token")
-"""One case for each kind of error that Ray raises. Each of the others takes another process that imports Ray."""
+"""One case per kind of error that Ray raises. The other cases are slow, because each process imports Ray."""
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def places() -> Iterator[Mapping[str, str]]:
 def processes(
     places: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Mapping[str, subprocess.Popen[str]]]:
-    """Start the cases whose tests are chosen, all at once, because each waits for some seconds."""
-    function = test_an_address_where_no_cluster_answers
+    """Start all selected cases at once, because each waits for some seconds."""
+    function = test_an_address_without_a_cluster_ends_the_run_with_the_reason
     items = (item for item in request.session.items if getattr(item, "function", None) is function)
     wanted = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
     folder = tmp_path_factory.mktemp("addresses")
@@ -90,17 +90,17 @@ def processes(
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in COMMON else pytest.mark.slow) for name in CASES]
 )
-def test_an_address_where_no_cluster_answers(
+def test_an_address_without_a_cluster_ends_the_run_with_the_reason(
     name: str, processes: Mapping[str, subprocess.Popen[str]], places: Mapping[str, str]
 ) -> None:
-    _, said = processes[name].communicate(timeout=LIMIT_S)
-    assert processes[name].returncode == 2, said
-    assert CASES[name][2].format(**places) in said.splitlines()[-1]
-    assert "Traceback" not in said
+    _, message = processes[name].communicate(timeout=LIMIT_S)
+    assert processes[name].returncode == 2, message
+    assert CASES[name][2].format(**places) in message.splitlines()[-1]
+    assert "Traceback" not in message
 
 
 @pytest.mark.parametrize(
-    ("address", "variable", "said"),
+    ("address", "variable", "message"),
     [
         ("ray://127.0.0.1:10001", "", "--ray ray://127.0.0.1:10001"),
         ("http://127.0.0.1:8265", "", "--ray http://127.0.0.1:8265"),
@@ -108,12 +108,12 @@ def test_an_address_where_no_cluster_answers(
     ],
 )
 def test_an_address_of_another_interface_is_refused(
-    address: str, variable: str, said: str, monkeypatch: pytest.MonkeyPatch
+    address: str, variable: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", variable)
     with pytest.raises(InputError) as error:
         on_ray._join(address)
-    assert str(error.value).startswith(said + OTHER)
+    assert str(error.value).startswith(message + OTHER)
 
 
 @pytest.mark.slow

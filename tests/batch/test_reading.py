@@ -1,4 +1,4 @@
-"""What a finished run is good for: samples for a trainer, arenas for a worker, pages for people."""
+"""Tests of reading a finished run: datasets for training, arenas for workers and `inspect` for people."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from mindie_mm.shm import Arena, mount, release
 from mindie_mm.tokenize import Tokenizer
 from tests import warm
-from tests.batch.conftest import CLI, made, settings, written
+from tests.batch.conftest import CLI, run_in_process, settings, written
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.sound_samples import encode_sound, tone
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight rows in two shards; one of them failed."""
+    """Return a run of eight rows in two shards. One row failed."""
     here = tmp_path_factory.mktemp("rows")
     for index in range(4):
         (here / f"{index}.png").write_bytes(encoded(photograph(size=(90 + 40 * index, 120)), "PNG"))
@@ -52,13 +52,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += [{"video": "clip.mp4", "text": "What moves?"}, {"audio": "tone.wav", "text": "What is it?"}]
     rows[2]["inputs"][0]["image"] = "gone.png"
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made(settings(here / "rows.jsonl", shard_rows=4), here / "run")
+    run_in_process(settings(here / "rows.jsonl", shard_rows=4), here / "run")
     return here / "run"
 
 
 @pytest.fixture
 def linked(folder: Path, tmp_path: Path) -> Path:
-    """The same, each file by a link."""
+    """Return a folder that holds a link to each file of the run."""
     (tmp_path / "linked").mkdir()
     for file in folder.iterdir():
         (tmp_path / "linked" / file.name).symlink_to(file)
@@ -77,14 +77,14 @@ def test_a_dataset_is_a_sequence(folder: Path) -> None:
         Dataset(folder.parent)
 
 
-def test_a_dataset_is_read_wherever_its_process_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_survives_a_change_of_the_working_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     dataset = Dataset(folder.name)
     monkeypatch.chdir("/")
     assert dataset[0].ids is not None
 
 
-def test_a_run_is_read_through_links(folder: Path, linked: Path) -> None:
+def test_a_run_can_be_read_through_links(folder: Path, linked: Path) -> None:
     for found, own in zip(Dataset(linked), Dataset(folder), strict=True):
         for arrays, expected in zip(found.arrays, own.arrays, strict=True):
             assert all(np.array_equal(arrays[name], expected[name]) for name in expected)
@@ -92,7 +92,7 @@ def test_a_run_is_read_through_links(folder: Path, linked: Path) -> None:
 
 def test_tables_are_read_once_in_any_order(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = written(tmp_path / "rows.jsonl", [{"text": f"Row {row}"} for row in range(20)])
-    made(settings(rows, shard_rows=1), tmp_path / "run")
+    run_in_process(settings(rows, shard_rows=1), tmp_path / "run")
     read: list[Path] = []
 
     def counted(path: Path, num_rows: int) -> pa.Table:
@@ -110,8 +110,8 @@ def test_tables_are_read_once_in_any_order(folder: Path, tmp_path: Path, monkeyp
     assert len(read) == 23, "a table is left out for the next"
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on one core
-def test_processes_of_a_data_loader_read_it(folder: Path) -> None:
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # raised on one core
+def test_data_loader_workers_can_read_a_dataset(folder: Path) -> None:
     dataset = Dataset(folder)
     dataset[0]
     assert pickle.loads(pickle.dumps(dataset))[0].ids.tolist() == dataset[0].ids.tolist()
@@ -128,12 +128,13 @@ def many(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a run with one row per shard, and with more shards than a dataset keeps open."""
     folder = tmp_path_factory.mktemp("many")
     rows = [{"inputs": [{"image": str(media / f"{row % 10}.jpg")}]} for row in range(20)]
-    made(settings(written(folder / "rows.jsonl", rows), shard_rows=1), folder / "run")
+    run_in_process(settings(written(folder / "rows.jsonl", rows), shard_rows=1), folder / "run")
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_threads_can_share_a_dataset(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other threads open the same shards, and shards are evicted, at the same time."""
+    """Read rows in threads that open the same shards while other shards are evicted."""
     whole = list(Dataset(many))
     monkeypatch.setattr(
         "mindie_mm.batch.output.dataset._TABLE_BYTES", 3 * read_table(next(many.glob("*.parquet")), 1).nbytes
@@ -152,9 +153,9 @@ def test_threads_can_share_a_dataset(many: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_forked_child_can_read_while_a_thread_of_the_parent_holds_the_lock(many: Path) -> None:
-    """A DataLoader may fork its workers while a thread of the trainer reads."""
+    """Fork while the lock is held, as a DataLoader may while a thread of the trainer reads."""
     dataset = Dataset(many)
-    with dataset._lock:  # stands for the reading thread
+    with dataset._lock:  # stands for a reading thread of the parent
         child = multiprocessing.get_context("fork").Process(target=dataset.__getitem__, args=(3,))
         child.start()
         child.join(60)
@@ -169,7 +170,7 @@ def descriptors() -> int:
 
 
 def test_samples_hold_no_file_descriptors(many: Path) -> None:
-    """A shuffle buffer keeps thousands of samples. A process may have 65,530 mappings, but only 1,024 descriptors."""
+    """Keep mappings only, because a shuffle buffer may exceed the 1,024 descriptors of a process."""
     gc.collect()  # errors of other tests keep files open
     dataset = Dataset(many)
     gc.collect()  # other tests may have left objects that hold descriptors
@@ -188,7 +189,7 @@ def test_samples_hold_no_file_descriptors(many: Path) -> None:
     assert Path("/proc/self/maps").read_bytes().count(run) == 0
 
 
-def test_a_data_loader_is_made_as_the_documents_have_it(
+def test_the_data_loader_example_of_the_documentation_works(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (Path(__file__).parents[2] / "docs/batch.md").read_text()
@@ -200,9 +201,7 @@ def test_a_data_loader_is_made_as_the_documents_have_it(
     assert [sample.row for batch in names["loader"] for sample in batch] == [0, 1, 3, 4, 5, 6, 7]
 
 
-def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(
-    folder: Path, linked: Path, tmp_path: Path
-) -> None:
+def test_two_mounted_runs_give_the_logits_of_the_online_path(folder: Path, linked: Path, tmp_path: Path) -> None:
     model, dataset = load_model(None, device="cpu"), Dataset(folder)
     record = dataset.record(1)
     with (
@@ -224,7 +223,7 @@ def test_two_runs_are_mounted_at_once_and_give_the_online_paths_logits(
 
 
 @pytest.mark.usefixtures("copied_workers")
-def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, linked: Path, tmp_path: Path) -> None:
+def test_generate_answers_every_row_in_order_and_continues(folder: Path, linked: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     arguments = ["generate", "--tokenized", str(folder), "--output", str(output), "--max-tokens", "8"]
     done = warm.run([CLI, *arguments], timeout=300)
@@ -251,13 +250,13 @@ def test_generate_answers_every_row_in_order_and_goes_on(folder: Path, linked: P
     assert "its row 3 has the id 's3', but the id in this run is 'r3'" in refused.stderr
 
 
-def test_generate_adds_nothing_to_the_answers_of_another_call(folder: Path, tmp_path: Path) -> None:
-    """Nor does it empty a file that is none of its own."""
+def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp_path: Path) -> None:
+    """Leave a file without an origin file unchanged too."""
     output, copy = tmp_path / "out.jsonl", tmp_path / "copy.jsonl"
     arguments = ["--output", str(output), "--max-tokens", "4", "--limit", "1"]
     assert CliRunner().invoke(main, ["generate", "--tokenized", str(folder), *arguments]).exit_code == 0
     before = output.read_bytes()
-    made(settings(folder.parent / "rows.jsonl", shard_rows=5), tmp_path / "run")
+    run_in_process(settings(folder.parent / "rows.jsonl", shard_rows=5), tmp_path / "run")
     copy.write_text("a line without an end")
     for other, differing in (
         (["--tokenized", str(tmp_path / "run"), *arguments], "out.jsonl has answers of another run: run was "),
@@ -273,20 +272,21 @@ def test_generate_adds_nothing_to_the_answers_of_another_call(folder: Path, tmp_
     assert copy.read_text() == "a line without an end"
 
 
-def test_answers_of_rows_that_were_made_anew_want_another_file(tmp_path: Path) -> None:
-    """But not those of rows that came out the same."""
+@pytest.mark.slow
+def test_answers_of_changed_rows_need_another_file(tmp_path: Path) -> None:
+    """Continue the file if the rebuilt rows are the same."""
     rows = written(tmp_path / "rows.jsonl", [{"text": "Hello!"}, {"image": "late.png", "text": "What?"}])
-    failed, well = made(settings(rows, shard_rows=1), tmp_path / "run").shards[::-1]
+    failed, well = run_in_process(settings(rows, shard_rows=1), tmp_path / "run").shards[::-1]
     arguments = ["generate", "--tokenized", str(tmp_path / "run"), "--max-tokens", "4", "--output"]
     first = CliRunner().invoke(main, [*arguments, str(tmp_path / "out.jsonl"), "--limit", "1"])
     assert first.exit_code == 0, first.output
     before = (tmp_path / "out.jsonl").read_bytes()
     (tmp_path / "run" / well.table).unlink()
-    made(settings(rows, shard_rows=1), tmp_path / "run")
+    run_in_process(settings(rows, shard_rows=1), tmp_path / "run")
     assert CliRunner().invoke(main, [*arguments, str(tmp_path / "out.jsonl"), "--limit", "1"]).exit_code == 0
     (tmp_path / "late.png").write_bytes(encoded(photograph(size=(60, 40)), "PNG"))
     (tmp_path / "run" / failed.table).unlink()
-    made(settings(rows, shard_rows=1), tmp_path / "run")
+    run_in_process(settings(rows, shard_rows=1), tmp_path / "run")
     refused = CliRunner().invoke(main, [*arguments, str(tmp_path / "out.jsonl")])
     assert (refused.exit_code, "out.jsonl has answers of another run: run was " in refused.stderr) == (2, True), (
         refused.output
@@ -294,12 +294,13 @@ def test_answers_of_rows_that_were_made_anew_want_another_file(tmp_path: Path) -
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
-def test_a_checkpoint_that_changed_does_not_read_the_rows(tmp_path: Path) -> None:
-    """Where it lies does not count."""
+@pytest.mark.slow
+def test_a_changed_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Compare checkpoints by content, not by path."""
     checkpoint, moved, run = (tmp_path / name for name in ("checkpoint", "moved", "run"))
     shutil.copytree(EMBEDDED, checkpoint)
     rows = written(tmp_path / "rows.jsonl", [{"text": "Hello!"}])
-    made(msgspec.structs.replace(settings(rows), model=str(checkpoint)), run)
+    run_in_process(msgspec.structs.replace(settings(rows), model=str(checkpoint)), run)
     shutil.copytree(checkpoint, moved)
     config = checkpoint / "config.json"
     config.write_text(config.read_text() + "\n")
@@ -308,8 +309,8 @@ def test_a_checkpoint_that_changed_does_not_read_the_rows(tmp_path: Path) -> Non
     inspect = ["inspect", str(run), "0"]
     for command in (inspect, [*generate, str(tmp_path / "out.jsonl")]):
         refused = CliRunner().invoke(main, command)
-        said = f"{checkpoint} is not the checkpoint that tokenized the rows: the digest"
-        assert (refused.exit_code, said in refused.stderr) == (2, True), refused.stderr
+        message = f"{checkpoint} is not the checkpoint that tokenized the rows: the digest"
+        assert (refused.exit_code, message in refused.stderr) == (2, True), refused.stderr
     assert not (tmp_path / "out.jsonl").exists()
     assert CliRunner().invoke(main, ["inspect", str(run)]).exit_code == 0
     for option in (["--model", str(moved)], ["--other-model"]):
@@ -323,10 +324,10 @@ def test_a_checkpoint_that_changed_does_not_read_the_rows(tmp_path: Path) -> Non
     assert answers[0] == answers[1]
 
 
-def test_generate_asks_the_rows_own_checkpoint_whatever_the_environment_serves(
+def test_generate_uses_the_rows_own_checkpoint_despite_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made(settings(written(tmp_path / "rows.jsonl", [{"text": "Hello!"}])), tmp_path / "run")
+    run_in_process(settings(written(tmp_path / "rows.jsonl", [{"text": "Hello!"}])), tmp_path / "run")
     monkeypatch.setenv("MINDIE_MM_MODEL", str(tmp_path / "none"))
     monkeypatch.setenv("MINDIE_MM_FAMILY", "llava")
     arguments = ["generate", "--tokenized", str(tmp_path / "run"), "--output", str(tmp_path / "out.jsonl")]
@@ -344,9 +345,9 @@ def test_inspect_shows_the_run_and_the_pictures_of_a_row(
 
     monkeypatch.chdir(tmp_path)
     assert inspect().startswith("8 rows, 1 failed, ")
-    said = inspect(5)
-    assert "2 pictures; to write a PNG file of them, use --png FILE" in said
-    assert "Both?" in said
+    shown = inspect(5)
+    assert "2 pictures; to write a PNG file of them, use --png FILE" in shown
+    assert "Both?" in shown
     before = sorted(tmp_path.rglob("*"))
     assert "wrote 2 pictures to two.png" in inspect(5, "--png", "two.png")
     with Image.open(tmp_path / "two.png") as sheet:

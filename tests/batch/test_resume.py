@@ -1,4 +1,4 @@
-"""A run that is killed between any two of its steps, and resumed, has the bytes of one that never was."""
+"""Tests of resumed runs. A run that is killed at any step and resumed has the bytes of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindie_mm.batch.settings import require_run
 from mindie_mm.errors import InputError
 from mindie_mm.processes import faults
 from mindie_mm.shm.format.layout import DISK_PAGE, ArenaHeader, Owner
-from tests.batch.conftest import content, made, run, settings, written
+from tests.batch.conftest import content, run, run_in_process, settings, written
 
 POINTS = (
     "written run.json",
@@ -32,7 +32,7 @@ POINTS = (
 
 @pytest.fixture(scope="module")
 def few(media: Path) -> Path:
-    """Eight rows, one of them bad: two chunks of seven."""
+    """Return a file of eight rows in two chunks. One row is bad."""
     rows = [{"inputs": [{"image": f"{i}.jpg"}, {"text": "What?"}]} for i in range(7)]
     return written(media / "few.jsonl", [*rows[:3], {"text": 5}, *rows[4:], {"text": "the last"}])
 
@@ -40,55 +40,57 @@ def few(media: Path) -> Path:
 @pytest.fixture(scope="module")
 def whole(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    made(settings(few), folder)
+    run_in_process(settings(few), folder)
     return folder
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_at(point: str, few: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_run_killed_at_any_point_resumes_to_the_same_bytes(
+    point: str, few: Path, whole: Path, tmp_path: Path
+) -> None:
     trigger = tmp_path / f"batch.{point}"
     trigger.touch()
     killed = os.fork()
     if not killed:
         try:
             faults.arm("batch", tmp_path)
-            made(settings(few), tmp_path / "run")
+            run_in_process(settings(few), tmp_path / "run")
         finally:
             os._exit(1)
     assert os.waitpid(killed, 0)[1] == signal.SIGKILL
     assert not trigger.exists()
-    assert made(settings(few), tmp_path / "run").num_rows == 8
+    assert run_in_process(settings(few), tmp_path / "run").num_rows == 8
     assert content(tmp_path / "run") == content(whole)
 
 
-def test_a_shard_of_another_run_is_not_taken_for_this_ones(few: Path, whole: Path, tmp_path: Path) -> None:
-    made(settings(few, chat=False), tmp_path / "run")
+def test_a_shard_of_another_run_is_not_reused(few: Path, whole: Path, tmp_path: Path) -> None:
+    run_in_process(settings(few, chat=False), tmp_path / "run")
     assert content(tmp_path / "run") != content(whole)
     (tmp_path / "run/run.json").unlink()
     (tmp_path / "run/manifest.json").unlink()
     (tmp_path / "run/errors.jsonl").unlink()
-    made(settings(few), tmp_path / "run")
+    run_in_process(settings(few), tmp_path / "run")
     assert content(tmp_path / "run") == content(whole)
 
 
-def test_what_killed_actors_left_goes_with_the_runs_end(few: Path, whole: Path, tmp_path: Path) -> None:
-    """It may have come with the shards from another node, to a folder where no run was begun."""
+def test_files_left_by_killed_actors_are_removed_at_the_end(few: Path, whole: Path, tmp_path: Path) -> None:
+    """Accept such files before the run begins, because they may come with the shards of another node."""
     (tmp_path / "run").mkdir()
     for name in ("at-3.json", "input-000.jsonl.0123abcd.partial"):
         (tmp_path / "run" / name).write_text("{}")
     require_run(tmp_path / "run")
-    made(settings(few), tmp_path / "run")
+    run_in_process(settings(few), tmp_path / "run")
     assert content(tmp_path / "run") == content(whole)
 
 
-def test_a_folder_of_something_else_is_left_alone(few: Path, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused_and_unchanged(few: Path, tmp_path: Path) -> None:
     (tmp_path / "errors.jsonl").write_text("mine")
     with pytest.raises(InputError, match=r"does not hold a run, but has errors\.jsonl\. Choose a folder that is empty"):
         run(settings(few), tmp_path)
     assert (tmp_path / "errors.jsonl").read_text() == "mine"
 
 
-def test_a_file_in_the_place_of_the_folder_is_named(few: Path, tmp_path: Path) -> None:
+def test_an_output_that_is_no_folder_is_refused_with_its_path(few: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "round").symlink_to(tmp_path / "round")
@@ -104,7 +106,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(few: Path, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "round"]
 
 
-def test_headers_on_disk_say_nothing_of_who_wrote_them(whole: Path) -> None:
+def test_headers_on_disk_do_not_record_their_writer(whole: Path) -> None:
     arena = whole / "shard-000000007.arena"
     with arena.open("rb") as file:
         header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()), DISK_PAGE)
@@ -113,32 +115,32 @@ def test_headers_on_disk_say_nothing_of_who_wrote_them(whole: Path) -> None:
     assert not any(arena.read_bytes()[48:112])
 
 
-def test_a_change_in_the_midst_of_the_input_is_found(tmp_path: Path) -> None:
+def test_a_change_in_the_middle_of_the_input_is_detected(tmp_path: Path) -> None:
     rows = [{"text": f"word {i} " + "x" * 90_000} for i in range(9)]
     path = written(tmp_path / "rows.jsonl", rows)
-    made(settings(path, max_tokens=1), tmp_path / "run")
+    run_in_process(settings(path, max_tokens=1), tmp_path / "run")
     path.write_bytes(path.read_bytes().replace(b"word 4", b"word 5"))
     with pytest.raises(InputError, match=r"holds another run: input_digests\[0\] was"):
         run(settings(path, max_tokens=1), tmp_path / "run")
 
 
-def test_no_rows_are_a_run(tmp_path: Path) -> None:
+def test_an_input_without_rows_gives_an_empty_run(tmp_path: Path) -> None:
     manifest = run(settings(written(tmp_path / "none.jsonl", [])), tmp_path / "run")
     assert (manifest.num_rows, manifest.shards) == (0, [])
     assert (tmp_path / "run/errors.jsonl").read_bytes() == b""
 
 
-def test_a_table_without_its_blocks_is_made_again(few: Path, whole: Path, tmp_path: Path) -> None:
-    made(settings(few), tmp_path / "run")
+def test_a_table_without_its_arena_is_rebuilt(few: Path, whole: Path, tmp_path: Path) -> None:
+    run_in_process(settings(few), tmp_path / "run")
     table_path(tmp_path / "run", 0).with_suffix(".arena").unlink()
-    made(settings(few), tmp_path / "run")
+    run_in_process(settings(few), tmp_path / "run")
     assert content(tmp_path / "run") == content(whole)
 
 
-def test_a_damaged_table_is_made_again(few: Path, whole: Path, tmp_path: Path) -> None:
-    made(settings(few), tmp_path / "run")
+def test_a_damaged_table_is_rebuilt(few: Path, whole: Path, tmp_path: Path) -> None:
+    run_in_process(settings(few), tmp_path / "run")
     (tmp_path / "run/manifest.json").unlink()
     table = table_path(tmp_path / "run", 0)
     table.write_bytes(table.read_bytes()[:-9])
-    made(settings(few), tmp_path / "run")
+    run_in_process(settings(few), tmp_path / "run")
     assert content(tmp_path / "run") == content(whole)

@@ -1,4 +1,4 @@
-"""What a row says is what its prompt has: its files, its texts, its template's variables; or it says why not."""
+"""Tests of rows: a prompt has all files, texts and template variables of its row, or the row fails with the reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import PROMPT_FIELDS, Media, MediaOptions, Message, Text
 from mindie_mm.tokenize import Tokenizer
 from service.schemas.openai_types import ChatBody
-from tests.batch.conftest import made, settings, written
+from tests.batch.conftest import run_in_process, settings, written
 from tests.batch.test_forms import packed, tabled
 from tests.media_samples import encoded, photograph
 
@@ -39,7 +39,7 @@ TEMPLATE = (
     "{{ message.content[0].text }}{{ message.tool_calls|tojson if message.tool_calls }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""The spellings of JSON in it are those of the row: a null of a tool is one, and so is a property called `path`."""
+"""Chat template that prints tools as JSON. A null in a tool and a property named `path` must appear unchanged."""
 PROPERTIES = {"path": {"type": "string", "default": None}}
 TOOLS: Sequence[dict[str, Any]] = [
     {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": PROPERTIES}}}
@@ -49,7 +49,7 @@ CALL = {"type": "function", "function": {"name": "read", "arguments": {"path": "
 
 
 def rows_of(path: Path) -> list[tuple[str | None, Row]]:
-    """What the rows of a tar are called, and what they say."""
+    """Return the ids and the parsed rows of a tar."""
     source = open_source(path, ())
     ((_, start, stop),) = source.cut(1000)
     return [(row_id(record), parse(record, path.parent, "")) for record in source.records(start, stop)]
@@ -59,8 +59,10 @@ def packed_json(path: Path, key: str, described: Any, *others: tuple[str, bytes]
     return packed(path, [(f"{key}.json", json.dumps(described).encode()), (f"{key}.jpg", PICTURE), *others])
 
 
-def test_a_path_that_could_be_base64_is_of_the_inputs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From wherever the command is called; of the current directory nothing is read."""
+def test_a_path_that_could_be_base64_is_read_from_the_inputs_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resolve paths against the input's folder, never against the working directory."""
     here, elsewhere = tmp_path / "rows", tmp_path / "elsewhere"
     names = [hashlib.sha256(name).hexdigest() for name in (b"here", b"elsewhere")]
     for folder, name in zip((here, elsewhere), names, strict=True):
@@ -71,7 +73,7 @@ def test_a_path_that_could_be_base64_is_of_the_inputs_folder(tmp_path: Path, mon
     settled = settings(written(here / "rows.jsonl", rows))
     for folder in (elsewhere, here):
         monkeypatch.chdir(folder)
-        made(settled, tmp_path / f"from {folder.name}")
+        run_in_process(settled, tmp_path / f"from {folder.name}")
     found = Dataset(tmp_path / "from elsewhere")
     assert [sample.error is None for sample in found] == [True, False, True]
     assert found[0].ids.tolist() == found[2].ids.tolist()
@@ -79,7 +81,7 @@ def test_a_path_that_could_be_base64_is_of_the_inputs_folder(tmp_path: Path, mon
     assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
 
 
-def test_frames_are_of_the_inputs_folder_each(tmp_path: Path) -> None:
+def test_each_frame_path_is_resolved_against_the_inputs_folder(tmp_path: Path) -> None:
     (tmp_path / "1.jpg").write_bytes(PICTURE)
     url = "https://host/3.jpg"
     item = {"type": "video", "video": ["1.jpg", "/elsewhere/2.jpg", url], "sample_fps": 1.0}
@@ -101,18 +103,18 @@ def test_frames_are_of_the_inputs_folder_each(tmp_path: Path) -> None:
     assert found == ("7", Row((Media("video", (PICTURE, PICTURE, url)),)))
 
 
-def test_only_media_of_a_tars_prompt_are_its_files(tmp_path: Path) -> None:
+def test_only_media_fields_of_a_row_refer_to_files_of_the_tar(tmp_path: Path) -> None:
     described = {"id": "d/1.jpg", "image": "1.jpg", "prompt": "d/1.jpg"}
     ((name, row),) = rows_of(packed_json(tmp_path / "t.tar", "d/1", described))
     assert (name, row) == ("d/1.jpg", Row((Media("image", PICTURE), Text("d/1.jpg"))))
     part = {"type": "image_url", "image_url": {"url": "d/1.jpg"}}
     messages = [{"role": "system", "content": "1.jpg"}, {"role": "user", "content": [part], "name": "1.jpg"}]
     ((_, row),) = rows_of(packed_json(tmp_path / "m.tar", "d/1", {"messages": messages}))
-    said = [Message("system", "1.jpg"), Message("user", (Media("image", PICTURE),), {"name": "1.jpg"})]
-    assert row == Row(messages=said)
+    expected = [Message("system", "1.jpg"), Message("user", (Media("image", PICTURE),), {"name": "1.jpg"})]
+    assert row == Row(messages=expected)
 
 
-def test_a_json_of_a_tar_that_is_a_list_or_a_text_alone(tmp_path: Path) -> None:
+def test_a_json_file_of_a_tar_may_be_a_list_or_text_only(tmp_path: Path) -> None:
     listed = [{"image": "2.jpg"}, {"text": "Describe"}]
     ((_, row),) = rows_of(packed_json(tmp_path / "l.tar", "2", listed))
     assert row == Row((Media("image", PICTURE), Text("Describe")))
@@ -124,7 +126,7 @@ def test_a_json_of_a_tar_that_is_a_list_or_a_text_alone(tmp_path: Path) -> None:
     assert row == expected
 
 
-def test_the_json_and_the_text_that_are_called_as_the_row_is(tmp_path: Path) -> None:
+def test_a_tar_row_prefers_the_json_and_text_files_of_its_own_name(tmp_path: Path) -> None:
     others = [("3.meta.json", b'{"text": "no", "image": "gone.jpg"}'), ("3.old.txt", b"no"), ("3.txt", b"no")]
     ((_, row),) = rows_of(packed_json(tmp_path / "j.tar", "3", {"text": "yes"}, *others))
     assert row == Row([Media("image", PICTURE), Text("yes")])
@@ -150,19 +152,19 @@ def test_the_json_and_the_text_that_are_called_as_the_row_is(tmp_path: Path) -> 
         ({"1.meta.json": b'{"text": "a"}'}, r"1 has no media file, only \['.json'\]"),
     ],
 )
-def test_files_of_a_tar_that_are_no_row(members: dict[str, bytes], why: str, tmp_path: Path) -> None:
+def test_tar_files_that_form_no_valid_row_are_refused(members: dict[str, bytes], why: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=why):
         rows_of(packed(tmp_path / "t.tar", [*members.items()]))
 
 
-def test_files_of_a_tar_of_one_name_are_not_lost(tmp_path: Path) -> None:
+def test_repeated_names_in_a_tar_are_refused(tmp_path: Path) -> None:
     members = [("same.jpg", PICTURE), ("same.txt", b"a"), ("same.jpg", PICTURE), ("same.txt", b"b")]
     with pytest.raises(InputError, match=r"same has several files named same\.txt"):
         rows_of(packed(tmp_path / "t.tar", members))
 
 
-def test_files_of_a_tar_that_begin_with_a_dot_are_no_rows(tmp_path: Path) -> None:
-    """As macOS packs them; a folder may begin with one."""
+def test_hidden_files_of_a_tar_are_ignored(tmp_path: Path) -> None:
+    """Ignore hidden files as macOS packs them, but not folders whose names begin with a dot."""
     members = [("._4.jpg", b"x"), ("4.jpg", PICTURE), ("._4.txt", b"x"), ("4.txt", b"a"), (".DS_Store", b"x")]
     rows = rows_of(packed(tmp_path / "t.tar", [("./.DS_Store", b"x"), *members, ("./5.jpg", PICTURE)]))
     assert rows == [("4", Row([Media("image", PICTURE), Text("a")])), ("./5", Row([Media("image", PICTURE)]))]
@@ -179,7 +181,7 @@ def test_files_of_a_tar_that_begin_with_a_dot_are_no_rows(tmp_path: Path) -> Non
         ("input_audio", {"data": "AAAA", "format": "wav"}),
     ],
 )
-def test_a_flat_row_takes_the_media_of_a_list(key: str, value: Any, tmp_path: Path) -> None:
+def test_a_flat_row_takes_the_same_media_as_a_list(key: str, value: Any, tmp_path: Path) -> None:
     values = value if isinstance(value, list) else [value]
     listed = [*({key.removesuffix("s"): one} for one in values), {"text": "what"}]
     flat, as_list = (parse(json.dumps(row).encode(), tmp_path, "") for row in ({key: value, "text": "what"}, listed))
@@ -190,7 +192,7 @@ def test_a_flat_row_takes_the_media_of_a_list(key: str, value: Any, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def handy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint whose chat template reads tools and `tone`."""
+    """Return a checkpoint whose chat template reads tools and `tone`."""
     folder = tmp_path_factory.mktemp("handy") / "tiny"
     shutil.copytree(TINY, folder)
     described = json.loads((folder / "tokenizer_config.json").read_text())
@@ -198,7 +200,7 @@ def handy(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_variables_of_the_chat_template_are_the_online_paths(handy: str, tmp_path: Path) -> None:
+def test_template_variables_have_the_same_effect_as_on_the_online_path(handy: str, tmp_path: Path) -> None:
     called = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     given: Sequence[dict[str, Any]] = [
         {"messages": MESSAGES},
@@ -224,7 +226,7 @@ def test_variables_of_the_chat_template_are_the_online_paths(handy: str, tmp_pat
         (MESSAGES, soft | {"add_generation_prompt": False}),
     ]
     rows = msgspec.structs.replace(settings(written(tmp_path / "rows.jsonl", given)), model=handy)
-    made(rows, tmp_path / "run")
+    run_in_process(rows, tmp_path / "run")
     with Tokenizer.from_pretrained(handy) as tokenizer:
         expected = [tokenizer.tokenize_chat(messages, **kwargs).tolist() for messages, kwargs in online]
     found = [sample.ids.tolist() for sample in Dataset(tmp_path / "run") if sample.error is None]
@@ -232,8 +234,8 @@ def test_variables_of_the_chat_template_are_the_online_paths(handy: str, tmp_pat
     assert len({*map(tuple, expected)}) == 6
 
 
-def test_a_tables_tools_are_the_same_but_for_its_nulls(handy: str, tmp_path: Path) -> None:
-    """A table has a column for each key of any tool, or the tools as JSON text."""
+def test_tools_of_a_table_are_the_same_without_nulls(handy: str, tmp_path: Path) -> None:
+    """Read tools from struct columns, which have the keys of all tools, and from JSON text."""
     bare = json.loads(json.dumps(TOOLS), object_hook=lambda one: {k: v for k, v in one.items() if v is not None})
     function = {"name": "dig", "parameters": {"type": "object", "properties": {"depth": {"type": "integer"}}}}
     both = [*bare, {"type": "function", "function": function}]
@@ -242,7 +244,7 @@ def test_a_tables_tools_are_the_same_but_for_its_nulls(handy: str, tmp_path: Pat
         tabled(tmp_path / "path.parquet", [{"messages": MESSAGES, "tools": bare}]),
         tabled(tmp_path / "texts.parquet", [{"messages": MESSAGES, "tools": json.dumps(TOOLS)}]),
     )
-    made(msgspec.structs.replace(settings(*inputs), model=handy), tmp_path / "run")
+    run_in_process(msgspec.structs.replace(settings(*inputs), model=handy), tmp_path / "run")
     with Tokenizer.from_pretrained(handy) as tokenizer:
         expected = [tokenizer.tokenize_chat(MESSAGES, tools=tools).tolist() for tools in (both, bare, TOOLS)]
         expected.insert(1, tokenizer.tokenize_chat(MESSAGES).tolist())
@@ -263,13 +265,13 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_a_prompt_cannot_have_is_refused_not_dropped(tmp_path: Path) -> None:
+def test_variables_that_a_prompt_cannot_use_are_refused(tmp_path: Path) -> None:
     rows = [{"messages": MESSAGES} | variables for variables, _ in REFUSED]
-    made(settings(written(tmp_path / "rows.jsonl", rows)), tmp_path / "run")
+    run_in_process(settings(written(tmp_path / "rows.jsonl", rows)), tmp_path / "run")
     for sample, (variables, why) in zip(Dataset(tmp_path / "run"), REFUSED, strict=True):
         assert why in (sample.error or ""), variables
     rows = [{"text": "a", "add_generation_prompt": False}, {"text": "a", "add_generation_prompt": True}]
-    made(settings(written(tmp_path / "bare.jsonl", rows), chat=False), tmp_path / "bare")
+    run_in_process(settings(written(tmp_path / "bare.jsonl", rows), chat=False), tmp_path / "bare")
     errors = [sample.error for sample in Dataset(tmp_path / "bare")]
     assert errors == [
         "InputError: chat template variables were given, but the prompt does not use a chat template",
@@ -278,12 +280,12 @@ def test_what_a_prompt_cannot_have_is_refused_not_dropped(tmp_path: Path) -> Non
 
 
 def parsed(row: Any) -> Row:
-    """A line of such JSON."""
+    """Return the parsed row of a JSON value."""
     return parse(json.dumps(row).encode(), Path("/"), "")
 
 
 @pytest.mark.parametrize("name", [*PROMPT_FIELDS, "add_special_tokens"])
-def test_rows_may_not_have_what_the_service_refuses_of_a_prompt(name: str) -> None:
+def test_fields_that_the_service_refuses_are_refused_in_rows(name: str) -> None:
     rows: Sequence[dict[str, Any]] = ({"messages": MESSAGES}, {"inputs": [{"text": "a"}]}, {"prompt": "a"})
     for row in rows:
         for off in ChatBody.not_served[name]:
@@ -292,7 +294,7 @@ def test_rows_may_not_have_what_the_service_refuses_of_a_prompt(name: str) -> No
             parsed(row | {name: {"a": 1}})
 
 
-def test_what_a_prompt_is_made_of_is_one_thing() -> None:
+def test_a_row_with_several_sources_of_a_prompt_is_refused() -> None:
     for row in ({"prompt": "Q?", "text": "A."}, {"prompt": "Q?", "messages": MESSAGES}, {"inputs": [], "images": []}):
         with pytest.raises(
             InputError,
@@ -312,10 +314,11 @@ def test_what_a_prompt_is_made_of_is_one_thing() -> None:
         *((True, ""), (1.5, ""), (1e16, ""), (Decimal("1.5"), ""), (UUID(int=7).bytes, ""), (date(2026, 1, 1), "")),
     ],
 )
-def test_the_id_of_a_row(value: Any, name: str | None) -> None:
-    """pandas turns integers into floats if a value is missing. Floats above 2 ** 53 are not exact.
+def test_ids_become_strings_or_are_refused(value: Any, name: str | None) -> None:
+    """Accept integral floats and decimals as integers, and refuse other types.
 
-    Databases export integers as decimals. Their UUIDs are bytes if the table does not state the type.
+    pandas turns integers into floats if a value is missing. Floats above 2 ** 53 are not exact. Databases export
+    integers as decimals. Their UUIDs are bytes if the table does not state the type.
     """
     record = {"id": value, "text": "a"}
     assert row_id(record) == (name or None)
@@ -326,8 +329,8 @@ def test_the_id_of_a_row(value: Any, name: str | None) -> None:
         assert parse(record, Path(), "") == Row((Text("a"),))
 
 
-def test_ids_of_all_column_types(tmp_path: Path) -> None:
-    """Other numbers in a row may be decimals too."""
+def test_ids_can_come_from_all_column_types(tmp_path: Path) -> None:
+    """Accept decimals for other numbers of a row too."""
     columns = {
         "decimal": pa.array([Decimal(1), Decimal(2)], pa.decimal128(5, 0)),
         "wide": pa.array([Decimal(10**30), None], pa.decimal256(60, 2)),
@@ -366,8 +369,8 @@ def test_ids_of_all_column_types(tmp_path: Path) -> None:
         ({"input_audio": {"data": None, "format": None}, "text": "q"}, {"text": "q"}),
     ],
 )
-def test_a_medium_of_nulls_is_none(row: dict[str, Any], same: dict[str, Any]) -> None:
-    """As a table has it whose structs are not null themselves."""
+def test_a_medium_of_nulls_counts_as_absent(row: dict[str, Any], same: dict[str, Any]) -> None:
+    """Ignore structs whose fields are all null, as some tables have them."""
     assert parsed(row) == parse(row, Path("/"), "") == parsed(same)
 
 
@@ -380,7 +383,7 @@ def test_a_medium_of_nulls_is_none(row: dict[str, Any], same: dict[str, Any]) ->
         {"inputs": [None, {"text": "q"}]},
     ],
 )
-def test_an_empty_medium_is_no_null(row: dict[str, Any]) -> None:
+def test_an_empty_medium_is_refused(row: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"is empty|exactly one of|must be a dict"):
         parse(row, Path(), "")
 
@@ -395,7 +398,9 @@ def test_an_empty_medium_is_no_null(row: dict[str, Any]) -> None:
         ({"prompt": "q", "image_path": "0.jpg", "source": "web"}, r"no media, and \['image_path'\].* prompt to read"),
     ],
 )
-def test_half_a_prompt_fails_unless_it_is_chosen(row: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_half_a_prompt_is_refused_unless_its_columns_are_selected(
+    row: dict[str, Any], why: str, tmp_path: Path
+) -> None:
     for record in (row, json.dumps(row).encode()):
         with pytest.raises(InputError, match=why):
             parse(record, Path("/"), "")
@@ -405,7 +410,7 @@ def test_half_a_prompt_fails_unless_it_is_chosen(row: dict[str, Any], why: str, 
     assert parse(chosen, Path("/"), "") == parsed(own)
 
 
-def test_what_a_row_has_beside_a_whole_prompt_is_passed_over() -> None:
+def test_extra_fields_beside_a_whole_prompt_are_ignored() -> None:
     whole: Sequence[dict[str, Any]] = (
         {"text": "q", "source": "web"},
         {"image": "0.jpg", "text": "q", "question": "no", "file_name": "0.jpg"},
@@ -417,7 +422,7 @@ def test_what_a_row_has_beside_a_whole_prompt_is_passed_over() -> None:
         assert replace(parsed(row), template_kwargs=None) == parsed(kept)
 
 
-def test_a_tars_json_that_has_the_text_under_another_name(tmp_path: Path) -> None:
+def test_a_tar_row_whose_json_names_its_text_differently_needs_a_template(tmp_path: Path) -> None:
     path = packed_json(tmp_path / "c.tar", "1", {"caption": "a cat", "width": 4})
     with pytest.raises(InputError, match=r"1 has media, no text, and \['caption', 'width'\] in its \.json"):
         rows_of(path)
@@ -429,19 +434,19 @@ def test_a_tars_json_that_has_the_text_under_another_name(tmp_path: Path) -> Non
     assert parse(chosen, tmp_path, "") == Row([Media("image", PICTURE)])
 
 
-def test_a_chosen_name_that_no_line_has_is_refused(tmp_path: Path) -> None:
-    """As one that a table has not."""
+def test_a_selected_column_that_no_line_has_is_refused(tmp_path: Path) -> None:
+    """Refuse the column as for a table."""
     rows = written(tmp_path / "rows.jsonl", [{"image": "0.jpg"}, {"image": "1.jpg", "text": "q"}])
     written(tmp_path / "none.jsonl", [])
     for columns, wrong in ((("txt", "image"), "txt"), (("text", "img"), "img")):
         with pytest.raises(InputError, match=rf"rows.jsonl has no row with '{wrong}'\. Correct --select-columns"):
-            made(settings(rows, columns=columns), tmp_path / "refused")
+            run_in_process(settings(rows, columns=columns), tmp_path / "refused")
     for path in (rows, tmp_path / "none.jsonl"):
         Run.of(settings(path, columns=("text", "image")), tmp_path)
 
 
-def test_columns_are_chosen_of_every_object(tmp_path: Path) -> None:
-    """Not of the rows that list a folder's media, nor of a list."""
+def test_columns_are_selected_from_every_object(tmp_path: Path) -> None:
+    """Leave rows that are lists and rows of a media folder unchanged."""
     rows: Sequence[Any] = ({"id": 3, "prompt": "no", "messages": MESSAGES}, [{"text": "b"}], {"text": "c"})
     media = tmp_path / "media"
     media.mkdir()
@@ -452,16 +457,16 @@ def test_columns_are_chosen_of_every_object(tmp_path: Path) -> None:
         packed_json(tmp_path / "t.tar", "7", {"messages": MESSAGES, "text": "no"}),
         media,
     )
-    made(settings(*inputs, columns=("id", "messages")), tmp_path / "run")
+    run_in_process(settings(*inputs, columns=("id", "messages")), tmp_path / "run")
     found = [(sample.id, (sample.error or "")[:20]) for sample in Dataset(tmp_path / "run")]
     bad = [("2", "InputError: the row "), ("3", "InputError: the row ")]
     assert found == [("3", ""), ("1", ""), *bad, ("3", ""), ("7", ""), ("0.jpg", "")]
 
 
-def test_a_column_is_named_once(tmp_path: Path) -> None:
+def test_a_repeated_column_name_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "twice.parquet"
     pq.write_table(pa.table([["a"], ["b"], [1]], names=["text", "text", "id"]), path)
     for columns in ((), ("text",)):
         with pytest.raises(InputError, match=r"twice\.parquet has several columns named 'text'"):
-            made(settings(path, columns=columns), tmp_path / "run")
+            run_in_process(settings(path, columns=columns), tmp_path / "run")
     assert [*open_source(path, ("id",)).records(0, 1)] == [{"id": 1}]

@@ -1,4 +1,4 @@
-"""What a run writes: the online path's ids and arrays, the same bytes from any number of workers, whatever ends it."""
+"""Tests of runs: ids and arrays of the online path, and the same bytes for any number of workers or restarts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mindie_mm.processes import ipc
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests import warm
-from tests.batch.conftest import CLI, content, made, run, settings, tokenize, written
+from tests.batch.conftest import CLI, content, run, run_in_process, settings, tokenize, written
 from tests.batch.deadly import Deadly
 from tests.media_samples import encoded, photograph
 from tests.namespaces import UNSHARE, require
@@ -42,8 +42,8 @@ BAD = {"gone": "MediaError", "broken": "MediaError", "odd": "InputError"}
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 
-def test_ids_and_arrays_are_those_of_the_online_path(lines, rows, media, tmp_path, monkeypatch):
-    manifest = made(settings(lines), tmp_path / "run")
+def test_ids_and_arrays_equal_those_of_the_online_path(lines, rows, media, tmp_path, monkeypatch):
+    manifest = run_in_process(settings(lines), tmp_path / "run")
     assert (manifest.num_rows, manifest.num_errors) == (len(rows), len(BAD))
     dataset = Dataset(tmp_path / "run")
     monkeypatch.chdir(media)
@@ -71,16 +71,16 @@ def test_ids_and_arrays_are_those_of_the_online_path(lines, rows, media, tmp_pat
             release(path_file)
 
 
-def test_any_number_of_workers_writes_the_same_bytes(lines, tmp_path):
-    made(settings(lines), tmp_path / "1")
+def test_the_number_of_workers_does_not_change_the_bytes(lines, tmp_path):
+    run_in_process(settings(lines), tmp_path / "1")
     run(settings(lines), tmp_path / "3", num_workers=3)
     first = content(tmp_path / "1")
     assert len(first) == 2 * 5 + 3, "shards of 7 rows, settings, manifest, errors"
     assert content(tmp_path / "3") == first
 
 
-def test_a_shard_ends_with_the_row_that_fills_it(lines, tmp_path):
-    manifest = made(settings(lines, shard_bytes=100_000), tmp_path / "run")
+def test_a_shard_ends_with_the_row_that_reaches_its_size(lines, tmp_path):
+    manifest = run_in_process(settings(lines, shard_bytes=100_000), tmp_path / "run")
     for shard in manifest.shards:
         assert shard.info.num_rows <= 7
     small = [
@@ -92,7 +92,7 @@ def test_a_shard_ends_with_the_row_that_fills_it(lines, tmp_path):
     assert [sample.row for sample in Dataset(tmp_path / "run")] == list(range(manifest.num_rows))
 
 
-def test_bad_rows_say_why_and_harm_no_other(lines, tmp_path, media):
+def test_bad_rows_report_the_reason_and_fail_alone(lines, tmp_path, media):
     done = tokenize(lines, "--output", tmp_path / "run", "--workers", 1)
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].endswith(f"3 rows failed, see {tmp_path / 'run/errors.jsonl'}")
@@ -103,30 +103,30 @@ def test_bad_rows_say_why_and_harm_no_other(lines, tmp_path, media):
 
 
 @pytest.mark.parametrize(("given", "row"), [("stop", 4), ("fail-after=2", 9)])
-def test_it_stops_where_too_many_rows_fail_and_goes_on_where_they_may(lines, rows, tmp_path, given, row):
+def test_a_run_stops_at_too_many_failed_rows_and_continues_with_a_higher_limit(lines, rows, tmp_path, given, row):
     done = tokenize(
         lines, "--output", tmp_path / "run", "--shard-rows", 7, "--workers", 1, "--on-error", given, "--json-progress"
     )
     assert (done.returncode, done.stdout) == (3, "")
     *_, progress, error = done.stderr.splitlines()
     count = 1 if given == "stop" else 2
-    said = rf"\(rows that failed: {count}; the limit is {count - 1}\)\. Fix that, then .* again to continue"
-    assert re.fullmatch(rf"Error: row {row}: MediaError: .* {said}", error)
+    reason = rf"\(rows that failed: {count}; the limit is {count - 1}\)\. Fix that, then .* again to continue"
+    assert re.fullmatch(rf"Error: row {row}: MediaError: .* {reason}", error)
     shown = json.loads(progress)
     assert (shown["rows"], shown["errors"], shown["resumed_rows"]) == (row + 1, count, 0)
     assert not list((tmp_path / "run").glob("*.partial"))
-    assert made(settings(lines), tmp_path / "run").num_rows == len(rows)
+    assert run_in_process(settings(lines), tmp_path / "run").num_rows == len(rows)
 
 
 @pytest.mark.parametrize("given", ["never", "fail-after=0", "fail-after", "fail-after=x"])
-def test_what_on_error_does_not_take(given, tmp_path):
+def test_an_invalid_value_of_on_error_is_refused(given, tmp_path):
     shown = CliRunner().invoke(main, ["tokenize", "-", "--output", str(tmp_path / "run"), "--on-error", given])
     assert (shown.exit_code, "is not valid; use skip, stop or fail-after=N" in shown.stderr) == (2, True)
     assert not (tmp_path / "run").exists()
 
 
-def test_caps_are_part_of_what_decides_the_bytes(media, tmp_path):
-    """What is above one is an error of its row; another one is another run."""
+def test_media_caps_are_part_of_a_runs_identity(media, tmp_path):
+    """Fail a row above a cap, and refuse to continue the run with another cap."""
     rows = written(media / "capped.jsonl", [{"images": ["0.jpg"], "text": "What?"}, {"text": "Just words."}])
     (tmp_path / "settings.toml").write_text("max_image_pixels = 1000")
     done = tokenize(rows, "--output", tmp_path / "run", "--workers", 1, "--config", tmp_path / "settings.toml")
@@ -139,7 +139,7 @@ def test_caps_are_part_of_what_decides_the_bytes(media, tmp_path):
     assert "media was " in other.stderr
 
 
-def test_what_a_row_takes_to_decode_is_counted_by_row(media, tmp_path):
+def test_request_pixels_are_counted_per_row(media, tmp_path):
     with Image.open(media / "0.jpg") as picture:
         pixels = picture.width * picture.height
     rows = written(media / "summed.jsonl", [{"images": ["0.jpg"] * count, "text": "What?"} for count in (2, 2, 3)])
@@ -151,8 +151,8 @@ def test_what_a_row_takes_to_decode_is_counted_by_row(media, tmp_path):
     assert error["error"].endswith(f"the limit is {2 * pixels} (--max-request-pixels)")
 
 
-def test_no_resume_wants_an_empty_folder(lines, tmp_path):
-    made(settings(lines, limit=1), tmp_path / "run")
+def test_no_resume_needs_an_empty_folder(lines, tmp_path):
+    run_in_process(settings(lines, limit=1), tmp_path / "run")
     before = content(tmp_path / "run")
     command = ["tokenize", str(lines), "--output", str(tmp_path / "run"), "--limit", "1", "--no-resume"]
     shown = CliRunner().invoke(main, command)
@@ -160,8 +160,8 @@ def test_no_resume_wants_an_empty_folder(lines, tmp_path):
     assert content(tmp_path / "run") == before
 
 
-def test_another_run_is_refused_with_what_differs(lines, tmp_path):
-    made(settings(lines), tmp_path / "run")
+def test_another_run_is_refused_with_the_differences(lines, tmp_path):
+    run_in_process(settings(lines), tmp_path / "run")
     before = content(tmp_path / "run")
     with pytest.raises(InputError, match=r"holds another run: limit was None, now 3; shard_rows was 7, now 8\. Choose"):
         run(settings(lines, shard_rows=8, limit=3), tmp_path / "run")
@@ -172,15 +172,15 @@ def test_another_run_is_refused_with_what_differs(lines, tmp_path):
     assert content(tmp_path / "run") == before
 
 
-def test_a_finished_run_is_not_done_again(lines, tmp_path):
-    first = made(settings(lines), tmp_path / "run")
+def test_a_finished_run_is_not_repeated(lines, tmp_path):
+    first = run_in_process(settings(lines), tmp_path / "run")
     assert run(settings(lines), tmp_path / "run") == first
     assert not (tmp_path / "run/timings.jsonl").exists(), "no worker did a chunk"
 
 
 @pytest.mark.parametrize("limit", [None, 14, 100_000])
-def test_the_share_that_is_done_is_of_the_rows_that_are_taken(lines, rows, tmp_path, limit):
-    made(settings(lines, limit=limit), tmp_path / "run")
+def test_the_progress_share_counts_only_rows_within_the_limit(lines, rows, tmp_path, limit):
+    run_in_process(settings(lines, limit=limit), tmp_path / "run")
     shown = []
     run(settings(lines, limit=limit), tmp_path / "run", show=lambda done, _: shown.append(done))
     begin, *steps, end = shown
@@ -193,16 +193,16 @@ def test_the_share_that_is_done_is_of_the_rows_that_are_taken(lines, rows, tmp_p
         assert done.share == pytest.approx(done.rows / len(rows), abs=0.25)
 
 
-def test_timings_that_cannot_be_written_end_it_with_our_own_error(tmp_path):
-    made = settings(written(tmp_path / "rows.jsonl", [{"text": "a"}]))
+def test_timings_that_cannot_be_written_end_the_run_with_a_storage_error(tmp_path):
+    given_settings = settings(written(tmp_path / "rows.jsonl", [{"text": "a"}]))
     (tmp_path / "run").mkdir()
-    Run.of(made, tmp_path / "run").begin(tmp_path / "run")
+    Run.of(given_settings, tmp_path / "run").begin(tmp_path / "run")
     (tmp_path / "run/timings.jsonl").symlink_to("/dev/full")
     with pytest.raises(StorageError, match=r"timings\.jsonl cannot be written: No space left on device"):
-        run(made, tmp_path / "run")
+        run(given_settings, tmp_path / "run")
 
 
-def test_two_runs_in_one_folder_are_one_too_many(lines, tmp_path):
+def test_a_second_run_in_the_same_folder_is_refused(lines, tmp_path):
     refused = []
 
     def show(*_):
@@ -216,7 +216,7 @@ def test_two_runs_in_one_folder_are_one_too_many(lines, tmp_path):
 
 
 def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path):
-    made(settings(lines), tmp_path / "whole")
+    run_in_process(settings(lines), tmp_path / "whole")
     command = [
         CLI,
         "tokenize",
@@ -229,8 +229,8 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path)
         2,
         "--json-progress",
     ]
-    with (tmp_path / "said").open("w") as said:
-        process = warm.Popen(list(map(str, command)), stdout=said, stderr=said)
+    with (tmp_path / "said").open("w") as output:
+        process = warm.Popen(list(map(str, command)), stdout=output, stderr=output)
     table = tmp_path / "run/shard-000000014.arena.partial"
     workers: list[psutil.Process] = []
     while process.poll() is None and not (table.exists() or table.with_suffix("").exists()):
@@ -241,11 +241,12 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path)
     psutil.wait_procs(workers, timeout=300)
     assert not any(worker.is_running() for worker in workers), "they end with their parent"
     assert not (tmp_path / "run/manifest.json").exists()
-    made(settings(lines), tmp_path / "run")
+    run_in_process(settings(lines), tmp_path / "run")
     assert content(tmp_path / "run") == content(tmp_path / "whole")
 
 
-def test_a_full_disk_ends_it_with_a_message_and_it_goes_on(lines, tmp_path):
+@pytest.mark.slow
+def test_a_run_ends_with_a_message_on_a_full_disk_and_can_be_continued(lines, tmp_path):
     disk, out = tmp_path / "disk", tmp_path / "disk/run"
     disk.mkdir()
     steps = (
@@ -262,12 +263,12 @@ def test_a_full_disk_ends_it_with_a_message_and_it_goes_on(lines, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "No space left on device" in done.stderr
     assert done.stderr.count("Fix that, then run the same command again to continue") == 1
-    made(settings(lines), tmp_path / "whole")
+    run_in_process(settings(lines), tmp_path / "whole")
     assert content(tmp_path / "copy") == content(tmp_path / "whole")
 
 
 def runs(process):
-    """Whether it is at work still; one that nobody has reaped yet, as an orphan's new parent will, is not."""
+    """Return whether the process still runs. A zombie that init has not reaped does not count."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -275,7 +276,7 @@ def runs(process):
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_a_signal_to_all_while_a_worker_starts(sent, status, tmp_path):
+def test_a_signal_to_the_process_group_ends_a_starting_worker(sent, status, tmp_path):
     rows = written(tmp_path / "rows.jsonl", [{"text": "a"}])
     command = [CLI, "tokenize", rows, "--output", tmp_path / "run", "--workers", "1"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -289,10 +290,10 @@ def test_a_signal_to_all_while_a_worker_starts(sent, status, tmp_path):
     finally:
         process.kill()
         process.wait()
-    assert made(settings(rows, shard_rows=128), tmp_path / "run").num_rows == 1
+    assert run_in_process(settings(rows, shard_rows=128), tmp_path / "run").num_rows == 1
 
 
-def test_an_interrupt_while_standard_input_is_awaited(tmp_path):
+def test_an_interrupt_while_waiting_for_standard_input_leaves_no_folder(tmp_path):
     command = [CLI, "tokenize", "-", "--output", tmp_path / "run"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -313,11 +314,11 @@ def test_an_interrupt_ends_a_run_whose_worker_waits_for_a_file(tmp_path):
     os.mkfifo(fifo)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n{"inputs": [{"image": "never.jpg"}]}\n')
-    with (tmp_path / "said").open("w") as said:
+    with (tmp_path / "said").open("w") as output:
         command = [CLI, "tokenize", str(rows), "--output", str(tmp_path / "run")]
-        process = warm.Popen(command, stdout=said, stderr=said)
+        process = warm.Popen(command, stdout=output, stderr=output)
     try:
-        with fifo.open("wb"):  # opens when the worker has begun to read it
+        with fifo.open("wb"):  # opens as soon as the worker reads
             process.send_signal(signal.SIGINT)
             assert process.wait(300) == 130
     finally:
@@ -325,26 +326,26 @@ def test_an_interrupt_ends_a_run_whose_worker_waits_for_a_file(tmp_path):
         process.wait()
     fifo.unlink()
     fifo.write_bytes(encoded(photograph(size=(80, 60))))
-    assert made(settings(rows, shard_rows=128), tmp_path / "run").num_errors == 0
+    assert run_in_process(settings(rows, shard_rows=128), tmp_path / "run").num_errors == 0
 
 
-def test_a_run_that_closes_its_channel_while_a_worker_sends_ends_it_quietly(tmp_path):
-    made = settings(written(tmp_path / "rows.jsonl", [{"text": "a"}]))
-    Run.of(made, tmp_path).begin(tmp_path)
+def test_a_worker_ends_quietly_when_the_run_closes_its_channel(tmp_path):
+    given_settings = settings(written(tmp_path / "rows.jsonl", [{"text": "a"}]))
+    Run.of(given_settings, tmp_path).begin(tmp_path)
     ours, theirs = socket.socketpair()
     ours.close()
     with RowCursor.create() as cursor, ipc.ChildChannel(theirs.detach()) as channel:
         process.main(channel, None, str(tmp_path), cursor.path)
 
 
-def test_a_mistake_of_our_own_is_no_row_that_failed(capsys):
+def test_an_internal_error_exits_with_status_3_and_a_traceback(capsys):
     with pytest.raises(SystemExit) as ended, resuming():
         raise ZeroDivisionError
     assert (ended.value.code, "ZeroDivisionError" in capsys.readouterr().err) == (3, True)
 
 
-class Starting(threading.Thread):
-    """Kills so many workers as they start: that takes them seconds, and nobody waits that long here."""
+class KilledStarts(threading.Thread):
+    """A thread that kills `deaths` workers while they start, which takes them seconds."""
 
     def __init__(self, deaths):
         super().__init__()
@@ -362,39 +363,40 @@ class Starting(threading.Thread):
             time.sleep(0.001)
 
 
-def test_workers_that_are_killed_while_they_start_leave_their_rows_to_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(ipc, "subprocess", subprocess)  # a copy is ready at once
+@pytest.mark.slow
+def test_rows_of_workers_killed_during_their_start_go_to_other_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(ipc, "subprocess", subprocess)  # a copied worker would be ready at once
     path = written(tmp_path / "rows.jsonl", [{"text": f"row {i}"} for i in range(22)])
-    starting = Starting(2)
+    killed_starts = KilledStarts(2)
     manifest = run(settings(path), tmp_path / "run", num_workers=2)
     assert (manifest.num_rows, manifest.num_errors) == (22, 0)
-    starting.join(300)
-    starting = Starting(2)
+    killed_starts.join(300)
+    killed_starts = KilledStarts(2)
     with pytest.raises(ProcessDied, match="a worker exited with signal 9 before it was ready"):
         run(settings(path), tmp_path / "again", num_workers=1)
-    starting.join(300)
+    killed_starts.join(300)
 
 
-def test_a_row_whose_file_has_come_is_done_once_its_table_is_removed(media, tmp_path):
-    """As docs/batch.md says how."""
+def test_a_failed_row_is_repeated_after_its_table_is_removed(media, tmp_path):
+    """Follow the steps of docs/batch.md."""
     rows = [{"image": name, "text": "What?"} for name in ("0.jpg", "late.jpg", *["1.jpg"] * 7)]
     path = written(tmp_path / "rows.jsonl", rows)
     for name in ("0.jpg", "1.jpg"):
         (tmp_path / name).write_bytes((media / name).read_bytes())
-    failed, well = made(settings(path), tmp_path / "run").shards
+    failed, well = run_in_process(settings(path), tmp_path / "run").shards
     assert (failed.info.num_errors, well.info.num_errors) == (1, 0)
     (tmp_path / "late.jpg").write_bytes((media / "2.jpg").read_bytes())
-    assert made(settings(path), tmp_path / "run").num_errors == 1
+    assert run_in_process(settings(path), tmp_path / "run").num_errors == 1
     removed = [shard.table for shard in Manifest.read(tmp_path / "run").shards if shard.info.num_errors > 0]
     for table in removed:
         (tmp_path / "run" / table).unlink()
     assert removed == [failed.table]
-    assert made(settings(path), tmp_path / "run").num_errors == 0
-    made(settings(path), tmp_path / "whole")
+    assert run_in_process(settings(path), tmp_path / "run").num_errors == 0
+    run_in_process(settings(path), tmp_path / "whole")
     assert content(tmp_path / "run") == content(tmp_path / "whole")
 
 
-def test_workers_that_are_killed_lose_their_rows_alone(media, rows, tmp_path, monkeypatch):
+def test_killed_workers_lose_only_the_rows_they_worked_on(media, rows, tmp_path, monkeypatch):
     spawned, spawn = [], ipc.spawn
 
     def noted(module, *arguments, **options):

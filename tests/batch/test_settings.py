@@ -1,4 +1,4 @@
-"""What a run takes down of where things are, and of a checkpoint."""
+"""Tests of a run's settings and of the digests of its checkpoint."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return Checkpoint.open(shutil.copytree(EMBEDDED, tmp_path / "checkpoint"))
 
 
-def test_what_is_no_file_is_no_part_of_a_checkpoint(checkpoint: Checkpoint) -> None:
+def test_folders_and_broken_links_do_not_count_for_a_checkpoints_digest(checkpoint: Checkpoint) -> None:
     (checkpoint.path / "logs.json").mkdir()
     (checkpoint.path / "gone.txt").symlink_to("nowhere")
     (checkpoint.path / "round.json").symlink_to("round.json")
     assert model_digest(checkpoint) == model_digest(Checkpoint.open())
 
 
-def test_a_file_that_cannot_be_read_is_named(checkpoint: Checkpoint) -> None:
+def test_the_error_names_a_file_that_cannot_be_read(checkpoint: Checkpoint) -> None:
     (checkpoint.path / "bad.json").symlink_to("/proc/self/mem")
     with pytest.raises(UnsupportedCheckpoint, match=r"bad\.json cannot be read: Input/output error"):
         model_digest(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["model", "stdin_folder", "inputs"])
-def test_a_path_that_is_not_utf_8_is_named(name: str) -> None:
+def test_a_path_that_is_not_utf_8_is_refused(name: str) -> None:
     path = os.fsdecode(b"/caf\xe9")
     given = {"model": "", "inputs": ("-",)} | {name: (path,) if name == "inputs" else path}
     with pytest.raises(InputError, match=rf"{name} has '/caf\\udce9', which is not UTF-8"):
         Settings(**given)
 
 
-def test_nothing_is_truncated_to_no_length() -> None:
+def test_truncate_needs_max_tokens() -> None:
     with pytest.raises(InputError, match="truncate needs max_tokens"):
         Settings(model="", inputs=("-",), truncate=True)
 
 
-def test_weights_count_by_their_content(checkpoint: Checkpoint) -> None:
+def test_the_weights_digest_covers_the_content(checkpoint: Checkpoint) -> None:
     assert weights_digest(checkpoint) == weights_digest(Checkpoint.open())
     weights = checkpoint.path / "model.safetensors"
     data = bytearray(weights.read_bytes())
@@ -57,7 +57,7 @@ def test_weights_count_by_their_content(checkpoint: Checkpoint) -> None:
     assert model_digest(checkpoint) == model_digest(Checkpoint.open())
 
 
-def test_without_pyarrow_a_batch_names_the_extra(tmp_path: Path) -> None:
+def test_the_error_without_pyarrow_names_the_extra(tmp_path: Path) -> None:
     code = "import sys; sys.modules['pyarrow'] = None; from mindie_mm.cli import main; main()"
     command = [sys.executable, "-c", code, "tokenize", "rows.jsonl", "--output", "run"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path)

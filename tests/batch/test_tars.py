@@ -1,4 +1,4 @@
-"""Tests that no row is lost of tars that are unsorted, concatenated, truncated or compressed."""
+"""Tests that unsorted, concatenated, truncated and compressed tars lose no row."""
 
 from __future__ import annotations
 

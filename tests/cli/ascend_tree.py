@@ -1,4 +1,4 @@
-"""A folder that stands for an Ascend machine: files of driver, CANN and kernel, and an npu-smi that can be run."""
+"""A simulated Ascend machine: a folder with files of driver, CANN and kernel, and an executable npu-smi."""
 
 import platform
 from pathlib import Path
@@ -33,9 +33,9 @@ TCP_HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when r
 
 
 def smi_table(health=("OK", "OK"), used=(3397, 3395), processes=(), first=0):
-    """What `npu-smi info` of the driver 24.1 prints for 910B2 (vllm-project/vllm-ascend#1767, #2534).
+    """Return the output of `npu-smi info` for 910B2, with driver 24.1 (vllm-project/vllm-ascend#1767, #2534).
 
-    `first` is the first card's number: in a container that has some of a host's.
+    `first` is the number of the first card, which is above 0 in a container that has some of the host's cards.
     """
     lines = [
         "+------------------------------------------------------------------------------------------------+",
@@ -65,7 +65,7 @@ def smi_table(health=("OK", "OK"), used=(3397, 3395), processes=(), first=0):
 
 
 class AscendTree:
-    """A machine with two NPUs, the driver 25.5.1 and CANN 9.2.0, on which nothing is wrong."""
+    """A healthy machine with two NPUs, the driver 25.5.1 and CANN 9.2.0."""
 
     def __init__(self, root: Path, cann: str = "9.2.0") -> None:
         self.root = root
@@ -90,7 +90,7 @@ class AscendTree:
 
     @property
     def variables(self) -> dict[str, str]:
-        """As set_env.sh sets them."""
+        """Return the environment variables that set_env.sh sets."""
         return {
             "ASCEND_HOME_PATH": self.home,
             "LD_LIBRARY_PATH": f"{self.home}/lib64",
@@ -111,12 +111,15 @@ class AscendTree:
             self.at(absolute).unlink()
 
     def npu_smi(self, says: str, status: int = 0) -> None:
-        """Puts a program there that prints this."""
+        """Write an npu-smi that prints `says` and exits with `status`."""
         script = f"#!/bin/sh\n[ \"$*\" = info ] || exit 2\ncat <<'END'\n{says}\nEND\nexit {status}\n"
         self.write("/bin/npu-smi", script).chmod(0o755)
 
     def torch_npu(self, version: str, code: str) -> str:
-        """A torch_npu whose import runs `code`, registered with torch as the real one is; its folder for PYTHONPATH."""
+        """Write a torch_npu whose import runs `code`, and return its folder for PYTHONPATH.
+
+        The package is registered with torch like the real torch_npu.
+        """
         self.write("/site/torch_npu/__init__.py", f"{code}\n\n\ndef _autoload():\n    pass\n")
         folder = f"/site/torch_npu-{version}.dist-info"
         self.write(f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: torch_npu\nVersion: {version}\n")

@@ -1,4 +1,4 @@
-"""The command line as a shell runs it."""
+"""Helpers that run the command line as a shell does."""
 
 import os
 import subprocess
@@ -12,20 +12,20 @@ TIMEOUT_S = 300
 
 
 def run(*arguments, status=0, **environment):
-    """What the command says: on standard output, or if it is to fail on standard error."""
+    """Run a command and return its standard output, or its standard error if it should fail."""
     env = os.environ | {"COLUMNS": "200"} | environment
     command = [BIN, *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=env)
-    return said(ended, status)
+    return output_of(ended, status)
 
 
 def run_warm(*arguments, status=0, **environment):
-    """As `run`, in copies of a process that has imported everything."""
+    """Run a command like `run`, but in a copy of a process that has imported everything."""
     env = os.environ | {"COLUMNS": "200"} | environment
-    return said(warm.run([BIN, *arguments], timeout=TIMEOUT_S, env=env), status)
+    return output_of(warm.run([BIN, *arguments], timeout=TIMEOUT_S, env=env), status)
 
 
-def said(ended, status):
-    """What is expected of it with this exit status."""
+def output_of(ended, status):
+    """Require the exit status and return the matching output."""
     assert ended.returncode == status, (ended.stdout, ended.stderr)
     return ended.stdout if status == 0 else ended.stderr or ended.stdout

@@ -1,4 +1,4 @@
-"""The file of answers, where writing fails and where something else does."""
+"""Tests of the answer file: failed writes, locks and answers of other origins."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ LINE = b'{"row":%d,"id":null,"text":"a"}\n'
 
 
 def answer(output: Path, *rows: int) -> list[object]:
-    """Writes lines of those rows; what stood there."""
+    """Write lines for `rows`, and return the state of the file before."""
     with continued(output, ORIGIN) as (append, *begun):
         for row in rows:
             append(LINE % row)
     return begun
 
 
-def test_what_fails_beside_the_file_is_not_told_as_its_own(tmp_path: Path) -> None:
-    """Such as a fork under a limit of processes."""
+def test_an_unrelated_os_error_is_not_reported_as_a_write_error(tmp_path: Path) -> None:
+    """Raise other errors unchanged, such as EAGAIN of a fork at the process limit."""
     with pytest.raises(BlockingIOError), continued(tmp_path / "out.jsonl", ORIGIN):
         raise BlockingIOError(errno.EAGAIN, "no process")
 
 
-def test_a_line_that_is_written_in_part_is_told_and_removed_by_the_next_call(tmp_path: Path) -> None:
+def test_a_partial_line_is_reported_and_removed_by_the_next_call(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     assert answer(output, 0) == [0, 0, None]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -46,13 +46,13 @@ def test_a_line_that_is_written_in_part_is_told_and_removed_by_the_next_call(tmp
     assert output.read_bytes() == LINE % 0 + LINE % 1
 
 
-def test_two_calls_do_not_write_one_file(tmp_path: Path) -> None:
+def test_a_second_call_cannot_write_the_same_file(tmp_path: Path) -> None:
     with continued(tmp_path / "out.jsonl", ORIGIN), pytest.raises(InputError, match="another process is writing"):
         answer(tmp_path / "out.jsonl", 0)
 
 
 @pytest.mark.parametrize(
-    ("part", "value", "said"),
+    ("part", "value", "message"),
     [
         ("weights_digest", "other", "weights_digest was , now other"),
         ("settings", {"dtype": "float32"}, "settings was dtype auto, now dtype float32"),
@@ -60,7 +60,7 @@ def test_two_calls_do_not_write_one_file(tmp_path: Path) -> None:
         ("sampling", SamplingParams(top_p=0.5), "top_p was 1.0, now 0.5"),
     ],
 )
-def test_answers_of_another_origin_are_refused(part: str, value: object, said: str, tmp_path: Path) -> None:
+def test_answers_of_another_origin_are_refused(part: str, value: object, message: str, tmp_path: Path) -> None:
     first = msgspec.structs.replace(ORIGIN, settings={"dtype": "auto", "family": ""}, versions={"torch": "2"})
     with continued(tmp_path / "out.jsonl", first) as (append, *_):
         append(LINE % 0)
@@ -69,7 +69,7 @@ def test_answers_of_another_origin_are_refused(part: str, value: object, said: s
     other = msgspec.structs.replace(first, **{part: value})
     with (
         pytest.raises(
-            InputError, match=rf"out\.jsonl has answers of another run: {said}\. Choose another file for --output"
+            InputError, match=rf"out\.jsonl has answers of another run: {message}\. Choose another file for --output"
         ),
         continued(tmp_path / "out.jsonl", other),
     ):

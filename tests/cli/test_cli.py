@@ -1,4 +1,4 @@
-"""The commands beside those for shared memory."""
+"""Tests of the commands except `shm`."""
 
 import importlib.util
 import json
@@ -16,8 +16,8 @@ from mindie_mm.lockdown import support
 from tests import warm
 from tests.cli.shell import BIN, TIMEOUT_S, run, run_warm
 
-LOOKED_AT = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files", "decoders", "spool")
-"""By doctor, on every machine."""
+SUBJECTS = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files", "decoders", "spool")
+"""Subjects that doctor checks on every machine."""
 
 
 def test_models_lists_every_file_of_the_package():
@@ -26,20 +26,20 @@ def test_models_lists_every_file_of_the_package():
     files = {path.stem for path in Path(mindie_mm.models.__file__).parent.glob("[!_]*.py")}
     listed = json.loads(run("models", "--json"))
     assert {family["name"] for family in listed if family["package"] == "mindie_mm"} == files
-    said = run_warm("models")
+    output = run_warm("models")
     for family in listed:
         assert family["model_types"]
         assert set(family["kinds"]) <= {"image", "video", "audio"}
-        assert all(text in said for text in (family["name"], *family["kinds"], family["reference"]))
+        assert all(text in output for text in (family["name"], *family["kinds"], family["reference"]))
 
 
-def test_doctor_says_what_is_fine_and_what_is_not(random_checkpoint, tmp_path):
+def test_doctor_reports_the_status_of_every_subject(random_checkpoint, tmp_path):
     findings = json.loads(run_warm("doctor", random_checkpoint, "--json"))
-    general = [finding for finding in findings if finding["subject"] in LOOKED_AT]
-    expected = dict.fromkeys(LOOKED_AT, "ok") | {"decoders": "warning" if support().missing else "ok"}
+    general = [finding for finding in findings if finding["subject"] in SUBJECTS]
+    expected = dict.fromkeys(SUBJECTS, "ok") | {"decoders": "warning" if support().missing else "ok"}
     assert [(finding["subject"], finding["status"]) for finding in general] == [*expected.items()]
     assert {finding["subject"]: finding["found"] for finding in general}["decoders"] == str(support())
-    if importlib.util.find_spec("torch_npu") is None:  # no sign of an NPU: nothing is said of any
+    if importlib.util.find_spec("torch_npu") is None:  # without a sign of an NPU there are no findings about NPUs
         assert findings == general
     found = run_warm("doctor", tmp_path, "--json", "--arena-bytes", 10**15, status=1)
     problems = {finding["subject"]: finding["advice"] for finding in json.loads(found) if finding["status"] == "error"}
@@ -71,10 +71,10 @@ def test_ask_shows_the_sampling_parameters_of_the_checkpoint_and_no_warning_abou
     }  # fmt: skip
 
 
-def test_mistakes_are_one_line(random_checkpoint):
-    said = run_warm("ask", "What?", "--image", "/no/such.png", "--model", random_checkpoint, status=2)
-    assert "/no/such.png" in said
-    assert "Traceback" not in said
+def test_mistakes_are_reported_in_one_line(random_checkpoint):
+    output = run_warm("ask", "What?", "--image", "/no/such.png", "--model", random_checkpoint, status=2)
+    assert "/no/such.png" in output
+    assert "Traceback" not in output
     unheard = ("ask", "What?", "--model", random_checkpoint, "--family", "none", "--temperature", -1)
     assert "temperature is -1" in run_warm(*unheard, status=2), "before the model is loaded"
     assert "MINDIE_MM_DECODERS is 'two'" in run_warm("doctor", status=2, MINDIE_MM_DECODERS="two")
@@ -82,9 +82,9 @@ def test_mistakes_are_one_line(random_checkpoint):
 
 @pytest.mark.parametrize("option", ["--image", "--video", "--audio"])
 def test_ask_checks_its_files_before_it_loads_the_model(option, tmp_path):
-    """The checkpoint does not exist, so loading it first would report that instead."""
+    """Report the file's error although the checkpoint does not exist, which loading would report first."""
     asked = ["ask", "What?", "--model", str(tmp_path / "none"), option]
-    for path, said in (
+    for path, output in (
         (tmp_path / "none.png", "does not exist"),
         (tmp_path, "is a directory"),
         ("", "the value is empty"),
@@ -92,7 +92,7 @@ def test_ask_checks_its_files_before_it_loads_the_model(option, tmp_path):
         refused = CliRunner().invoke(main, [*asked, str(path)])
         assert refused.exit_code == 2
         assert f"'{option}'" in refused.stderr
-        assert said in refused.stderr
+        assert output in refused.stderr
 
 
 def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, tmp_path):
@@ -101,15 +101,15 @@ def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, t
     refused = CliRunner().invoke(main, ["ask", "What?", "--model", str(folder), "--temperature", "-1"])
     assert (refused.exit_code, "temperature is -1" in refused.stderr) == (2, True)
     sound.touch()
-    said = run_warm("ask", "What?", "--model", folder, "--audio", sound, status=2)
-    assert said == f"Error: --audio: {folder} does not accept audio inputs; it accepts image, video\n"
+    output = run_warm("ask", "What?", "--model", folder, "--audio", sound, status=2)
+    assert output == f"Error: --audio: {folder} does not accept audio inputs; it accepts image, video\n"
 
 
 def test_ask_logs_only_warnings_by_default(random_checkpoint):
     asked = [BIN, "ask", "What?", "--model", random_checkpoint, "--max-tokens", 1]
     assert " INFO " not in warm.run(asked, timeout=TIMEOUT_S).stderr
-    told = warm.run(asked, timeout=TIMEOUT_S, env=os.environ | {"MINDIE_MM_LOG_LEVEL": "info"})
-    assert " INFO " in told.stderr
+    verbose = warm.run(asked, timeout=TIMEOUT_S, env=os.environ | {"MINDIE_MM_LOG_LEVEL": "info"})
+    assert " INFO " in verbose.stderr
 
 
 def test_serve_help_names_every_setting():
@@ -117,36 +117,37 @@ def test_serve_help_names_every_setting():
 
     from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 
-    said = run("serve", "--help")
+    output = run("serve", "--help")
     for cls in (ServiceConfig, MediaCaps, WorkerConfig, EngineConfig):
         for field in dataclasses.fields(cls):
             if field.name not in ("model", "engine", "media"):
-                assert f"--{field.name.replace('_', '-')}" in said
+                assert f"--{field.name.replace('_', '-')}" in output
 
 
 def test_serve_help_shows_each_setting_with_its_default():
-    said = " ".join(run_warm("serve", "--help").split())
+    output = " ".join(run_warm("serve", "--help").split())
     for default in ("268435456, 256 MiB", "4294967296, 4 GiB", "on", "off", "0.5 on the CPU, else 0.9", "127.0.0.1"):
-        assert f"[default: {default}]" in said
+        assert f"[default: {default}]" in output
     headings = (
         "Options",
         "Settings of the HTTP service",
         "Decoding of media items, and limits on them",
         "Settings of the worker",
     )
-    places = [said.index(f" {heading}: ") for heading in (*headings, "Settings of the engine process")]
+    places = [output.index(f" {heading}: ") for heading in (*headings, "Settings of the engine process")]
     assert places == sorted(places)
-    assert "None" not in said
+    assert "None" not in output
 
 
-def test_help_tells_the_defaults_of_sampling():
+def test_help_shows_the_defaults_of_sampling():
     for command in ("ask", "generate"):
-        said = " ".join(run_warm(command, "--help").split())
-        assert "[default: 256" in said
-        assert "[default: 0.0]" in said
+        output = " ".join(run_warm(command, "--help").split())
+        assert "[default: 256" in output
+        assert "[default: 0.0]" in output
 
 
-def test_a_family_is_chosen_by_name(random_checkpoint, tmp_path):
+@pytest.mark.slow
+def test_a_family_can_be_chosen_by_name(random_checkpoint, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(random_checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -157,10 +158,11 @@ def test_a_family_is_chosen_by_name(random_checkpoint, tmp_path):
     run_warm(*asked, "--family", "qwen2_vl")
     assert "the families are" in run_warm("serve", folder, "--port", 0, "--family", "nothing", status=2)
     found = json.loads(run_warm("doctor", folder, "--json", MINDIE_MM_FAMILY="qwen2_vl"))
-    assert {finding["status"] for finding in found if finding["subject"] in LOOKED_AT} == {"ok"}
+    assert {finding["status"] for finding in found if finding["subject"] in SUBJECTS} == {"ok"}
 
 
-def test_the_tower_has_a_precision_of_its_own(random_checkpoint, tmp_path):
+@pytest.mark.slow
+def test_tower_and_projector_have_their_own_precision_and_device(random_checkpoint, tmp_path):
     picture = tmp_path / "picture.png"
     Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)
     asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 2)

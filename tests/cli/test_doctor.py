@@ -1,4 +1,4 @@
-"""What doctor says of the settings: the checkpoint, the spool, the folder of media, variables that set nothing."""
+"""Tests of doctor's findings about settings: checkpoint, spool, media folder and misspelt variables."""
 
 import json
 import shutil
@@ -17,12 +17,12 @@ from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 
 
 def doctor(file, *, status=0, **environment):
-    """Its findings by their subject."""
-    said = run_warm("doctor", "--json", "--config", file, status=status, **environment)
-    return {one["subject"]: one for one in json.loads(said)}
+    """Return doctor's findings by subject."""
+    output = run_warm("doctor", "--json", "--config", file, status=status, **environment)
+    return {one["subject"]: one for one in json.loads(output)}
 
 
-def test_folders_that_will_do(tmp_path):
+def test_usable_folders_are_ok(tmp_path):
     spool, file = tmp_path / "new" / "spool", tmp_path / "settings.toml"
     file.write_text(f'spool = "{spool}"\nallowed_media_dir = "{tmp_path}"\n')
     found = doctor(file, MINDIE_MM_MAX_IMAGE="a-value")
@@ -38,7 +38,7 @@ def test_folders_that_will_do(tmp_path):
     assert "settings" not in found
 
 
-def test_folders_that_will_not_do(tmp_path):
+def test_unusable_folders_are_errors(tmp_path):
     file = tmp_path / "settings.toml"
     nothing = tmp_path / "nothing"
     for spool, why in (
@@ -71,7 +71,7 @@ def _quantised_for_mindie(folder):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
         (
@@ -83,7 +83,7 @@ def _quantised_for_mindie(folder):
         (_quantised_for_mindie, "quantize is 'w8a8'"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_served(tmp_path, spoil, said):
+def test_a_checkpoint_that_cannot_be_served_is_an_error(tmp_path, spoil, message):
     folder, file = tmp_path / "checkpoint", tmp_path / "settings.toml"
     shutil.copytree(Checkpoint.open().path, folder)
     file.write_text(f'model = "{folder}"\nspool = "{tmp_path / "spool"}"\n')
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_cannot_be_served(tmp_path, spoil, said):
     spoil(folder)
     found = doctor(file, status=1)["checkpoint"]
     assert found["status"] == "error"
-    assert said in found["advice"]
+    assert message in found["advice"]
 
 
 def _stored_as(dtype):
@@ -126,7 +126,7 @@ def _quantised_by(method):
     ids=["int8", "fp8", "int32", "gptq", "unknown"],
 )
 @pytest.mark.parametrize("own_layers", [False, True])
-def test_weights_that_are_not_loaded_are_refused_with_the_same_message(own_layers, spoil, random_checkpoint, tmp_path):
+def test_unsupported_weights_are_refused_with_the_message_of_the_loader(own_layers, spoil, random_checkpoint, tmp_path):
     folder = tmp_path / "checkpoint"
     if own_layers:
         folder.mkdir()
@@ -142,7 +142,7 @@ def test_weights_that_are_not_loaded_are_refused_with_the_same_message(own_layer
     assert (found.status, found.advice) == ("error", str(refused.value))
 
 
-def test_keys_that_the_family_does_not_use(tmp_path):
+def test_keys_that_the_family_does_not_use_are_listed(tmp_path):
     folder, file = tmp_path / "checkpoint", tmp_path / "settings.toml"
     shutil.copytree(Checkpoint.open().path, folder)
     config = json.loads((folder / "config.json").read_text())

@@ -1,6 +1,6 @@
-"""What doctor says of an Ascend machine: a fixture stands for its files, and a program for npu-smi.
+"""Tests of doctor on a simulated Ascend machine, with files from a fixture and a script as npu-smi.
 
-Where the real torch_npu is, it answers beside them: tests/ascend/test_doctor.py.
+tests/ascend/test_doctor.py tests machines with the real torch_npu.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ _NAMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_RT_VISIBLE_DEVICES"
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A machine on which all is well, whose environment is this process's."""
+    """Return a healthy machine, and set this process's environment variables to the machine's."""
     for name in (*_NAMES, "HCCL_HOST_SOCKET_PORT_RANGE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -48,26 +48,26 @@ def tree(tmp_path, monkeypatch):
     return tree
 
 
-def said(tree):
-    """Findings by their subject, without those that are fine."""
+def problems(tree):
+    """Return the findings that are not ok, by subject, except about the NPU's start."""
     return {one.subject: one for one in findings(tree.root) if one.status != "ok" and one.subject != "npu runtime"}
 
 
 def only(tree):
-    """The one thing that is wrong."""
-    (one,) = said(tree).values()
+    """Return the only finding that is not ok."""
+    (one,) = problems(tree).values()
     return one
 
 
-def test_nothing_is_said_of_a_machine_without_a_sign_of_ascend(tmp_path, monkeypatch):
+def test_a_machine_without_a_sign_of_ascend_has_no_findings(tmp_path, monkeypatch):
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert list(findings(tmp_path)) == []
 
 
-def test_a_machine_on_which_all_is_well(tree):
+def test_a_healthy_machine_has_only_ok_findings(tree):
     found = {one.subject: one.found for one in findings(tree.root) if one.status == "ok"}
-    assert said(tree) == {}
+    assert problems(tree) == {}
     assert found["npu driver"] == "25.5.1 in /usr/local/Ascend/driver"
     assert found["npu device files"] == "2 NPU(s): /dev/davinci0, 1"
     assert found["CANN"] == f"9.2.0 in {tree.home}"
@@ -76,7 +76,7 @@ def test_a_machine_on_which_all_is_well(tree):
     assert found["HCCL ports"] == "60000-60031 are free and reserved"
 
 
-def test_torch_npu_is_missing(tree):
+def test_a_missing_torch_npu_is_an_error(tree):
     (one,) = (one for one in findings(tree.root) if one.subject == "npu runtime")
     assert (one.status, one.found) == ("error", "torch_npu is not installed")
     assert one.advice == f"pip install torch_npu=={torch.__version__.partition('+')[0]}"
@@ -85,14 +85,14 @@ def test_torch_npu_is_missing(tree):
 # The driver and its files
 
 
-def test_no_driver(tree):
+def test_a_missing_driver_is_an_error(tree):
     tree.remove("/usr/local/Ascend/driver/version.info", *(f"/dev/{node.name}" for node in tree.at("/dev").iterdir()))
-    assert said(tree)["npu driver"].status == "error"
-    assert "no driver" in said(tree)["npu driver"].found
-    assert "/dev/davinci0, /dev/davinci_manager" in said(tree)["npu device files"].found
+    assert problems(tree)["npu driver"].status == "error"
+    assert "no driver" in problems(tree)["npu driver"].found
+    assert "/dev/davinci0, /dev/davinci_manager" in problems(tree)["npu device files"].found
 
 
-def test_a_board_without_a_driver_is_a_sign(tmp_path, monkeypatch):
+def test_a_board_without_a_driver_is_reported(tmp_path, monkeypatch):
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     board = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
@@ -106,7 +106,7 @@ def test_a_board_without_a_driver_is_a_sign(tmp_path, monkeypatch):
     assert list(findings(tmp_path)) == []
 
 
-def test_a_container_without_the_drivers_files(tree):
+def test_a_container_without_the_drivers_files_gets_advice_to_mount_them(tree):
     tree.remove("/usr/local/Ascend/driver/version.info")
     assert only(tree).status == "warning"
     tree.remove("/usr/local/Ascend/driver/lib64/driver/libascend_hal.so")
@@ -115,33 +115,33 @@ def test_a_container_without_the_drivers_files(tree):
     assert "-v /usr/local/Ascend/driver/lib64" in only(tree).advice
 
 
-def test_a_container_without_the_drivers_libraries(tree):
+def test_a_container_without_the_drivers_libraries_is_an_error(tree):
     shutil.rmtree(tree.at("/usr/local/Ascend/driver/lib64"))
     assert only(tree).status == "error"
     assert only(tree).found == "25.5.1, but /usr/local/Ascend/driver/lib64 does not exist"
     assert "-v /usr/local/Ascend/driver" in only(tree).advice
 
 
-def test_what_no_file_can_be_called_is_not_there(tmp_path):
+def test_a_path_that_is_too_long_does_not_exist(tmp_path):
     assert not Machine.here(tmp_path).exists("/" + "x" * 300)
 
 
-def test_the_drivers_library_is_not_on_the_loaders_path(tree):
+def test_a_driver_library_outside_the_loaders_path_is_reported(tree):
     tree.remove("/etc/ld.so.conf.d/ascend_driver_so.conf")
     assert only(tree).found == "25.5.1, but the loader does not find libascend_hal.so"
     assert "LD_LIBRARY_PATH=/usr/local/Ascend/driver/lib64/driver" in only(tree).advice
 
 
-def test_a_driver_installed_elsewhere(tree):
+def test_a_driver_installed_elsewhere_is_found(tree):
     tree.at("/opt").mkdir()
     shutil.move(tree.at("/usr/local/Ascend/driver"), tree.at("/opt/driver"))
     tree.write("/etc/ascend_install.info", "Driver_Install_Path_Param=/opt\n")
     tree.write("/etc/ld.so.conf.d/ascend_driver_so.conf", "/opt/driver/lib64/driver\n")
-    assert said(tree) == {}
+    assert problems(tree) == {}
 
 
 @pytest.mark.parametrize("node", ["davinci_manager", "devmm_svm", "hisi_hdc"])
-def test_a_container_without_a_device_file(tree, node):
+def test_a_missing_device_file_is_an_error(tree, node):
     tree.remove(f"/dev/{node}")
     assert (only(tree).status, only(tree).found) == ("error", f"/dev/{node}: missing")
     assert f"--device /dev/{node}" in only(tree).advice
@@ -149,7 +149,7 @@ def test_a_container_without_a_device_file(tree, node):
 
 @contextmanager
 def as_nobody():
-    """As a user who owns nothing, where tests are root's; else as the one they are."""
+    """Run the block as `nobody` if the tests run as root, and otherwise as the current user."""
     if os.geteuid():
         yield
         return
@@ -162,7 +162,7 @@ def as_nobody():
         os.setegid(0)
 
 
-def test_device_files_of_a_group_that_the_user_is_not_of(monkeypatch):
+def test_device_files_without_permission_name_the_group(monkeypatch):
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         tree = AscendTree(Path(folder))
@@ -181,21 +181,21 @@ def test_device_files_of_a_group_that_the_user_is_not_of(monkeypatch):
 
 
 def only_device_files(tree):
-    """Of these checks alone: npu-smi is not for nobody to run."""
+    """Return the finding of these checks alone, because `nobody` cannot run npu-smi."""
     return next(one for one in driver.findings(Machine.here(tree.root)) if one.subject == "npu device files")
 
 
 # CANN
 
 
-def test_cann_is_not_installed(tree, monkeypatch):
+def test_a_missing_cann_is_reported(tree, monkeypatch):
     monkeypatch.delenv("ASCEND_HOME_PATH")
     tree.at("/usr/local/Ascend/cann").unlink()
     assert only(tree).found.startswith("not installed: /usr/local/Ascend/cann, ")
     assert "Ascend-cann-toolkit" in only(tree).advice
 
 
-def test_cann_is_installed_but_its_environment_is_not_set(tree, monkeypatch):
+def test_cann_without_its_environment_is_an_error(tree, monkeypatch):
     monkeypatch.delenv("ASCEND_HOME_PATH")
     monkeypatch.delenv("LD_LIBRARY_PATH")
     assert only(tree).status == "error"
@@ -203,18 +203,18 @@ def test_cann_is_installed_but_its_environment_is_not_set(tree, monkeypatch):
     assert only(tree).advice.startswith("source /usr/local/Ascend/cann/set_env.sh")
 
 
-def test_a_loaders_path_without_the_environment(tree, monkeypatch):
+def test_a_loader_path_without_cann_variables_is_reported(tree, monkeypatch):
     monkeypatch.delenv("ASCEND_HOME_PATH")
     assert only(tree).found.endswith("ASCEND_HOME_PATH and ASCEND_TOOLKIT_HOME are not set")
 
 
-def test_an_environment_without_the_loaders_path(tree, monkeypatch):
-    monkeypatch.delenv("LD_LIBRARY_PATH")  # sudo drops it, and so does a set-uid program
+def test_cann_variables_without_a_loader_path_are_reported(tree, monkeypatch):
+    monkeypatch.delenv("LD_LIBRARY_PATH")  # sudo and set-uid programs drop the variable
     assert "the loader does not find libhccl.so" in only(tree).found
     assert only(tree).advice.startswith(f"source {tree.home}/set_env.sh")
 
 
-def test_the_layout_until_8_3(tree, monkeypatch):
+def test_the_folder_layout_until_cann_8_3_is_found(tree, monkeypatch):
     old = "/usr/local/Ascend/ascend-toolkit/latest"
     tree.at("/usr/local/Ascend/cann").unlink()
     tree.at("/usr/local/Ascend/ascend-toolkit").mkdir()
@@ -227,17 +227,17 @@ def test_the_layout_until_8_3(tree, monkeypatch):
     assert only(tree).advice.startswith("source /usr/local/Ascend/ascend-toolkit/set_env.sh")
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", old)
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{old}/lib64")
-    assert said(tree) == {}
+    assert problems(tree) == {}
 
 
-def test_a_cann_that_states_its_version_in_a_file_of_its_own(tree):
+def test_the_version_of_cann_is_read_from_version_info(tree):
     shutil.rmtree(tree.at(f"{tree.home}/{platform.machine()}-linux"))
     tree.write(f"{tree.home}/version.info", "Version=9.2.1\n")
     (found,) = (one.found for one in findings(tree.root) if one.subject == "CANN")
     assert found == f"9.2.1 in {tree.home}"
 
 
-def test_an_environment_of_a_cann_that_was_removed(tree, monkeypatch):
+def test_variables_of_a_removed_cann_are_reported(tree, monkeypatch):
     monkeypatch.setenv("ASCEND_HOME_PATH", "/usr/local/Ascend/cann-8.5.0")
     assert only(tree).found == "ASCEND_HOME_PATH is /usr/local/Ascend/cann-8.5.0, which does not exist"
 
@@ -246,7 +246,7 @@ def test_an_environment_of_a_cann_that_was_removed(tree, monkeypatch):
 
 
 def paired(tree, **changes):
-    """Pairs that are not fine."""
+    """Return the findings about version pairs that are not ok, by subject."""
     software = {"torch": "2.13.0+cpu", "accelerator": None, "torch_npu": "2.13.0", "architecture": "x86_64"} | changes
     machine = Machine.here(tree.root)
     cann = CANN(tree.home, software.pop("cann", "9.2.0"), software.pop("drivers", "[V100R001C23]"), in_force=True)
@@ -254,33 +254,35 @@ def paired(tree, **changes):
     return {one.subject: one for one in found if one.status != "ok"}
 
 
-def test_versions_that_belong_together(tree):
+def test_matching_versions_have_no_findings(tree):
     assert paired(tree) == {}
     assert paired(tree, torch="2.10.0", torch_npu="2.10.0.post4", cann="9.1.0") == {}
-    assert paired(tree, torch="2.12.0", torch_npu="2.12.0", cann="9.0.1") == {}  # not its own, but said to do
+    assert (
+        paired(tree, torch="2.12.0", torch_npu="2.12.0", cann="9.0.1") == {}
+    )  # not the matching release, but documented as compatible
 
 
-def test_torch_of_another_version_than_torch_npu(tree):
+def test_torch_and_torch_npu_of_different_versions_are_an_error(tree):
     one = paired(tree, torch="2.12.1+cpu")["torch and torch_npu"]
     assert (one.status, one.found) == ("error", "torch_npu 2.13.0 is for torch 2.13.0, not 2.12.1+cpu")
     assert "torch==2.13.0" in one.advice
 
 
-def test_a_pair_that_is_not_in_the_tables_is_a_warning(tree):
+def test_an_unknown_pair_of_versions_is_a_warning(tree):
     assert paired(tree, torch="2.10.0", torch_npu="2.10.0", cann="8.3.RC1")["torch_npu and CANN"].status == "warning"
     unknown = paired(tree, torch="2.15.0", torch_npu="2.15.0.post1")["torch_npu and CANN"]
     assert unknown.status == "warning"
     assert "2.15.0.post1 and 9.2.0" in unknown.found
 
 
-def test_cann_and_the_driver(tree):
+def test_a_driver_too_old_for_cann_is_a_warning(tree):
     subject = "CANN and driver"
     tree.write("/usr/local/Ascend/driver/version.info", "Version=25.0.rc1.1\nInnerversion=V100R001C21SPC001B220\n")
     assert subject not in paired(tree, cann="9.0.0")
     one = paired(tree, cann="9.1.0")[subject]
     assert one.status == "warning"
     assert "release notes of this CANN list the drivers 25.2" in one.found
-    # For a CANN that no table has, what its own list of drivers says: single ones, and ranges.
+    # For a CANN outside the tables, its own list of drivers decides. The list has single versions and ranges.
     assert subject not in paired(tree, cann="10.0.0", drivers="[V100R001C15],[V100R001C19,V100R001C23]")
     assert paired(tree, cann="10.0.0", drivers="[V100R001C22],[V100R002C21]")[subject].status == "warning"
     tree.write("/usr/local/Ascend/driver/version.info", "Version=25.0.rc1.1\nInnerversion=unknown\n")
@@ -288,7 +290,7 @@ def test_cann_and_the_driver(tree):
     assert paired(tree, cann="10.0.0", drivers="")[subject].status == "warning"
 
 
-def test_a_cuda_build_of_torch_beside_torch_npu(tree):
+def test_a_cuda_build_of_torch_beside_torch_npu_is_an_error(tree):
     one = paired(tree, torch="2.13.0", accelerator="CUDA 13.0")["torch build"]
     assert (one.status, one.found) == ("error", "2.13.0 is built for CUDA 13.0; torch_npu needs the CPU build")
     assert "download.pytorch.org/whl/cpu" in one.advice
@@ -304,20 +306,20 @@ def test_a_cuda_build_of_torch_beside_torch_npu(tree):
 @pytest.mark.parametrize(
     ("state", "status"), [("Warning", "warning"), ("Alarm", "error"), ("Critical", "error"), ("UNKNOWN", "error")]
 )
-def test_an_npu_that_is_ill(tree, state, status):
+def test_an_unhealthy_npu_is_reported(tree, state, status):
     tree.npu_smi(smi_table(health=("OK", state)))
     assert (only(tree).subject, only(tree).status) == ("npu health", status)
     assert only(tree).found == f"NPU 1 chip 0 (910B2): {state}"
     assert "npu-smi info -t health -i 1" in only(tree).advice
 
 
-def test_an_npu_that_is_ill_does_no_harm_where_it_is_not_visible(tree, monkeypatch):
+def test_an_unhealthy_npu_that_is_not_visible_is_ignored(tree, monkeypatch):
     tree.npu_smi(smi_table(health=("OK", "Alarm")))
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
-    assert said(tree) == {}
+    assert problems(tree) == {}
 
 
-def test_an_npu_that_others_use(tree):
+def test_an_npu_in_use_by_other_processes_is_a_warning(tree):
     tree.npu_smi(smi_table(used=(41000, 3395), processes=[(0, 1333928, "", 37709), (0, 1333929, "python", 132)]))
     assert (only(tree).subject, only(tree).status) == ("npu use", "warning")
     assert only(tree).found == (
@@ -329,27 +331,27 @@ def test_an_npu_that_others_use(tree):
     assert "1 are idle, ASCEND_RT_VISIBLE_DEVICES=1;" in only(tree).advice, "a place, and no card's number"
 
 
-def test_memory_that_nobody_seems_to_have(tree):
+def test_memory_used_by_no_visible_process_is_reported(tree):
     tree.npu_smi(smi_table(used=(60000, 60000)))
     assert "5.4 of 64.0 GiB free" in only(tree).found
     assert only(tree).advice.startswith("a process in another container or a dead process holds the memory")
 
 
-def test_memory_that_npu_smi_does_not_tell(tree):
+def test_memory_that_npu_smi_does_not_report_is_left_out(tree):
     table = smi_table(health=("OK", "Critical"))
-    told = table.replace("0    / 0          3395 / 65536", "NA   / NA         NA   / NA   ")
-    assert told != table
-    tree.npu_smi(told)
+    unreported = table.replace("0    / 0          3395 / 65536", "NA   / NA         NA   / NA   ")
+    assert unreported != table
+    tree.npu_smi(unreported)
     found = {one.subject: one for one in findings(tree.root)}
     assert "NPU 1 chip 0 (910B2): Critical" in found["npu health"].found
     assert found["npu use"].found == "no other process, 60.7 GiB free on each"
-    tree.npu_smi(told.replace("0    / 0          3397 / 65536", "NA   / NA         NA   / NA   "))
+    tree.npu_smi(unreported.replace("0    / 0          3397 / 65536", "NA   / NA         NA   / NA   "))
     found = {one.subject: one for one in findings(tree.root)}
     assert found["npu use"].found == "no other process, npu-smi does not report free memory"
 
 
-def test_chips_of_an_a3_as_they_are_printed():
-    """Two chips an NPU, with physical ids (vllm-project/vllm-ascend#12980)."""
+def test_both_chips_of_an_a3_are_parsed():
+    """Parse the output for two chips per NPU, with physical ids (vllm-project/vllm-ascend#12980)."""
     npus = smi.parse("""\
 | NPU   Name                | Health        | Power(W)             Temp(C)                 Hugepages-Usage(page)   |
 | Chip  Phy-ID              | Bus-Id        | AICore(%)            Memory-Usage(MB)        HBM-Usage(MB)           |
@@ -368,14 +370,14 @@ def test_chips_of_an_a3_as_they_are_printed():
     assert npus[1].processes == (smi.Process(3328327, "VLLMWorker_TP", 50119),)
 
 
-def test_a_driver_that_does_not_answer_npu_smi(tree):
+def test_a_driver_that_does_not_answer_npu_smi_is_an_error(tree):
     tree.npu_smi("DrvMngGetConsoleLogLevel failed. (g_conLogLevel=3)\ndcmi module initialize failed. ret is -8005", 1)
     assert (only(tree).subject, only(tree).status) == ("npu health", "error")
     assert "ret is -8005 (the driver does not answer)" in only(tree).found
     assert "another container" in only(tree).advice
 
 
-def test_npu_smi_is_not_mounted(tree, monkeypatch):
+def test_a_missing_npu_smi_is_a_warning(tree, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert only(tree).status == "warning"
     assert "/usr/local/bin/npu-smi" in only(tree).advice
@@ -396,9 +398,9 @@ def test_npu_smi_is_not_mounted(tree, monkeypatch):
         ("1,0", "warning", "not in ascending order"),
     ],
 )
-def test_visible_devices_that_are_wrong(tree, monkeypatch, value, status, words):
+def test_invalid_visible_devices_are_reported(tree, monkeypatch, value, status, words):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", value)
-    one = said(tree)["visible NPUs"]
+    one = problems(tree)["visible NPUs"]
     assert one.status == status
     assert repr(value) in one.found
     assert words in one.found
@@ -408,7 +410,7 @@ def test_visible_devices_that_are_wrong(tree, monkeypatch, value, status, words)
 # Ports
 
 
-def test_hccl_ports_that_are_taken(tree):
+def test_hccl_ports_in_use_are_reported(tree):
     line = "   0: 0100007F:{:04X} 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1 0\n"
     tree.write("/proc/net/tcp", TCP_HEAD + line.format(60001) + line.format(8000))
     line6 = line.replace("0100007F", "0" * 32).replace("00000000:0000 0A", f"{'0' * 32}:0000 0A")
@@ -417,28 +419,28 @@ def test_hccl_ports_that_are_taken(tree):
     assert "HCCL_HOST_SOCKET_PORT_RANGE=auto" in only(tree).advice
 
 
-def test_hccl_ports_that_are_not_reserved(tree):
+def test_hccl_ports_that_are_not_reserved_are_reported(tree):
     for reserved in ("\n", "60000-60015\n", "60000-60010,60012-60031\n"):
         tree.write("/proc/sys/net/ipv4/ip_local_reserved_ports", reserved)
         assert only(tree).advice == "sysctl -w net.ipv4.ip_local_reserved_ports=60000-60031"
     tree.write("/proc/sys/net/ipv4/ip_local_port_range", "32768\t59999\n")
-    assert said(tree) == {}
+    assert problems(tree) == {}
 
 
-def test_other_hccl_ports(tree, monkeypatch):
+def test_configured_hccl_ports_are_checked(tree, monkeypatch):
     monkeypatch.setenv("HCCL_IF_BASE_PORT", "50000")
     assert only(tree).advice == "sysctl -w net.ipv4.ip_local_reserved_ports=50000-50031"
     monkeypatch.setenv("HCCL_IF_BASE_PORT", "65530")
     assert "it must be from 1024 to 65520" in only(tree).found
     monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "auto")
-    assert said(tree) == {}
+    assert problems(tree) == {}
     monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "60000,60010-60020")
-    assert said(tree) == {}
+    assert problems(tree) == {}
     monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "any")
     assert "is 'any'" in only(tree).found
 
 
-def test_a_user_without_a_name(tree, monkeypatch):
+def test_a_user_without_a_passwd_entry_is_a_warning(tree, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 987_654)
     one = only(tree)
     assert (one.subject, one.status) == ("HCCL user", "warning")
@@ -448,7 +450,7 @@ def test_a_user_without_a_name(tree, monkeypatch):
 def test_one_npu_needs_no_ports(tree, monkeypatch):
     tree.write("/proc/sys/net/ipv4/ip_local_reserved_ports", "\n")
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
-    assert said(tree) == {}
+    assert problems(tree) == {}
 
 
 # What torch_npu and CANN say
@@ -476,7 +478,7 @@ NO_MESSAGES = (
             "another accelerator",
         ),
         ("ImportError: libtorch_npu.so: undefined symbol: _ZN3c1017RegisterOperators", "incompatible versions"),
-        # vllm-ascend#4284, with what stands below it in the trace
+        # vllm-ascend#4284, with the lines below the error in the trace
         ("NPU function error: c10_npu::SetDevice(device_id_), error code is 507033", "does not start"),
         ("SetDevice, error code is 507033\nE30006: Failed to verify the OPP\nPossible Cause: 1.The OPP", "operators"),
         ("GetDeviceType:Call halGetDeviceInfo failed: drvRet=87, module type=0, info type=1.", "internal error"),
@@ -497,18 +499,18 @@ NO_MESSAGES = (
     ],
 )
 @pytest.mark.parametrize("beside", ["{}", "{}\n{ARGUMENT}", "{ARGUMENT}\n{}", "{NO_MESSAGES}\n{}"])
-def test_errors_that_are_known(text, words, beside):
+def test_known_errors_are_explained(text, words, beside):
     symptom = explain(beside.format(text, ARGUMENT=ARGUMENT, NO_MESSAGES=NO_MESSAGES))
     assert words in symptom.meaning
     assert symptom.advice
 
 
-def test_an_argument_that_cann_refuses():
+def test_an_argument_that_cann_refuses_is_explained():
     assert explain(ARGUMENT).meaning == explain(f"{NO_MESSAGES}\n{ARGUMENT}").meaning == "CANN refuses an argument"
     assert explain(f"error code is 207004\n{NO_MESSAGES}") is None, "which says nothing of what failed"
 
 
-def test_an_error_that_is_not_known():
+def test_an_unknown_error_is_not_explained():
     assert explain("RuntimeError: something else, 5070331") is None
     assert len({one.pattern for one in SYMPTOMS}) == len(SYMPTOMS)
 
@@ -517,14 +519,15 @@ def test_an_error_that_is_not_known():
 
 
 def doctor(tree, code, *arguments, status=0, **variables):
-    """As an operator runs it, with a torch_npu whose import runs `code`."""
+    """Run doctor as an operator does, with a torch_npu whose import runs `code`, and return findings by subject."""
     asked = ("doctor", "--json", "--root", tree.root, *arguments)
     found = run(*asked, status=status, PYTHONPATH=tree.torch_npu("2.13.0", code), **variables)
     return {one["subject"]: one for one in json.loads(found)}
 
 
-def test_doctor_where_the_environment_is_not_set(tree, monkeypatch):
-    """torch itself does not import there, if it imports torch_npu; doctor says why, and goes on."""
+@pytest.mark.slow
+def test_doctor_works_when_torch_npu_breaks_the_import_of_torch(tree, monkeypatch):
+    """Report the reason and continue, although torch fails to import when it loads torch_npu automatically."""
     for name in ("ASCEND_HOME_PATH", "LD_LIBRARY_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         monkeypatch.delenv(name, raising=False)
     code = "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')"
@@ -533,7 +536,7 @@ def test_doctor_where_the_environment_is_not_set(tree, monkeypatch):
     assert found["CANN"]["advice"].startswith("source /usr/local/Ascend/cann/set_env.sh")
     assert found["npu runtime"]["found"].startswith("CANN's libraries are not on the loader's path")
     assert found["npu driver"]["status"] == found["checkpoint"]["status"] == "ok"
-    # Without --device npu the service would start, on the CPU: no error, but said.
+    # Without --device npu the service would start on the CPU, so the findings are warnings.
     found = doctor(tree, code)
     assert found["device"]["status"] == found["CANN"]["status"] == found["npu runtime"]["status"] == "warning"
     assert found["device"]["found"].startswith("cpu, ")
@@ -542,8 +545,8 @@ def test_doctor_where_the_environment_is_not_set(tree, monkeypatch):
     )
 
 
-def test_a_torch_npu_that_fails_with_errors_of_its_own(tree):
-    """Of another torch's version it looks in vain for what it replaces: auto goes on to what is there."""
+def test_a_torch_npu_for_another_torch_falls_back_to_the_cpu(tree):
+    """Choose the CPU by default and refuse `npu` when torch_npu misses attributes of another torch version."""
     site = tree.torch_npu("2.13.0", "import torch\ntorch.storage.no_such_name")
     code = "from mindie_mm.device import open_device\nprint(open_device().name)\nopen_device('npu')"
     ended = subprocess.run(
@@ -560,7 +563,8 @@ def test_a_torch_npu_that_fails_with_errors_of_its_own(tree):
     )
 
 
-def test_doctor_outlives_a_library_that_crashes(tree):
+@pytest.mark.slow
+def test_doctor_survives_a_library_that_crashes(tree):
     found = doctor(tree, f"import os\nos.kill(os.getpid(), {signal.SIGSEGV:d})", "--device", "npu", status=1)
     assert found["npu runtime"]["found"].startswith("the process that starts the NPU exited with signal 11")
     assert found["device"]["found"].startswith("no npu: see below")
@@ -575,33 +579,34 @@ def started(tree, monkeypatch):
 
     def start(code):
         monkeypatch.setenv("PYTHONPATH", f"{tree.torch_npu('2.13.0', code)}:{ROOT}")
-        monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # as the command line sets it
+        monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # the command line sets the same value
         return runtime.finding(SOFTWARE)
 
     return start
 
 
-def test_a_successful_start_yields_no_finding(started):
+def test_a_start_that_ends_without_a_report_is_explained(started):
     one = started("import os\nos._exit(0)")
     assert one.found == "the process that starts the NPU exited without an error and without a result"
     assert "python -m mindie_mm.device.npu.doctor.probe" in one.advice
 
 
-def test_the_decisive_one_of_several_errors_is_reported(started):
-    def said(*lines):
+@pytest.mark.slow
+def test_the_decisive_error_of_several_is_reported(started):
+    def found(*lines):
         return started(f"raise RuntimeError({chr(10).join(lines)!r})").found
 
     memory = "EL0004: Failed to allocate memory."
-    assert said("SetDevice failed", ARGUMENT, memory, NO_MESSAGES) == f"the memory of the NPU is used up: {memory}"
-    assert said("SetDevice failed", NO_MESSAGES, ARGUMENT).startswith(f"CANN refuses an argument: {ARGUMENT}")
+    assert found("SetDevice failed", ARGUMENT, memory, NO_MESSAGES) == f"the memory of the NPU is used up: {memory}"
+    assert found("SetDevice failed", NO_MESSAGES, ARGUMENT).startswith(f"CANN refuses an argument: {ARGUMENT}")
 
 
-def test_an_npu_that_does_not_answer():
+def test_an_npu_that_does_not_answer_is_an_error():
     one = runtime.finding(SOFTWARE, timeout_s=0.1)
     assert (one.status, one.found) == ("error", "the NPU did not respond within 0 s")
 
 
-def test_npu_smi_that_does_not_answer(tree):
+def test_an_npu_smi_that_does_not_answer_is_an_error(tree):
     tree.write("/bin/npu-smi", f"#!/bin/sh\necho $$ > {tree.root}/pid\nexec sleep 100\n").chmod(0o755)
     one, *_ = smi.findings(Machine.here(tree.root), None, timeout_s=2)
     assert (one.status, one.found) == ("error", "npu-smi info did not respond within 2 s")

@@ -1,4 +1,4 @@
-"""Interrupts of commands, which end them with the shell's status at any time, even during imports."""
+"""Tests of interrupts, which end a command with the shell's status at any time, even during imports."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ CASES = [
     (("shm", "list"), "mindie_mm.shm.format.words"),
     (("--help",), "mindie_mm.cli.settings"),
 ]
-"""Pairs of a command and the module after whose import it is interrupted."""
+"""Pairs of a command and the module after whose import the command is interrupted."""
 
 
 def interrupted(arguments: tuple[str, ...], module: str, number: int, folder: Path) -> tuple[int, str]:
@@ -36,24 +36,24 @@ def interrupted(arguments: tuple[str, ...], module: str, number: int, folder: Pa
         assert process.stderr is not None
         assert any(line.rpartition("|")[2].strip() == module for line in process.stderr), "it has imported the module"
         process.send_signal(number)
-        said = [line for line in process.stderr if not line.startswith("import time:")]
-        return process.wait(TIMEOUT_S), "".join(said)
+        printed = [line for line in process.stderr if not line.startswith("import time:")]
+        return process.wait(TIMEOUT_S), "".join(printed)
 
 
 @pytest.mark.parametrize(("arguments", "module"), CASES, ids=[f"{case[0][0]} {case[1]}" for case in CASES])
-def test_a_command_is_interrupted_while_it_imports(arguments: tuple[str, ...], module: str, tmp_path: Path) -> None:
+def test_a_command_can_be_interrupted_while_it_imports(arguments: tuple[str, ...], module: str, tmp_path: Path) -> None:
     assert interrupted(arguments, module, signal.SIGINT, tmp_path) == (130, "Interrupted\n")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("module", ["click.globals", "mindie_mm.settings.sources"])
-def test_serve_ends_with_status_0_while_it_imports(module: str, number: int, tmp_path: Path) -> None:
-    status, said = interrupted(("serve", "--port", "0"), module, number, tmp_path)
-    assert (status, "Traceback" in said) == (0, False)
+def test_serve_ends_with_status_0_when_interrupted_while_it_imports(module: str, number: int, tmp_path: Path) -> None:
+    status, printed = interrupted(("serve", "--port", "0"), module, number, tmp_path)
+    assert (status, "Traceback" in printed) == (0, False)
 
 
-def test_a_command_is_interrupted_while_it_works(random_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_command_can_be_interrupted_while_it_works(random_checkpoint: Path, tmp_path: Path) -> None:
     fifo = tmp_path / "never.png"
     os.mkfifo(fifo)
     with (tmp_path / "out").open("w+") as out:
@@ -62,7 +62,7 @@ def test_a_command_is_interrupted_while_it_works(random_checkpoint: Path, tmp_pa
         try:
             with fifo.open("wb"):  # opens when the command reads the picture
                 process.send_signal(signal.SIGINT)
-                assert process.wait(FETCH_TIMEOUT_S / 2) == 130  # not as late as the pipe is given up
+                assert process.wait(FETCH_TIMEOUT_S / 2) == 130  # before the read of the pipe times out
         finally:
             process.kill()
         assert (tmp_path / "out").read_text().endswith("Interrupted\n")

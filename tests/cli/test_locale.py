@@ -1,4 +1,4 @@
-"""Encodings in a locale other than UTF-8. Text files and the output of commands are UTF-8 in any locale."""
+"""Tests of a locale other than UTF-8. Text files and the output of commands are UTF-8 in any locale."""
 
 import json
 import os
@@ -38,34 +38,35 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A checkpoint whose chat template is not ASCII."""
+    """Return a checkpoint whose chat template is not ASCII."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     shutil.copytree(TINY, folder)
     template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
-    told = json.dumps({"chat_template": f"Grüße, 模型!{template}"}, ensure_ascii=False)
-    (folder / "chat_template.json").write_text(told, encoding="utf-8")
+    content = json.dumps({"chat_template": f"Grüße, 模型!{template}"}, ensure_ascii=False)
+    (folder / "chat_template.json").write_text(content, encoding="utf-8")
     return folder
 
 
+@pytest.mark.slow
 def test_a_script_reads_a_checkpoint_as_utf8(environment, checkpoint):
-    """Unlike a command, a script is not restarted in UTF-8 mode."""
+    """Read UTF-8 in a script too, which is not restarted in UTF-8 mode like a command."""
     command = [sys.executable, "-c", IDS, str(checkpoint)]
-    said = subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=True)
     with Tokenizer.from_pretrained(checkpoint) as tokenizer:
-        assert json.loads(said.stdout) == tokenizer.tokenize_chat(MESSAGES).tolist()
+        assert json.loads(done.stdout) == tokenizer.tokenize_chat(MESSAGES).tolist()
 
 
-def test_settings_and_names_of_files(environment, tmp_path):
-    """The service fails to listen, after it has logged the settings."""
+def test_settings_files_and_their_names_are_utf8(environment, tmp_path):
+    """Start a service that logs its settings and then fails to listen."""
     (tmp_path / "模型.toml").write_text('served_model_name = "模型"\n', encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [BIN, "serve", TINY, "--config", "模型.toml", "--spool", "spool", "--port", taken.getsockname()[1]]
         ended = subprocess.run(
             list(map(str, command)), env=environment, cwd=tmp_path, capture_output=True, timeout=TIMEOUT_S, check=False
         )
-    said = ended.stderr.decode()
-    assert ended.returncode == 1, said
-    assert 'served_model_name = "模型" (模型.toml)' in said
+    log = ended.stderr.decode()
+    assert ended.returncode == 1, log
+    assert 'served_model_name = "模型" (模型.toml)' in log
 
 
 def test_text_on_the_command_line_is_decoded_with_the_locale(environment, tmp_path):
@@ -79,9 +80,9 @@ def test_text_on_the_command_line_is_decoded_with_the_locale(environment, tmp_pa
             timeout=TIMEOUT_S,
             check=False,
         )
-    said = ended.stderr.decode()
+    log = ended.stderr.decode()
     if environment["LC_ALL"] == LOCALE:
-        assert 'served_model_name = "Grüße"' in said
+        assert 'served_model_name = "Grüße"' in log
     else:
         assert ended.returncode == 2
-        assert "it is encoded neither in UTF-8 nor in the locale's encoding" in said
+        assert "it is encoded neither in UTF-8 nor in the locale's encoding" in log

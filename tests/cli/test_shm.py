@@ -1,4 +1,4 @@
-"""mindie-mm shm, as an operator uses it."""
+"""Tests of `mindie-mm shm` as an operator uses it."""
 
 import json
 import os
@@ -28,8 +28,8 @@ def die(): os.kill(os.getpid(), signal.SIGKILL)
 REQUEST = "entered = request_directory(Path(sys.argv[1])); say(entered.__enter__().path)"
 
 
-def dead(script, *arguments):
-    """What a process said that then died by SIGKILL."""
+def run_and_kill(script, *arguments):
+    """Run a script that kills itself with SIGKILL, and return the words of its output."""
     ended = subprocess.run(
         [sys.executable, "-c", f"{PREAMBLE}{script}\ndie()", *map(str, arguments)],
         capture_output=True,
@@ -62,7 +62,7 @@ def path_file(tmp_path):
 
 @pytest.fixture
 def dead_arena():
-    (path,) = dead("arena = Arena.create(1 << 20); say(arena.path)")
+    (path,) = run_and_kill("arena = Arena.create(1 << 20); say(arena.path)")
     yield Path(path)
     Path(path).unlink(missing_ok=True)
 
@@ -73,7 +73,7 @@ def listed(arena):
 
 
 def gc(*arguments, status=0, **environment):
-    """What `gc --json` reclaimed: cause by what."""
+    """Run `gc --json`, and return the cause for each reclaimed thing."""
     collected = json.loads(run("shm", "gc", "--json", *arguments, status=status, **environment))
     return {one["what"]: one["cause"] for one in collected["reclaimed"]}
 
@@ -88,7 +88,7 @@ def gc(*arguments, status=0, **environment):
         ("--help",),
     ],
 )
-def test_the_tools_start_without_what_takes_long(command, tmp_path):
+def test_the_tools_start_without_slow_imports(command, tmp_path):
     command = [str(tmp_path) if argument == "/var/empty" else argument for argument in command]
     script = f"""
 import sys
@@ -100,7 +100,7 @@ finally:
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     slow = {"numpy", "torch", "transformers", "msgspec", "rich", "fastapi", "asyncio", "PIL", "pydantic", "service"}
-    if command == ["--help"]:  # which reads all commands' options, and so the settings
+    if command == ["--help"]:  # the help imports the options of all commands, and thus the settings
         slow -= {"msgspec"}
     assert slow.isdisjoint(ended.stderr.split())
 
@@ -114,23 +114,23 @@ def test_list_shows_arenas_and_blocks(arena, path_file):
     (block,) = found["blocks"]
     assert (block["block"], block["generation"]) == (ref.block, ref.generation)
     assert block["request"] == str(path_file)
-    said = run("shm", "list")
-    (row,) = [line for line in said.splitlines() if line.startswith(arena.path.name)]
+    printed = run("shm", "list")
+    (row,) = [line for line in printed.splitlines() if line.startswith(arena.path.name)]
     assert f"alive, pid {os.getpid()}" in row
     assert "1 published" in row
     assert row.endswith(str(path_file)), "piped, a row stays on one line"
-    assert "/dev/shm: " in said
-    assert f"{arena.path.name}:{ref.block}" not in said
+    assert "/dev/shm: " in printed
+    assert f"{arena.path.name}:{ref.block}" not in printed
     assert f"{arena.path.name}:{ref.block}" in run("shm", "list", "-b")
 
 
-def test_list_tells_the_dead(dead_arena):
+def test_list_marks_arenas_of_dead_owners(dead_arena):
     (row,) = [line for line in run("shm", "list").splitlines() if line.startswith(dead_arena.name)]
     assert "DEAD, pid" in row
 
 
 @pytest.mark.parametrize("target", ["block", "path file"])
-def test_free_frees_what_it_is_told_once(arena, path_file, target):
+def test_free_frees_its_target_only_once(arena, path_file, target):
     ref = publish(arena, path_file)
     what = f"{arena.path.name}:{ref.block}" if target == "block" else path_file
     assert json.loads(run("shm", "free", "--json", what)) == {"freed": 1}
@@ -140,14 +140,14 @@ def test_free_frees_what_it_is_told_once(arena, path_file, target):
 
 def test_free_frees_nothing_if_one_target_is_wrong(arena, path_file):
     ref = publish(arena, path_file)
-    said = run("shm", "free", path_file, "nothing-here", status=2)
-    assert said.splitlines() == [
+    printed = run("shm", "free", path_file, "nothing-here", status=2)
+    assert printed.splitlines() == [
         "Error: nothing-here: neither a block from `mindie-mm shm list -b` nor a path file: No such file or directory"
     ]
     attach(ref).verify()
 
 
-def test_a_damaged_path_file_is_freed_as_far_as_it_goes(arena, path_file):
+def test_the_valid_lines_of_a_damaged_path_file_are_freed(arena, path_file):
     for command in (("free",), ("gc", "--path-file")):
         publish(arena, path_file)
         with path_file.open("a") as file:
@@ -157,9 +157,9 @@ def test_a_damaged_path_file_is_freed_as_far_as_it_goes(arena, path_file):
         path_file.unlink()
 
 
-def test_gc_tells_its_causes_and_a_dry_run_the_same(dead_arena, arena, path_file, tmp_path):
+def test_gc_and_its_dry_run_report_the_same_causes(dead_arena, arena, path_file, tmp_path):
     spool = tmp_path / "spool"
-    (dead_request,) = dead(REQUEST, spool)
+    (dead_request,) = run_and_kill(REQUEST, spool)
     with arena.allocate(SPECS, path_file=Path(dead_request, "shm_name.txt")) as block:
         of_the_dead = block.publish()
     living = publish(arena, path_file)
@@ -183,7 +183,7 @@ def test_gc_tells_its_causes_and_a_dry_run_the_same(dead_arena, arena, path_file
     assert gc("--spool", spool).keys().isdisjoint(expected)
 
 
-def test_gc_of_a_path_file_does_that_alone_and_can_be_repeated(dead_arena, arena, path_file):
+def test_gc_of_a_path_file_frees_only_its_blocks_and_can_be_repeated(dead_arena, arena, path_file):
     ref = publish(arena, path_file)
     expected = {f"{arena.path.name}:{ref.block}": "path_file"}
     assert gc("--path-file", path_file, "--dry-run") == expected
@@ -195,9 +195,9 @@ def test_gc_of_a_path_file_does_that_alone_and_can_be_repeated(dead_arena, arena
     assert path_file.exists()
 
 
-def test_what_cannot_be_reclaimed_is_told(tmp_path):
+def test_gc_reports_a_request_that_it_cannot_reclaim(tmp_path):
     spool = tmp_path / "spool"
-    (request,) = dead(REQUEST, spool)
+    (request,) = run_and_kill(REQUEST, spool)
     path_file = Path(request, "shm_name.txt")
     path_file.unlink()
     os.mkfifo(path_file)
@@ -205,7 +205,7 @@ def test_what_cannot_be_reclaimed_is_told(tmp_path):
     assert "not a regular file" in error
 
 
-def test_a_strange_default_spool_keeps_nothing_else_from_being_reclaimed(dead_arena, tmp_path):
+def test_an_unsafe_default_spool_does_not_stop_gc_elsewhere(dead_arena, tmp_path):
     spool = tmp_path / "spool"
     spool.mkdir()
     spool.chmod(0o777)
@@ -215,7 +215,7 @@ def test_a_strange_default_spool_keeps_nothing_else_from_being_reclaimed(dead_ar
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "printed"),
     [
         (("gc", "--spool", "{tmp}/none"), "not a spool: No such file"),
         (("gc", "--spool", "{tmp}/file"), "is not a directory"),
@@ -231,7 +231,7 @@ def test_a_strange_default_spool_keeps_nothing_else_from_being_reclaimed(dead_ar
         (("free", "mindie_mm-0000:99999"), "there is no arena mindie_mm-0000"),
     ],
 )
-def test_an_operators_mistake_is_one_line_and_status_2(tmp_path, arguments, said):
+def test_an_operators_mistake_gives_one_line_and_status_2(tmp_path, arguments, printed):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "file")
@@ -240,12 +240,12 @@ def test_an_operators_mistake_is_one_line_and_status_2(tmp_path, arguments, said
     (samples / "shm_name.txt").touch()
     (samples / "1.jpg").touch()
     (error,) = run("shm", *(text.format(tmp=tmp_path) for text in arguments), status=2).splitlines()
-    assert said.format(tmp=tmp_path) in error
+    assert printed.format(tmp=tmp_path) in error
     assert (samples / "1.jpg").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_another_user_sees_and_takes_nothing(dead_arena, arena, path_file, tmp_path):
+def test_another_user_sees_and_reclaims_nothing(dead_arena, arena, path_file, tmp_path):
     publish(arena, path_file)
     spool = tmp_path / "spool"
     spool.mkdir(mode=0o700)
@@ -275,16 +275,16 @@ def test_another_user_sees_and_takes_nothing(dead_arena, arena, path_file, tmp_p
         assert len(ended.stderr.splitlines()) == 1
 
 
-def test_watch_prints_a_line_for_each_look(arena):
+def test_watch_prints_a_line_per_interval(arena):
     lines = run("shm", "watch", "--interval", 0.05, "--count", 3).splitlines()
     assert len(lines) == 3
     words = lines[-1].split()[1:]
-    told = dict(zip(words[::2], words[1::2], strict=True))
-    assert int(told["arenas"]) >= 1
-    assert int(told["capacity_bytes"]) >= arena.capacity_bytes
+    figures = dict(zip(words[::2], words[1::2], strict=True))
+    assert int(figures["arenas"]) >= 1
+    assert int(figures["capacity_bytes"]) >= arena.capacity_bytes
 
 
-def test_watch_is_live_in_a_terminal_and_ctrl_c_ends_it_with_0(arena):
+def test_watch_updates_in_a_terminal_and_ends_with_0_on_ctrl_c(arena):
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [BIN, "shm", "watch", "--interval", "0.05"],
@@ -293,7 +293,7 @@ def test_watch_is_live_in_a_terminal_and_ctrl_c_ends_it_with_0(arena):
         stderr=slave,
         start_new_session=True,
         env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
-        # A shell starts what it sends to the background with Ctrl-C ignored, and that is inherited.
+        # A shell starts background commands with SIGINT ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     os.close(slave)
@@ -302,7 +302,7 @@ def test_watch_is_live_in_a_terminal_and_ctrl_c_ends_it_with_0(arena):
     while seen.count(arena.path.name.encode()) < 3 and time.monotonic() < deadline:
         seen += os.read(master, 4096)
     process.send_signal(signal.SIGINT)
-    with suppress(OSError):  # EIO: it has ended; until then it must not wait for a reader
+    with suppress(OSError):  # EIO marks the end. Reading until then keeps the process from blocking on a full terminal.
         while part := os.read(master, 4096):
             seen += part
     os.close(master)
@@ -310,7 +310,7 @@ def test_watch_is_live_in_a_terminal_and_ctrl_c_ends_it_with_0(arena):
     assert b"Traceback" not in seen
 
 
-def test_a_reader_of_watch_that_leaves_ends_it(tmp_path):
+def test_watch_ends_when_its_reader_closes_the_pipe(tmp_path):
     process = subprocess.Popen(
         [BIN, "shm", "watch", "--interval", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

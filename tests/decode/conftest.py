@@ -1,4 +1,4 @@
-"""Decoder processes over a small checkpoint, an arena, and what the caller's own process would make of an item."""
+"""Decoder processes with a small checkpoint and an arena, and the arrays that the caller's own process gives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 class Bench:
-    """Two decoders, and what they are asked in a test."""
+    """Two decoders, with methods to plan and write items."""
 
     def __init__(self, decoders: Decoders, arena: Arena, processor: Processor, path_file: Path) -> None:
         self.decoders = decoders
@@ -41,7 +41,7 @@ class Bench:
         self._processor = processor
 
     def arrays_in_process(self, media: Media) -> Arrays:
-        """Return the arrays of an item as this process makes them."""
+        """Return the arrays of an item, decoded in this process."""
         with under(MediaCaps()):
             plan = plan_item(self._processor, media, read_source(media), {media.kind: 1}, MediaCaps())
         arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
@@ -53,7 +53,7 @@ class Bench:
             return await self.decoders.plan(group or Group(), item_of(media, parcel), parcel.descriptor)
 
     async def arrays(self, media: Media, before_write: Callable[[], object] = lambda: None) -> Arrays:
-        """Return the arrays of an item as the decoders make them. `before_write` is called once it is planned."""
+        """Return the arrays of an item from the decoders. `before_write` is called between planning and writing."""
         with packed(media) as parcel:
             item = item_of(media, parcel)
             facts = await self.decoders.plan(Group(), item, parcel.descriptor)
@@ -64,7 +64,7 @@ class Bench:
 
     @contextmanager
     def block(self, facts: Facts) -> Iterator[Block]:
-        """A block for an item, freed at the end."""
+        """Yield a block for an item, and free the block at the end."""
         blocks = self.arena.try_allocate([facts.plan().specs], path_file=self.path_file)
         assert blocks is not None
         (block,) = blocks
@@ -76,7 +76,7 @@ class Bench:
         await self.decoders.write(group or Group(), item, parcel.descriptor, arrays)
 
     async def whole(self) -> list[int]:
-        """Return the pids of the decoders once all are there."""
+        """Wait until all decoders run, and return their pids."""
         await until(lambda: len(self.decoders.pids) == 2)
         return self.decoders.pids
 
@@ -100,7 +100,7 @@ def item_of(media: Media, parcel: Parcel) -> Item:
 
 @contextmanager
 def stopped(*pids: int) -> Iterator[None]:
-    """Stop processes, as if they hung. Those that still live at the end go on."""
+    """Stop processes, as if they hung. Continue the surviving processes at the end."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -112,7 +112,7 @@ def stopped(*pids: int) -> Iterator[None]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait for something in another process, which no event tells of."""
+    """Poll for a change in another process, for which there is no event."""
     async with asyncio.timeout(300):
         while not condition():  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.002)

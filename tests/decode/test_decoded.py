@@ -1,4 +1,4 @@
-"""Prompts whose media are decoded in other processes are those of the caller's own process."""
+"""Tests that prompts are the same whether decoders or the caller's own process decode their media."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLIP = encode_video(moving_frames(12))
 
 
 class Pair:
-    """A tokenizer that decodes by itself, and one with two decoders."""
+    """A tokenizer that decodes in its own process, and a tokenizer with two decoders."""
 
     def __init__(self, alone: Tokenizer, decoded: Tokenizer, arena: Arena, path_file: Path) -> None:
         self.alone = alone
@@ -39,7 +39,7 @@ class Pair:
         self.path_file = path_file
 
     def assert_same(self, *items: dict[str, Any]) -> None:
-        """Compare ids, places, arrays and digests of both."""
+        """Compare ids, spans, arrays and digests of both."""
         expected, found = self.prompt(self.alone, *items), self.prompt(self.decoded, *items)
         assert found[0] == expected[0]
         assert len(found[1]) == len(expected[1]) > 0
@@ -49,7 +49,7 @@ class Pair:
             assert all(np.array_equal(arrays[name], right[name]) for name in right)
 
     def prompt(self, tokenizer: Tokenizer, *items: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """Return the ids and places of a prompt, and the digest and the arrays of each block. The blocks are freed."""
+        """Return the ids and spans of a prompt, with the digest and arrays of each block. Free the blocks."""
         prompt = tokenizer.make(
             tokenizer.prompts.draft_items(parse_inputs([{"text": "What?"}, *items])), self.path_file
         )
@@ -61,7 +61,7 @@ class Pair:
         return (prompt.plain_ids.tolist(), prompt.spans), blocks
 
     def errors(self, *items: dict[str, Any]) -> tuple[InputError, InputError]:
-        """Return the error of each for inputs that are wrong. Nothing stays allocated."""
+        """Return the error of each tokenizer for invalid inputs. No block may stay allocated."""
         caught = []
         for tokenizer in (self.alone, self.decoded):
             with pytest.raises(InputError) as error:
@@ -117,7 +117,7 @@ def _opened(data: bytes) -> Image.Image:
     ],
     ids=["path", "file URL", "bytes", "data URL", "base64", "PIL", "array", "view of an array"],
 )
-def test_a_picture_in_every_form(pair: Pair, tmp_path: Path, form: Any) -> None:
+def test_a_picture_gives_the_same_prompt_in_every_form(pair: Pair, tmp_path: Path, form: Any) -> None:
     pair.assert_same({"image": form(encoded(CAT), tmp_path)})
 
 
@@ -131,7 +131,7 @@ def test_a_picture_in_every_form(pair: Pair, tmp_path: Path, form: Any) -> None:
     ],
     ids=["path", "bytes", "array", "frames"],
 )
-def test_a_video_in_every_form(pair: Pair, tmp_path: Path, form: Any) -> None:
+def test_a_video_gives_the_same_prompt_in_every_form(pair: Pair, tmp_path: Path, form: Any) -> None:
     pair.assert_same({"video": form(tmp_path)})
 
 
@@ -140,17 +140,17 @@ def test_items_of_many_kinds_keep_their_order(pair: Pair, tmp_path: Path) -> Non
     pair.assert_same({"image": encoded(CAT)}, video, {"text": "or"}, {"image": COFFEE, "max_pixels": 5000})
 
 
-def test_embeddings_go_beside_pictures(pair: Pair) -> None:
+def test_embeddings_can_stand_beside_pictures(pair: Pair) -> None:
     width = pair.alone.prompts._processor.feature_width
     embeddings = Embeddings(np.ones((4, width), np.float32), (1, 4, 4))
     pair.assert_same({"image": encoded(CAT)}, {"image": embeddings})
 
 
-def test_more_items_than_decoders(pair: Pair) -> None:
+def test_a_prompt_may_have_more_items_than_decoders(pair: Pair) -> None:
     pair.assert_same(*({"image": encoded(photograph("coffee.png", (56 + 28 * index, 56)))} for index in range(9)))
 
 
-def test_a_sound(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+def test_a_sound_gives_the_same_prompt_in_every_form(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     checkpoint = tmp_path_factory.mktemp("hears")
     _Qwen2Audio.write_checkpoint(checkpoint)
     for pair in _pair(checkpoint, tmp_path / "shm_name.txt"):
@@ -197,7 +197,7 @@ def test_videos_with_a_wrong_packet_count_are_planned_again(pair: Pair) -> None:
     ],
     ids=str,
 )
-def test_errors_are_the_same(pair: Pair, bad: dict[str, Any], message: str) -> None:
+def test_the_errors_are_the_same(pair: Pair, bad: dict[str, Any], message: str) -> None:
     alone, decoded = pair.errors({"image": encoded(COFFEE)}, bad)
     assert str(decoded) == str(alone)
     assert message in str(decoded)
@@ -217,7 +217,7 @@ def test_pixels_are_limited_over_a_whole_request(random_checkpoint: Path, tmp_pa
         )
 
 
-def test_a_file_that_is_truncated_after_it_was_opened_is_a_media_error(
+def test_a_file_truncated_after_it_was_opened_is_a_media_error(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mindie_mm.tokenize import decoded

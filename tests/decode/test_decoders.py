@@ -1,4 +1,4 @@
-"""What becomes of items whose decoder dies, hangs, or is needed by others."""
+"""Tests of decoders that die, hang or are shared by many requests."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def framed(message: bytes) -> bytes:
     return struct.pack("!i", len(message)) + message
 
 
-async def died(bench: Bench, number: int, *pids: int) -> None:
-    """Kill decoders, and wait until they are replaced."""
+async def kill_and_wait(bench: Bench, number: int, *pids: int) -> None:
+    """Kill decoders with signal `number`, and wait until they are replaced."""
     for pid in pids:
         os.kill(pid, number)
     await until(lambda: not set(pids) & set(bench.decoders.pids))
     await bench.whole()
 
 
-async def test_an_item_whose_decoder_is_killed_while_it_plans_is_planned_again(bench: Bench) -> None:
+async def test_an_item_is_planned_again_when_its_decoder_is_killed_while_planning(bench: Bench) -> None:
     before = await bench.whole()
     with stopped(*before):
         task = asyncio.create_task(bench.arrays(SMALL))
@@ -50,7 +50,7 @@ async def test_an_item_whose_decoder_is_killed_while_it_plans_is_planned_again(b
     assert pid not in await bench.whole()
 
 
-async def test_an_item_whose_decoder_is_killed_while_it_writes_is_written_again(bench: Bench) -> None:
+async def test_an_item_is_written_again_when_its_decoder_is_killed_while_writing(bench: Bench) -> None:
     before = await bench.whole()
     with packed(SMALL) as parcel:
         item = item_of(SMALL, parcel)
@@ -84,8 +84,8 @@ async def test_an_item_that_ends_two_decoders_fails_alone(
             await until(lambda: set(busy(bench.decoders)) & set(before))
             (pid,) = set(busy(bench.decoders)) & set(before)
             os.kill(pid, number)
-            with suppress(ProcessLookupError):  # SIGKILL has ended it
-                os.kill(pid, signal.SIGCONT)  # a stopped process takes no other signal than SIGKILL
+            with suppress(ProcessLookupError):  # SIGKILL has ended the process
+                os.kill(pid, signal.SIGCONT)  # a stopped process handles no signal except SIGKILL
             await until(lambda pid=pid: pid not in bench.decoders.pids)
         other = asyncio.create_task(bench.arrays(SMALL))
         with pytest.raises(error, match=message):
@@ -93,9 +93,9 @@ async def test_an_item_that_ends_two_decoders_fails_alone(
     assert same(await other, bench.arrays_in_process(SMALL))
 
 
-async def test_a_decoder_that_dies_of_itself_mends_and_says_nothing_to_others(bench: Bench) -> None:
+async def test_an_idle_decoder_that_dies_is_replaced_and_fails_no_item(bench: Bench) -> None:
     for _ in range(2):
-        await died(bench, signal.SIGKILL, *await bench.whole())
+        await kill_and_wait(bench, signal.SIGKILL, *await bench.whole())
         assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
@@ -118,7 +118,7 @@ async def test_a_decoder_that_hangs_over_a_cancelled_item_is_killed(bench: Bench
             assert same(await answered, bench.arrays_in_process(SMALL))
 
 
-async def test_a_cancelled_item_that_waits_for_a_decoder_ends_none(bench: Bench) -> None:
+async def test_a_cancelled_item_that_waits_for_a_decoder_ends_no_decoder(bench: Bench) -> None:
     before = await bench.whole()
     with stopped(*before):
         items = [asyncio.create_task(bench.plan(SMALL)) for _ in range(3)]
@@ -137,7 +137,7 @@ async def test_all_decoders_work_at_once(bench: Bench) -> None:
     await asyncio.gather(*items)
 
 
-async def test_a_request_of_many_items_delays_a_request_of_one_by_the_items_in_work(bench: Bench) -> None:
+async def test_a_request_of_many_items_delays_another_only_by_the_items_being_decoded(bench: Bench) -> None:
     many, done = Group(), list[str]()
 
     async def plan(name: str, group: Group) -> None:
@@ -154,10 +154,10 @@ async def test_a_request_of_many_items_delays_a_request_of_one_by_the_items_in_w
 
 
 async def test_the_decoder_that_planned_an_item_writes_it(bench: Bench) -> None:
-    """The other one would have to read and plan the item again."""
+    """Keep the decoder for the item, because the other decoder would have to read and plan the item again."""
     group = Group(keeps_decoder=True)
     before = await bench.whole()
-    for pid in before:  # each of them once
+    for pid in before:
         (other,) = set(before) - {pid}
         with packed(SMALL) as parcel:
             item = item_of(SMALL, parcel)
@@ -179,7 +179,7 @@ async def test_the_decoder_that_planned_an_item_writes_it(bench: Bench) -> None:
         bench.decoders.let_go(group)
 
 
-async def test_a_kept_decoder_serves_others_once_it_is_let_go(bench: Bench) -> None:
+async def test_a_kept_decoder_serves_others_once_it_is_released(bench: Bench) -> None:
     kept = [Group(keeps_decoder=True) for _ in range(2)]
     await asyncio.gather(*(bench.plan(SMALL, group) for group in kept))
     waiting = asyncio.create_task(bench.plan(SMALL))
@@ -190,7 +190,7 @@ async def test_a_kept_decoder_serves_others_once_it_is_let_go(bench: Bench) -> N
     bench.decoders.let_go(kept[1])
 
 
-async def test_decoders_die_with_their_nursery_and_all_come_back(bench: Bench) -> None:
+async def test_decoders_die_with_their_nursery_and_all_are_restarted(bench: Bench) -> None:
     before, nursery = await bench.whole(), bench.nursery
     with stopped(*before):
         items = [asyncio.create_task(bench.arrays(SMALL)) for _ in range(3)]
@@ -202,7 +202,7 @@ async def test_decoders_die_with_their_nursery_and_all_come_back(bench: Bench) -
     assert not set(before) & set(await bench.whole())
 
 
-async def test_an_item_that_is_cancelled_while_there_is_no_nursery_is_given_up(bench: Bench) -> None:
+async def test_an_item_can_be_cancelled_while_there_is_no_nursery(bench: Bench) -> None:
     before, nursery = await bench.whole(), bench.nursery
     with stopped(*before):
         items = [asyncio.create_task(bench.plan(SMALL)) for _ in range(3)]
@@ -216,8 +216,8 @@ async def test_an_item_that_is_cancelled_while_there_is_no_nursery_is_given_up(b
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
-async def test_a_decoder_that_dies_at_once_is_replaced(bench: Bench) -> None:
-    """Its death may be told in one breath with its birth."""
+async def test_a_decoder_that_dies_right_after_its_fork_is_replaced(bench: Bench) -> None:
+    """Handle a fork and a death that the nursery reports in one message."""
     for _ in range(3):
         before = await bench.whole()
         with stopped(bench.nursery.pid):
@@ -233,14 +233,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindie_mm.decode.nursery_client.ANSWER_LIMIT_S", 0.3)
 
 
-async def test_decoders_that_die_leave_no_descriptor(bench: Bench) -> None:
+async def test_decoders_that_die_leave_no_descriptor_open(bench: Bench) -> None:
     await bench.whole()
     gc.collect()
     gc.disable()
     try:
         before = psutil.Process().num_fds()
         for _ in range(4):
-            await died(bench, signal.SIGKILL, *await bench.whole())
+            await kill_and_wait(bench, signal.SIGKILL, *await bench.whole())
             assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
         await bench.whole()
         await until(lambda: psutil.Process().num_fds() <= before)
@@ -264,7 +264,7 @@ async def test_decoders_that_die_while_the_nursery_hangs_are_replaced(bench: Ben
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
-async def test_a_nursery_that_hangs_over_a_fork_is_killed_and_its_successor_forks(bench: Bench) -> None:
+async def test_a_nursery_that_hangs_during_a_fork_is_killed_and_replaced(bench: Bench) -> None:
     before, nursery = await bench.whole(), bench.nursery
     with stopped(nursery.pid), pytest.raises(ProcessDied, match="the decoders' nursery died with status -9"):
         await bench.decoders._nursery.fork()
@@ -278,7 +278,7 @@ async def test_a_nursery_that_hangs_over_a_fork_is_killed_and_its_successor_fork
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
-async def test_a_decoder_of_a_cancelled_item_ends_though_the_nursery_hangs(bench: Bench) -> None:
+async def test_the_decoder_of_a_cancelled_item_ends_even_if_the_nursery_hangs(bench: Bench) -> None:
     before, nursery = await bench.whole(), bench.nursery
     with stopped(nursery.pid, *before):
         item = asyncio.create_task(bench.plan(SMALL))
@@ -304,7 +304,7 @@ async def test_a_decoder_of_a_cancelled_item_ends_though_the_nursery_hangs(bench
     ids=["a reply to nothing", "no message", "a message too long", "a negative length", "a closed channel"],
 )
 async def test_a_decoder_that_breaks_the_protocol_is_replaced(bench: Bench, message: bytes) -> None:
-    """It was taken over and lives on. No item waits for it, and its own item is planned again."""
+    """Kill a decoder that lives but may be under an attacker's control. Plan its item again."""
     await bench.whole()
     with stopped(*bench.decoders.pids):
         item = asyncio.create_task(bench.plan(SMALL))
@@ -318,10 +318,10 @@ async def test_a_decoder_that_breaks_the_protocol_is_replaced(bench: Bench, mess
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
-async def test_no_item_waits_for_decoders_that_cannot_be_started(
+async def test_items_fail_at_once_while_decoders_cannot_be_started(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the checkpoint is missing, waiting items and new ones fail at once."""
+    """Fail waiting and new items at once while the checkpoint is missing."""
     gone = DecoderSetup(str(tmp_path / "gone"), None, MediaCaps())
     with stopped(*await bench.whole()):
         waiting = [asyncio.create_task(bench.plan(SMALL)) for _ in range(3)]
@@ -339,7 +339,7 @@ async def test_no_item_waits_for_decoders_that_cannot_be_started(
 
 
 @pytest.mark.slow
-async def test_no_item_waits_long_for_a_nursery_that_dies_at_every_start(
+async def test_items_fail_soon_while_the_nursery_dies_at_every_start(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.whole()
@@ -354,7 +354,7 @@ async def test_no_item_waits_long_for_a_nursery_that_dies_at_every_start(
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))
 
 
-async def test_an_item_whose_decoder_hangs_is_tried_again(
+async def test_an_item_is_planned_again_when_its_decoder_hangs(
     random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mindie_mm.decode.decoders._HANG_S", 1.0)
@@ -369,7 +369,7 @@ async def test_an_item_whose_decoder_hangs_is_tried_again(
         await decoders.close()
 
 
-async def test_closing_ends_all_processes_in_the_midst_of_items(random_checkpoint: Path) -> None:
+async def test_closing_ends_all_processes_while_items_are_being_decoded(random_checkpoint: Path) -> None:
     decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
     pids = [*decoders.pids, psutil.Process(decoders.pids[0]).ppid()]
     with stopped(*decoders.pids), packed(SMALL) as parcel:

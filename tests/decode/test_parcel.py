@@ -1,4 +1,4 @@
-"""Sources as open files."""
+"""Tests of parcels, which pass media sources to decoders as open files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def media(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("salt", ["", "a tenant"])
-def test_a_parcel_holds_what_reading_gives_under_the_same_digest(media: Media, salt: str) -> None:
+def test_a_parcel_has_the_content_and_digest_of_its_source(media: Media, salt: str) -> None:
     data = read_source(media)
     with packed(media) as parcel:
         found = unpacked(parcel.descriptor, parcel.parts, is_list=parcel.is_list)
@@ -76,7 +76,7 @@ def test_a_decoder_cannot_change_a_parcel(media: Media, change: Callable[[int], 
         change(parcel.descriptor)
 
 
-def test_frames_that_join_to_equal_bytes_have_other_digests() -> None:
+def test_frames_with_equal_concatenated_bytes_have_different_digests() -> None:
     digests = []
     for frames in ((DATA, DATA), (DATA + DATA,), (DATA[:100], DATA[100:] + DATA)):
         with packed(Media("video", frames)) as parcel:
@@ -84,7 +84,7 @@ def test_frames_that_join_to_equal_bytes_have_other_digests() -> None:
     assert len(set(digests)) == 3
 
 
-def test_a_file_is_handed_on_open_and_not_copied(tmp_path: Path) -> None:
+def test_a_file_is_passed_open_and_not_copied(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(DATA)
     with packed(Media("image", str(path))) as parcel:
@@ -120,7 +120,7 @@ def test_a_source_that_cannot_be_read_leaves_no_file_open(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("length", [0, 1, len(DATA) - 1])
-def test_a_file_that_was_truncated_meanwhile_is_refused(tmp_path: Path, length: int) -> None:
+def test_a_file_truncated_after_packing_is_refused(tmp_path: Path, length: int) -> None:
     path = tmp_path / "file"
     path.write_bytes(DATA)
     with packed(Media("image", str(path))) as parcel:

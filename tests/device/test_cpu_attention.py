@@ -1,4 +1,4 @@
-"""Attention a few queries at a time gives what torch's own gives; who uses it."""
+"""Tests of attention over a few queries at a time against torch's attention."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ class _Layer(nn.Module):
 
 
 def parts(batch, heads, count, width):
-    """Query, key and value, in memory as a tower has them: a row for each token."""
+    """Return query, key and value with a tower's memory layout, one row per token."""
     generator = torch.Generator().manual_seed(0)
     shape = batch, count, heads, width
     return [torch.randn(shape, generator=generator).bfloat16().transpose(1, 2) for _ in range(3)]
@@ -23,7 +23,7 @@ def parts(batch, heads, count, width):
 
 @pytest.mark.parametrize("count", [1, 128, 129, 256, 300])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_it_is_the_same_attention(count, scaling):
+def test_the_result_equals_torchs(count, scaling):
     given = parts(2, 3, count, 40)
     found, _ = attend(_Layer(), *given, None, scaling=scaling, is_causal=False)
     exact, _ = sdpa_attention_forward(_Layer(), *(part.float() for part in given), None, scaling=scaling)
@@ -37,15 +37,15 @@ def test_it_is_the_same_attention(count, scaling):
     [{"attention_mask": torch.ones(300, 300).tril().bool()}, {"is_causal": True}],
     ids=["mask", "causal"],
 )
-def test_what_torch_is_left_to(other):
-    """To the bit: scores of some keys are not to be seen."""
+def test_masked_and_causal_attention_is_left_to_torch(other):
+    """Call torch if some keys are masked. The result must be identical bit for bit."""
     settings = {"attention_mask": None, "is_causal": False} | other
     given = parts(1, 2, 300, 16)
     assert torch.equal(attend(_Layer(), *given, **settings)[0], sdpa_attention_forward(_Layer(), *given, **settings)[0])
 
 
 @pytest.mark.skipif(not pays(), reason="this processor gains nothing by it")
-def test_a_bfloat16_tower_attends_by_it_and_no_other_part(tmp_path):
+def test_only_a_bfloat16_tower_uses_this_attention(tmp_path):
     path = write_checkpoint(tmp_path / "small", "small")
     names = {}
     for dtype in ("bfloat16", "float32"):

@@ -1,4 +1,4 @@
-"""What the CPU does in fewer operators is what transformers does, and the rest stays."""
+"""Tests of layers that run fewer operators on the CPU against those of transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = {rotation.TEXT: TEXT, rotation.TOWER: TOWER}
 
 
 class Layer(nn.Module):
-    """Of a module that rotates as Qwen2-VL's does."""
+    """Layer of a module that rotates as Qwen2-VL's does."""
 
 
 @pytest.fixture
@@ -40,14 +40,14 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def values(name: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Queries, keys, cosines and sines, no two halves alike."""
+    """Return queries, keys, cosines and sines whose halves differ."""
     shape, angle_shape = NAMES[name]
     torch.manual_seed(0)
     return [torch.randn(each).to(dtype) for each in (shape, shape, angle_shape, angle_shape)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rotations(source: ModuleType, name: str) -> None:
+def test_rotations_equal_transformers(source: ModuleType, name: str) -> None:
     own, given = getattr(source, name), values(name)
     kept = [one.clone() for one in given]
     cpu_layers.lighten(Layer())
@@ -57,7 +57,7 @@ def test_rotations(source: ModuleType, name: str) -> None:
     assert all(map(torch.equal, given, kept)), "nothing is written to what was handed in"
 
 
-def test_heads_behind_the_tokens(source: ModuleType) -> None:
+def test_heads_may_follow_the_tokens(source: ModuleType) -> None:
     q, k, cos, sin = values(rotation.TEXT)
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     own = source.apply_rotary_pos_emb
@@ -68,7 +68,7 @@ def test_heads_behind_the_tokens(source: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_other_values_are_rotated_as_they_were(source: ModuleType, name: str) -> None:
+def test_other_dtypes_are_rotated_as_before(source: ModuleType, name: str) -> None:
     own, given = getattr(source, name), values(name, torch.bfloat16)
     cpu_layers.lighten(Layer())
     assert all(map(torch.equal, getattr(source, name)(*given), own(*given)))
@@ -82,24 +82,24 @@ def test_nothing_is_wrapped_twice(source: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rotation_of_another_kind_stays(source: ModuleType, name: str) -> None:
+def test_a_rotation_of_another_kind_is_kept(source: ModuleType, name: str) -> None:
     def neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Pairs of neighbours."""
+        """Rotate pairs of neighbours."""
         turned = [torch.stack([-one[..., 1::2], one[..., ::2]], -1).flatten(-2) for one in (q, k)]
         angles = (cos.unsqueeze(1), sin.unsqueeze(1))
         return q * angles[0] + turned[0] * angles[1], k * angles[0] + turned[1] * angles[1]
 
-    def one_alone(q: Tensor, freqs: Tensor) -> Tensor:
-        """As Qwen2.5-Omni's towers."""
+    def queries_alone(q: Tensor, freqs: Tensor) -> Tensor:
+        """Rotate queries alone, as Qwen2.5-Omni's towers do."""
         return q * freqs
 
-    for other in neighbours, one_alone:
+    for other in neighbours, queries_alone:
         setattr(source, name, other)
         cpu_layers.lighten(Layer())
         assert getattr(source, name) is other
 
 
-def test_activations() -> None:
+def test_activations_equal_transformers() -> None:
     model = nn.Sequential(nn.Linear(8, 8), QuickGELUActivation(), nn.GELU())
     given = torch.randn(5, 8)
     expected = model(given)

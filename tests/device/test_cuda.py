@@ -1,4 +1,4 @@
-"""What is said of CUDA where there is none."""
+"""Tests of the messages about CUDA on a machine without it."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_a_torch_without_cuda_is_named(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_the_driver_s_own_words_are_handed_on(monkeypatch):
+def test_the_message_of_the_driver_is_passed_on(monkeypatch):
     def init():
         raise RuntimeError(OLD)
 

@@ -1,6 +1,7 @@
-"""What recordings leave behind, also where they fail: torch's own `torch.cuda.graph`, without a GPU below it.
+"""Tests of the state that recordings leave behind, including failed ones.
 
-The rules below it are written after torch's CUDAGraph.cpp and CUDACachingAllocator.cpp; no GPU has confirmed them.
+They run torch's own `torch.cuda.graph` over a model of a GPU. The model's rules follow torch's CUDAGraph.cpp and
+CUDACachingAllocator.cpp. No GPU has confirmed them.
 """
 
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ class Stream:
 
 
 class GPU:
-    """What a process has of a GPU: the stream that is current, and the recordings that hold each pool."""
+    """Model of a process's GPU: its current stream, and the number of recordings that hold each pool."""
 
     def __init__(self):
         self.current = Stream()
@@ -38,7 +39,7 @@ class GPU:
             self.current = before
 
     def wait(self):
-        """As `float(tensor)` does: refused while a recording is made, which it spoils."""
+        """Fail and spoil the recording in progress, as `float(tensor)` does."""
         if self.recording is not None:
             self.recording.spoiled = True
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -74,14 +75,14 @@ class Graph:
         pass
 
     def __del__(self):
-        if self.ended:  # the pool of one that failed is held for ever
+        if self.ended:  # a failed recording holds its pool forever
             self.gpu.pools[self._pool] -= 1
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = GPU()
-    for name, made in {
+    for name, fake in {
         "CUDAGraph": gpu.graph,
         "Stream": Stream,
         "stream": gpu.stream,
@@ -90,14 +91,14 @@ def gpu(monkeypatch):
         "synchronize": lambda: None,
         "empty_cache": lambda: None,
     }.items():
-        monkeypatch.setattr(torch.cuda, name, made)
+        monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     _aside.cache_clear()
     yield gpu
     _aside.cache_clear()
 
 
-def test_recordings_work_on_one_stream_aside_and_in_one_memory(gpu):
+def test_recordings_share_one_side_stream_and_one_memory_pool(gpu):
     streams = []
     launches = [CUDA.record(lambda: streams.append(gpu.current)) for _ in range(3)]
     assert gpu.pools == {1: len(launches)}
@@ -106,7 +107,7 @@ def test_recordings_work_on_one_stream_aside_and_in_one_memory(gpu):
     assert gpu.current not in streams
 
 
-def test_the_stream_is_the_same_behind_a_recording_that_fails(gpu):
+def test_a_failed_recording_restores_the_stream(gpu):
     before = gpu.current
     with pytest.raises(RuntimeError) as failed:
         CUDA.record(gpu.wait)
@@ -114,8 +115,8 @@ def test_the_stream_is_the_same_behind_a_recording_that_fails(gpu):
     assert gpu.current is before
 
 
-def test_memory_that_all_recordings_have_left_is_not_asked_for_again(gpu):
-    """An engine behind another one: vLLM's issue 28426."""
+def test_a_pool_without_recordings_is_not_reused(gpu):
+    """Use a new pool for an engine that follows another one (vLLM's issue 28426)."""
     launch = CUDA.record(lambda: None)
     del launch
     assert gpu.pools == {1: 0}
@@ -123,8 +124,8 @@ def test_memory_that_all_recordings_have_left_is_not_asked_for_again(gpu):
     assert gpu.pools == {1: 0, 2: 1}, launch
 
 
-def test_what_a_failed_first_run_has_queued_is_waited_for(gpu):
-    """It reads what is given back as soon as the step goes on."""
+def test_the_work_that_a_failed_first_run_queued_is_awaited(gpu):
+    """The queued work may still read memory that the next step reuses."""
 
     def lacking():
         raise torch.OutOfMemoryError("lacking")

@@ -1,4 +1,4 @@
-"""Packed weights give what plain ones give; which layers are packed."""
+"""Tests of linear layers with packed weights, and of the choice of layers to pack."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def rows(*shape: int) -> torch.Tensor:
     ],
     ids=["rows", "batch", "vector", "none", "strided", "unaligned", "transposed", "expanded"],
 )
-def test_a_packed_layer_is_the_same_layer(given, bias):
+def test_a_packed_layer_equals_the_plain_layer(given, bias):
     plain = nn.Linear(WIDTH, 300, bias=bias)
     with torch.inference_mode():
         torch.testing.assert_close(PackedLinear(plain)(given), plain(given), atol=1e-5, rtol=1e-5)
@@ -45,7 +45,7 @@ class _Special(nn.Linear):
     pass
 
 
-def test_what_stays():
+def test_only_large_untouched_float32_layers_are_packed():
     module = nn.ModuleDict(
         {
             "large": nn.Linear(WIDTH, WIDTH),
@@ -60,7 +60,7 @@ def test_what_stays():
     )
     module["tied"].weight = module["embedding"].weight
     module["moved"].register_forward_pre_hook(lambda *_: None)
-    module["shared"].forward = lambda rows: rows  # as tensor parallel has it
+    module["shared"].forward = lambda rows: rows  # tensor parallel replaces forward
     pack(module, always)
     assert [name for name, layer in module.items() if isinstance(layer, PackedLinear)] == ["large"]
 
@@ -76,8 +76,8 @@ def test_a_model_with_packed_layers_gives_the_same_logits(tmp_path):
     torch.testing.assert_close(packed.logits(ids), plain.logits(ids), atol=1e-4, rtol=0)
 
 
-def test_the_processor_decides():
-    """By a trial, whose outcome stands for the process."""
+def test_layers_are_packed_only_if_the_processor_gains():
+    """Decide by a trial whose outcome is kept for the process."""
     module = nn.ModuleDict({"layer": nn.Linear(WIDTH, WIDTH)})
     CPU().prepare(module)
     assert isinstance(module["layer"], PackedLinear) is pays(torch.float32)

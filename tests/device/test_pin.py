@@ -1,6 +1,6 @@
-"""Memory of the host that a device's driver registers, or refuses to.
+"""Tests of host memory that a device's driver registers or refuses to register.
 
-On the CPU nothing is registered; the refusal of a true driver is met where `--device` names an accelerator.
+The CPU registers nothing. Run the tests with `--device` to meet the refusal of an accelerator's real driver.
 """
 
 import mmap
@@ -24,8 +24,8 @@ def pages():
     return torch.frombuffer(mmap.mmap(-1, 2**20), dtype=torch.uint8)
 
 
-def test_a_refusal_is_said_and_harms_nothing_after_it(kind, pages):
-    """Memory that is registered already: CUDA keeps the error of its refusal for whatever kernel comes next."""
+def test_a_refusal_is_reported_and_does_not_affect_later_work(kind, pages):
+    """Register memory twice. CUDA would otherwise report the refusal as the error of the next kernel."""
     taken = kind.pin(pages.data_ptr(), pages.nbytes)
     assert taken or kind.name != "cuda"
     assert kind.pin(pages.data_ptr(), pages.nbytes) is False
@@ -56,17 +56,17 @@ def lacking(*_, **__):
 
 @pytest.mark.skipif(not hasattr(torch.Stream, "native_handle"), reason="torch lacks what copies from there take")
 @pytest.mark.parametrize("lacks", [{"npuHostRegister": lacking}, {}, None], ids=["CANN", "the binding", "the runtime"])
-def test_an_npu_whose_cann_cannot_register_refuses(pages, monkeypatch, caplog, lacks):
+def test_an_npu_refuses_if_cann_cannot_register_memory(pages, monkeypatch, caplog, lacks):
     runtime = lacking if lacks is None else lambda: SimpleNamespace(**lacks)
     monkeypatch.setattr(npu, "_npu", lambda: SimpleNamespace(npurt=runtime))
     monkeypatch.setattr(npu, "registers", lambda _: True)
     assert NPU.pin(pages.data_ptr(), pages.nbytes) is False
-    (said,) = caplog.messages
-    assert said.startswith("CANN cannot register host memory: ")
-    assert "HostRegister" in said
+    (message,) = caplog.messages
+    assert message.startswith("CANN cannot register host memory: ")
+    assert "HostRegister" in message
 
 
-def test_a_gpu_whose_runtime_cannot_be_called_refuses(pages, monkeypatch):
+def test_a_gpu_refuses_if_its_runtime_cannot_be_called(pages, monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lacking)
     monkeypatch.setattr(torch, "zeros", lacking)
     assert CUDA.pin(pages.data_ptr(), pages.nbytes) is False

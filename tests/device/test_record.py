@@ -1,4 +1,4 @@
-"""Work that a device records and launches again as one; those that do not are skipped."""
+"""Tests of work that a device records and launches again as a whole. Devices that cannot record are skipped."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def kind(device):
     return kind
 
 
-def test_a_recording_reads_what_is_there_when_it_is_launched(kind):
+def test_a_recording_reads_its_inputs_at_launch(kind):
     numbers = torch.zeros(4, device=kind().torch_device)
     result = torch.zeros(4, device=numbers.device)
     launch = kind.record(lambda: result.copy_(numbers * 2 + 1))
@@ -24,7 +24,7 @@ def test_a_recording_reads_what_is_there_when_it_is_launched(kind):
         assert result.tolist() == [2 * n + 1 for n in range(start, start + 4)]
 
 
-def test_work_that_waits_is_refused_and_harms_nothing_after_it(kind):
+def test_recording_work_that_waits_is_refused_and_does_not_affect_later_work(kind):
     numbers = torch.ones(4, device=kind().torch_device)
     with pytest.raises(RuntimeError):
         kind.record(lambda: numbers * float(numbers.sum()))

@@ -1,6 +1,6 @@
-"""Warnings about weights in a dtype for which the processor has no instructions.
+"""Tests of warnings about weights in a dtype for which the processor has no instructions.
 
-oneDNN decides which instructions it uses. A variable makes it ignore some of them when it is loaded.
+oneDNN chooses the instructions. An environment variable makes it ignore some of them at load.
 """
 
 import os
@@ -29,16 +29,17 @@ load_engine(Start(None, engine), ALONE)
 """
 
 
+@pytest.mark.slow
 def test_an_engine_and_doctor_warn_about_a_slow_dtype():
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     command = [sys.executable, "-c", SCRIPT]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr
-    said = "the cpu has no instructions for bfloat16 and is several times slower than with float32"
+    warning = "the cpu has no instructions for bfloat16 and is several times slower than with float32"
     assert ended.stdout.splitlines() == [
-        f"['warning {said}; --dtype float32']",
+        f"['warning {warning}; --dtype float32']",
         "[]",
-        f"{said}. Use --dtype float32, or 32 bits for this part",
+        f"{warning}. Use --dtype float32, or 32 bits for this part",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Reads Dockerfiles and .dockerignore, as far as ours go."""
+"""Parser of Dockerfiles and .dockerignore for the syntax that this project uses."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction, its lines joined."""
+    """An instruction of a Dockerfile with its continuation lines joined."""
 
     name: str
-    """FROM, RUN and so on."""
+    """Name in upper case, such as FROM or RUN."""
     flags: dict[str, str]
-    """Of --from=build and the like."""
+    """Flags such as --from=build, by name."""
     value: str
-    """What follows, not substituted."""
+    """Rest of the instruction, before variables are substituted."""
 
     @property
     def argv(self) -> list[str]:
-        """Of the exec form; ValueError for the shell form."""
-        found: list[str] = json.loads(self.value)
-        return found
+        """Return the words of the exec form. Raise ValueError for the shell form."""
+        words: list[str] = json.loads(self.value)
+        return words
 
 
 def read(device: str) -> list[Instruction]:
-    """Those of docker/Dockerfile.DEVICE."""
+    """Return the instructions of docker/Dockerfile.DEVICE."""
     return parse((FOLDER / f"Dockerfile.{device}").read_text())
 
 
 def parse(text: str) -> list[Instruction]:
-    """Comments and empty lines are nothing, within an instruction too; no heredocs, no parser directives."""
+    """Return the instructions of a Dockerfile.
+
+    Comments and empty lines are skipped, even within an instruction. Heredocs and parser directives are not supported.
+    """
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     joined = "\n".join(lines).replace("\\\n", "")
     return [_instruction(line) for line in joined.splitlines()]
@@ -49,43 +52,43 @@ def parse(text: str) -> list[Instruction]:
 def _instruction(line: str) -> Instruction:
     name, _, value = line.strip().partition(" ")
     flags = {}
-    while name.upper() in ("COPY", "HEALTHCHECK", "RUN") and (found := re.match(r"\s*--([\w-]+)=(\S+)\s+", value)):
-        flags[found[1]] = found[2]
-        value = value[found.end() :]
+    while name.upper() in ("COPY", "HEALTHCHECK", "RUN") and (flag := re.match(r"\s*--([\w-]+)=(\S+)\s+", value)):
+        flags[flag[1]] = flag[2]
+        value = value[flag.end() :]
     return Instruction(name.upper(), flags, value.strip())
 
 
 def substituted(text: str, values: Mapping[str, str]) -> str:
-    """Variables that are not set are empty."""
-    return _VARIABLE.sub(lambda found: values.get(found[1] or found[2], ""), text)
+    """Substitute variables. Unset variables become empty."""
+    return _VARIABLE.sub(lambda match: values.get(match[1] or match[2], ""), text)
 
 
 def pairs(text: str, values: Mapping[str, str]) -> dict[str, str]:
-    """Of ENV and LABEL."""
+    """Return the keys and values of an ENV or LABEL instruction."""
     return dict(word.partition("=")[::2] for word in shlex.split(substituted(text, values)))
 
 
 def of(instructions: list[Instruction], name: str) -> list[Instruction]:
-    """Those of that name."""
+    """Return the instructions with this name."""
     return [one for one in instructions if one.name == name]
 
 
 def last_stage(instructions: list[Instruction]) -> list[Instruction]:
-    """Those that make the image itself."""
+    """Return the instructions of the last stage, which is the image itself."""
     last = max(index for index, one in enumerate(instructions) if one.name == "FROM")
     return instructions[last:]
 
 
 def healthcheck(instructions: list[Instruction]) -> list[str]:
-    """The command of HEALTHCHECK, which is to be of the exec form."""
-    (found,) = of(instructions, "HEALTHCHECK")
-    return Instruction("CMD", {}, found.value.removeprefix("CMD").strip()).argv
+    """Return the command of HEALTHCHECK, which must have the exec form."""
+    (check,) = of(instructions, "HEALTHCHECK")
+    return Instruction("CMD", {}, check.value.removeprefix("CMD").strip()).argv
 
 
 def is_sent(path: PurePosixPath, patterns: list[str]) -> bool:
-    """Whether .dockerignore lets `path`, relative to the context, into a build: the last pattern that fits decides.
+    """Return whether .dockerignore admits `path`, relative to the context. The last matching pattern decides.
 
-    Of patterns: names in the root, and `**/name` for any depth; both mean all that lies below, too.
+    Two kinds of pattern are supported: names in the root, and `**/name` at any depth. Both include everything below.
     """
     sent = True
     for line in patterns:
@@ -97,6 +100,6 @@ def is_sent(path: PurePosixPath, patterns: list[str]) -> bool:
 
 
 def ignore_patterns() -> list[str]:
-    """Those of our .dockerignore."""
+    """Return the patterns of this project's .dockerignore."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]

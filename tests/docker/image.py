@@ -1,7 +1,8 @@
-"""Builds a Dockerfile's stages in root file systems of their own and runs them: chroot in place of a Docker engine.
+"""Builder of Dockerfiles that uses chroot instead of a Docker engine. Each stage gets its own root file system.
 
-What is Docker's in this: the order of instructions, the context, stages, variables, the entry point as process 1 of a
-PID namespace, the user, no capabilities, a read-only root. What is not: layers, the base image itself, its network.
+The builder follows Docker in the order of instructions, the context, stages, variables and the user. The entry point
+runs as process 1 of a PID namespace, without capabilities and on a read-only root. Layers, the base image itself and
+the network are not those of Docker.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from tests.docker.dockerfile import (
 )
 
 _MACHINE = ("http_proxy", "https_proxy", "no_proxy", "PIP_CERT", "PIP_INDEX_URL", "PIP_FIND_LINKS")
-"""How this machine reaches the world: handed to RUN as Docker hands its own proxy settings."""
+"""Proxy and pip variables of this machine, passed to RUN as Docker passes its proxy settings."""
 START_TIMEOUT_S = 240.0
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 @dataclass(slots=True)
 class Stage:
-    """A stage being built, or the image when it is done."""
+    """A stage during the build, or the finished image."""
 
     root: Path
     env: dict[str, str] = field(default_factory=lambda: {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"})
@@ -49,11 +50,11 @@ class Stage:
     user: str = "0:0"
 
     def at(self, path: str) -> Path:
-        """Where `path`, as seen from inside, lies outside."""
+        """Return the path on this machine of `path` in the root file system."""
         return self.root / str(PurePosixPath(self.workdir) / path).lstrip("/")
 
     def shell(self, command: str, *, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
-        """`command` by /bin/sh within, as root, with the network of this machine; RuntimeError if it fails."""
+        """Run a command in the stage as root, with this machine's network. Raise RuntimeError if the command fails."""
         machine = {name: value for name in _MACHINE if (value := os.environ.get(name))}
         bound = {"/etc/resolv.conf": "/etc/resolv.conf"}
         bound |= {path: path for path in machine.get("PIP_FIND_LINKS", "").split() if path.startswith("/")}
@@ -69,7 +70,7 @@ class Stage:
                 place.touch()
             lines.append(f"mount --bind {path} {place}")
         env = machine | {"HOME": "/root"} | self.args | self.env
-        words = shlex.join(["env", f"--chdir={self.workdir}", "-i", *_words(env), "/bin/sh", "-c", command])
+        words = shlex.join(["env", f"--chdir={self.workdir}", "-i", *_assignments(env), "/bin/sh", "-c", command])
         script = " && ".join(["set -e", *lines, f"exec chroot {self.root} {words}"])
         done = subprocess.run(
             ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, check=False, timeout=timeout_s
@@ -79,32 +80,33 @@ class Stage:
         return done
 
 
-def _words(env: Mapping[str, str]) -> list[str]:
+def _assignments(env: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in env.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What a build gave."""
+    """A built image."""
 
     stage: Stage
     entrypoint: list[str]
     healthcheck: list[str]
     ran: list[str]
-    """The commands of RUN that were executed."""
+    """Commands of the executed RUN instructions."""
 
     @contextmanager
     def run(
         self, log: Path, env: Mapping[str, str], *, shm_bytes: int, tmp_bytes: int
     ) -> Iterator[subprocess.Popen[str]]:
-        """The entry point as process 1, as the image's user, without capabilities, on a read-only root; killed after.
+        """Run the entry point as process 1 with the image's user, and kill the process at the exit.
 
-        Writable are /tmp and /dev/shm, memory of the given sizes.
+        The process has no capabilities and a read-only root. Only /tmp and /dev/shm are writable, as tmpfs of the given
+        sizes.
         """
         root, (uid, gid) = self.stage.root, self.stage.user.split(":")
         dev = "".join(f"touch {root}/dev/{name} && mount --bind /dev/{name} {root}/dev/{name} && " for name in _DEVICES)
         privileges = f"--reuid {uid} --regid {gid} --clear-groups --bounding-set=-all --inh-caps=-all --no-new-privs"
-        words = _words(self.stage.env | dict(env))
+        words = _assignments(self.stage.env | dict(env))
         command = shlex.join(["env", f"--chdir={self.stage.workdir}", "-i", *words, *self.entrypoint])
         script = (
             f"mount --bind {root} {root} && mount -o remount,bind,ro {root} && mount -t proc proc {root}/proc && "
@@ -130,37 +132,37 @@ class Image:
             process.stdout.close()
 
     def healthy(self, env: Mapping[str, str]) -> bool:
-        """HEALTHCHECK's verdict, run inside."""
-        root, words = self.stage.root, _words(self.stage.env | dict(env))
+        """Run HEALTHCHECK in the image and return whether the check passed."""
+        root, words = self.stage.root, _assignments(self.stage.env | dict(env))
         command = ["chroot", str(root), "env", f"--chdir={self.stage.workdir}", "-i", *words, *self.healthcheck]
         return subprocess.run(command, capture_output=True, check=False, timeout=300).returncode == 0
 
 
 def free_port() -> int:
-    """One of loopback that nobody has just now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Return a port of the loopback interface that is free at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def ready(process: subprocess.Popen[str], log: Path, *, timeout_s: float = START_TIMEOUT_S) -> str:
-    """The URL that the service prints when it takes requests; AssertionError, with the end of its log, without one."""
+    """Return the URL that the ready service prints. Raise AssertionError with the end of the log after the timeout."""
     assert process.stdout is not None
-    said, _, _ = select.select([process.stdout], [], [], timeout_s)
-    found = re.search(r"mindie_mm serves \S+ at (http://\S+)", process.stdout.readline()) if said else None
-    assert found is not None, log.read_text(encoding="utf-8")[-2000:]
-    return found[1]
+    readable, _, _ = select.select([process.stdout], [], [], timeout_s)
+    announced = re.search(r"mindie_mm serves \S+ at (http://\S+)", process.stdout.readline()) if readable else None
+    assert announced is not None, log.read_text(encoding="utf-8")[-2000:]
+    return announced[1]
 
 
 def stop(process: subprocess.Popen[str]) -> int:
-    """SIGTERM to process 1, as `docker stop` sends it, and its exit status."""
+    """Send SIGTERM to process 1, as `docker stop` does, and return its exit status."""
     (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
     os.kill(int(first), signal.SIGTERM)
     return process.wait(300)
 
 
 def base(cache: Path) -> Path:
-    """Debian 12 in its smallest form, as in debian:12-slim, packed; made once. RuntimeError if it cannot be."""
+    """Return a cached archive of minimal Debian 12, like debian:12-slim. Raise RuntimeError if it cannot be created."""
     packed = cache / "debian-12.tar"
     if not packed.exists():
         making = packed.with_name(f"{packed.stem}-{os.getpid()}.tar")
@@ -174,9 +176,10 @@ def base(cache: Path) -> Path:
 
 
 def build(device: str, folder: Path, packed: Path, arguments: Mapping[str, str], *, prepare: str = "") -> Image:
-    """docker/Dockerfile.DEVICE, its stages below `folder`, with the build arguments.
+    """Build docker/Dockerfile.DEVICE with the build arguments, with its stages below `folder`.
 
-    `packed` stands for the base image; `prepare` is run in it first, for what the true one has in addition.
+    The archive `packed` replaces the base image. The command `prepare` runs in it first and adds the parts that the
+    real base image has in addition.
     """
     instructions = read(device)
     stages: dict[str, Stage] = {}
@@ -190,32 +193,32 @@ def build(device: str, folder: Path, packed: Path, arguments: Mapping[str, str],
                 (stage.args if stages else outer)[name] = given
             case "FROM":
                 source, _, name = substituted(one.value, values).partition(" AS ")
-                stages[name] = stage = _began(folder / name, stages.get(source), packed, prepare)
+                stages[name] = stage = _start_stage(folder / name, stages.get(source), packed, prepare)
             case "RUN":
                 stage.shell(one.value)
                 ran.append(one.value)
             case "COPY":
                 _copy(one, stage, stages)
             case _:
-                _noted(one, stage, values)
+                _apply(one, stage, values)
     return Image(stage, of(instructions, "ENTRYPOINT")[-1].argv, healthcheck(instructions), ran)
 
 
-def _began(root: Path, source: Stage | None, packed: Path, prepare: str) -> Stage:
-    """A stage upon another, or on the base image."""
+def _start_stage(root: Path, source: Stage | None, packed: Path, prepare: str) -> Stage:
+    """Start a stage from another stage or from the base image."""
     if source is not None:
         subprocess.run(["cp", "-a", str(source.root), str(root)], check=True)
         return Stage(root, dict(source.env))
     root.mkdir()
     subprocess.run(["tar", "-C", str(root), "-xf", str(packed)], check=True)
-    made = Stage(root)
+    stage = Stage(root)
     if prepare:
-        made.shell(prepare)
-    return made
+        stage.shell(prepare)
+    return stage
 
 
-def _noted(one: Instruction, stage: Stage, values: Mapping[str, str]) -> None:
-    """What changes no file, but the folder of WORKDIR."""
+def _apply(one: Instruction, stage: Stage, values: Mapping[str, str]) -> None:
+    """Apply an instruction that changes no file, except that WORKDIR creates its folder."""
     match one.name:
         case "ENV":
             stage.env |= pairs(one.value, values)
@@ -249,7 +252,7 @@ def _copy(one: Instruction, stage: Stage, stages: Mapping[str, Stage]) -> None:
 
 
 def why_not() -> str | None:
-    """What this machine lacks for building; None: nothing."""
+    """Return the reason why this machine cannot build images, or None."""
     if os.geteuid():
         return "root file systems are made by root alone"
     missing = [name for name in ("mmdebstrap", "unshare", "chroot") if shutil.which(name) is None]
@@ -260,8 +263,8 @@ def why_not() -> str | None:
 
 
 def machine_of_pip() -> dict[str, str]:
-    """How pip on this machine reaches packages, as variables: from its environment and its files."""
-    said = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    found = (line.partition("=") for line in said.stdout.splitlines())
-    named = {f"PIP_{key.rpartition('.')[2].upper().replace('-', '_')}": value.strip("'") for key, _, value in found}
+    """Return pip's index and certificate settings on this machine as environment variables."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    settings = (line.partition("=") for line in listed.stdout.splitlines())
+    named = {f"PIP_{key.rpartition('.')[2].upper().replace('-', '_')}": value.strip("'") for key, _, value in settings}
     return {name: value for name, value in named.items() if name in _MACHINE}

@@ -1,4 +1,4 @@
-"""What the files of docker/ say of the service's settings."""
+"""Helpers that read the settings in the files of docker/."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tests.docker.dockerfile import ROOT
 VARIABLES = {f"MINDIE_MM_{field.name.upper()}" for cls in CLASSES for field in dataclasses.fields(cls)} - {
     f"MINDIE_MM_{part.upper()}" for part in PARTS
 }
-"""Of all settings."""
+"""Environment variables of all settings."""
 PAGE = (ROOT / "docs/operate.md").read_text()
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
 def nbytes(size: str) -> int:
-    """Of 512m, as Docker writes it, or 512Mi, as Kubernetes does."""
-    found = re.fullmatch(r"(\d+)([a-zA-Z]*)", size)
-    assert found is not None, size
-    return int(found[1]) * _UNITS[found[2]]
+    """Return the bytes of a size such as 512m (Docker) or 512Mi (Kubernetes)."""
+    parts = re.fullmatch(r"(\d+)([a-zA-Z]*)", size)
+    assert parts is not None, size
+    return int(parts[1]) * _UNITS[parts[2]]
 
 
 def shm_bytes(arena_bytes: int) -> int:
-    """Return the size that /dev/shm must have, as docs/operate.md says."""
+    """Return the size that /dev/shm must have according to docs/operate.md."""
     (room,) = re.findall(r"/dev/shm must hold\s+`--arena-bytes` and\s+(\d+) MiB", PAGE)
     return arena_bytes + int(room) * 2**20

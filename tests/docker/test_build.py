@@ -1,4 +1,4 @@
-"""Every RUN line of the Dockerfiles, executed in a root file system, and the service started in what they make."""
+"""Tests that execute each RUN instruction of the Dockerfiles and start the service in the resulting image."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CACHE = ROOT / "build/docker"
 STAND_INS = {
     "cpu": {},
-    # PyPI's torch, CUDA's build, is gigabytes: test_resolving.py has pip resolve it.
+    # The CUDA build of torch takes gigabytes, so test_resolving.py resolves it without a download.
     "cuda": {"TORCH_INDEX_URL": CPU_INDEX},
-    # The pair that the simulated NPU runs (tests/ascend).
+    # The versions that the simulated NPU of tests/ascend supports.
     "npu": {"TORCH_VERSION": "2.13.0", "TORCH_NPU_VERSION": "2.13.0"},
 }
-"""Build arguments other than the defaults."""
+"""Build arguments that differ from the defaults."""
 PREPARE = {
     "npu": "apt-get update && apt-get install --yes --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*"
 }
-"""What of the base image Debian's has not: CANN's brings Python."""
+"""Commands that add to Debian the parts of the real base image. The CANN image contains Python."""
 CANN = "/usr/local/Ascend/cann"
 AT_RUN = {
     "cpu": {},
     "cuda": {"MINDIE_MM_DEVICE": "cpu"},
-    # The simulated CANN, its variables as the true base image has its own.
+    # The variables of the real base image, with the values of the simulated CANN.
     "npu": {
         "ASCEND_HOME_PATH": CANN,
         "ASCEND_OPP_PATH": f"{CANN}/opp",
@@ -53,12 +53,12 @@ AT_RUN = {
         "MINDIE_MM_MEASURE_S": "0",
     },
 }
-"""There is no GPU here, and of the NPU what tests/ascend simulates."""
+"""Environment variables at run time. The tests have no GPU, and the NPU is simulated by tests/ascend."""
 NOT_SHIPPED = ("gcc", "cc", "make", "git", "curl", "wget")
 
 
 def torch_index() -> str:
-    """Where the CPU build of torch is found from here: at PyTorch's own index, or in pip's folders of wheels."""
+    """Return an index for the CPU build of torch. Offline, pip's folders of wheels must contain the build."""
     try:
         with urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=10):
             return CPU_INDEX
@@ -70,7 +70,7 @@ def torch_index() -> str:
 
 
 def simulated_cann(root: Path) -> None:
-    """Puts tests/ascend's CANN, made for the image's own torch_npu, where the true base image has its own."""
+    """Build the simulated CANN for the image's torch_npu and install it in place of the real CANN."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc, which makes the simulated CANN")
     (site,) = (root / "opt/mindie_mm/lib").glob("python3.*/site-packages")
@@ -101,11 +101,11 @@ def image(device: str) -> Iterator[Image]:
         yield build(device, Path(folder), base(CACHE), arguments, prepare=PREPARE.get(device, ""))
 
 
-def test_every_line_ran(device: str, image: Image) -> None:
+def test_every_run_instruction_is_executed(device: str, image: Image) -> None:
     assert image.ran == [one.value for one in of(read(device), "RUN")]
 
 
-def test_what_is_shipped(device: str, image: Image) -> None:
+def test_the_image_has_the_package_and_no_build_tools_or_caches(device: str, image: Image) -> None:
     root = image.stage.root
     for folder in ("bin", "usr/bin", "usr/local/bin", "opt/mindie_mm/bin"):
         assert not [name for name in NOT_SHIPPED if (root / folder / name).exists()]
@@ -122,19 +122,22 @@ def test_what_is_shipped(device: str, image: Image) -> None:
     assert not [path for path in site.glob("mindie_mm/**/*") if path.lstat().st_uid == uid], "it may not change itself"
 
 
-def test_the_service_runs_in_it(device: str, image: Image, tmp_path: Path) -> None:
-    """Process 1, with no rights; nothing is writable but /tmp and /dev/shm, that as large as compose.yaml makes it."""
+def test_the_service_runs_as_process_1_without_privileges(device: str, image: Image, tmp_path: Path) -> None:
+    """Answer a request without privileges.
+
+    Only /tmp and /dev/shm are writable, and /dev/shm has the size of compose.yaml.
+    """
     if device == "npu":
         simulated_cann(image.stage.root)
     service, log = FOUND["services"][device], tmp_path / "log"
     env = AT_RUN[device] | {"MINDIE_MM_HOST": "127.0.0.1", "MINDIE_MM_PORT": str(free_port())}
     assert not image.healthy(env)
     red = data_url(picture("red", (220, 40, 40), "square", x=0.4))
-    asked = {"type": "image_url", "image_url": {"url": red}}, {"type": "text", "text": "What is in the image?"}
+    parts = {"type": "image_url", "image_url": {"url": red}}, {"type": "text", "text": "What is in the image?"}
     with image.run(log, env, shm_bytes=nbytes(plain(service["shm_size"])), tmp_bytes=2**30) as process:
         with httpx2.Client(base_url=ready(process, log), timeout=120) as http:
             assert image.healthy(env)
-            body = {"messages": [{"role": "user", "content": asked}], "temperature": 0, "max_tokens": 16}
+            body = {"messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": 16}
             answer = http.post("/v1/chat/completions", json=body).raise_for_status().json()
         assert "red square" in answer["choices"][0]["message"]["content"]
         (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()

@@ -1,4 +1,4 @@
-"""docker/compose.yaml: valid by the Compose specification's schema, and what it sets fits together."""
+"""Tests that docker/compose.yaml conforms to the Compose specification and that its values are consistent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def of_device(device: str) -> dict[str, Any]:
 
 
 def plain(value: object) -> str:
-    """As Compose reads it where no variable is set."""
+    """Return a value as Compose reads it when no variable is set."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(value))
 
 
@@ -36,20 +36,20 @@ def validate(file: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, str(file)], capture_output=True, text=True, check=False, timeout=300)
 
 
-def test_the_file_is_valid_by_the_compose_specification() -> None:
-    said = validate(FILE)
-    assert said.returncode == 0, said.stdout
+def test_the_file_conforms_to_the_compose_specification() -> None:
+    checked = validate(FILE)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_the_schema_refuses_a_misspelt_key(tmp_path: Path) -> None:
     bad = tmp_path / "compose.yaml"
     bad.write_text(FILE.read_text().replace("shm_size:", "shm_sise:"))
-    said = validate(bad)
-    assert said.returncode == 1
-    assert "shm_sise" in said.stdout
+    checked = validate(bad)
+    assert checked.returncode == 1
+    assert "shm_sise" in checked.stdout
 
 
-def test_a_service_for_each_device() -> None:
+def test_each_device_has_a_service() -> None:
     assert FOUND["services"].keys() == set(DEVICES)
     for device in DEVICES:
         service = of_device(device)
@@ -59,15 +59,15 @@ def test_a_service_for_each_device() -> None:
         assert (ROOT / service["build"]["dockerfile"]).name == f"Dockerfile.{device}"
 
 
-def test_shared_memory_is_worked_out_from_the_arenas() -> None:
+def test_shm_size_fits_the_arena() -> None:
     service, defaults = of_device("cpu"), WorkerConfig()
     env = {name: plain(value) for name, value in service["environment"].items()}
     assert int(env["MINDIE_MM_ARENA_BYTES"]) == defaults.arena_bytes
     assert nbytes(plain(service["shm_size"])) == shm_bytes(defaults.arena_bytes)
 
 
-def test_the_spool_stays_below_its_folder() -> None:
-    """With as much again for what else is written there."""
+def test_tmpfs_has_twice_the_size_of_the_spool() -> None:
+    """Leave as much space again for other temporary files."""
     (tmp,) = of_device("cpu")["tmpfs"]
     (size,) = re.findall("size=([^,]+)", tmp)
     assert "MINDIE_MM_MAX_SPOOL_BYTES" not in of_device("cpu")["environment"]
@@ -75,7 +75,7 @@ def test_the_spool_stays_below_its_folder() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_more_rights_than_it_needs(device: str) -> None:
+def test_the_container_has_minimal_privileges(device: str) -> None:
     service = of_device(device)
     assert service["read_only"] is True
     assert [one.partition(":")[0] for one in service["tmpfs"]] == ["/tmp"]
@@ -87,7 +87,7 @@ def test_no_more_rights_than_it_needs(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_settings_are_of_those_that_exist(device: str) -> None:
+def test_every_environment_variable_is_a_setting(device: str) -> None:
     service = of_device(device)
     named = {name for name in service["environment"] if name.startswith("MINDIE_MM_")}
     assert named == service["environment"].keys()
@@ -95,7 +95,7 @@ def test_settings_are_of_those_that_exist(device: str) -> None:
     assert service["environment"]["MINDIE_MM_API_KEY"] is None, "handed on, not written here"
 
 
-def test_it_is_given_the_time_to_finish() -> None:
+def test_the_stop_grace_period_covers_the_grace_time() -> None:
     service = of_device("cpu")
     grace_s = float(service["environment"]["MINDIE_MM_GRACE_S"])
     assert grace_s > ServiceConfig().grace_s

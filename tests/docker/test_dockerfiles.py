@@ -1,4 +1,4 @@
-"""docker/Dockerfile.*: what every one of them keeps to, and that hadolint has nothing to say."""
+"""Tests of the rules that every docker/Dockerfile.* follows, including those of hadolint."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def hadolint(file: Path) -> subprocess.CompletedProcess[str]:
 
 
 def args(device: str) -> dict[str, str]:
-    """Build arguments and their defaults."""
-    found = (one.value.partition("=") for one in read(device) if one.name == "ARG")
-    return {name: value for name, _, value in found if value}
+    """Return the build arguments that have defaults, with the defaults."""
+    arguments = (one.value.partition("=") for one in read(device) if one.name == "ARG")
+    return {name: value for name, _, value in arguments if value}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_hadolint_is_content(device: str) -> None:
-    said = hadolint(FOLDER / f"Dockerfile.{device}")
-    assert (said.returncode, said.stdout) == (0, "")
+def test_hadolint_finds_nothing(device: str) -> None:
+    checked = hadolint(FOLDER / f"Dockerfile.{device}")
+    assert (checked.returncode, checked.stdout) == (0, "")
 
 
-def test_hadolint_would_speak(tmp_path: Path) -> None:
+def test_hadolint_reports_an_unpinned_base(tmp_path: Path) -> None:
     bad = tmp_path / "Dockerfile"
     bad.write_text((FOLDER / "Dockerfile.cpu").read_text().replace("debian:12.15-slim AS", "debian:latest AS"))
-    said = hadolint(bad)
-    assert said.returncode == 1
-    assert "DL3007" in said.stdout
+    checked = hadolint(bad)
+    assert checked.returncode == 1
+    assert "DL3007" in checked.stdout
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -68,7 +68,7 @@ def test_bases_are_pinned_by_version(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_last_stage_is_small_and_not_roots(device: str) -> None:
+def test_the_last_stage_only_copies_the_build_and_runs_as_a_user(device: str) -> None:
     last = last_stage(read(device))
     assert [one.value for one in of(last, "FROM")] == ["base AS runtime"]
     assert [one.flags for one in of(last, "COPY")] == [{"from": "build"}], "no source in it"
@@ -76,14 +76,14 @@ def test_the_last_stage_is_small_and_not_roots(device: str) -> None:
     (user,) = of(last, "USER")
     uid, gid = user.value.split(":")
     assert int(uid) > 10_000, "no user of the host"
-    (made,) = of(last, "RUN")
-    assert f"--uid {uid} --gid {gid} " in made.value
+    (added,) = of(last, "RUN")
+    assert f"--uid {uid} --gid {gid} " in added.value
     names = [one.name for one in last]
     assert names.index("USER") < names.index("ENTRYPOINT"), "nothing changes it after"
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_it_starts_the_service_with_no_shell_between(device: str) -> None:
+def test_the_entry_point_starts_the_service_without_a_shell(device: str) -> None:
     last = last_stage(read(device))
     assert of(last, "ENTRYPOINT")[0].argv == ["mindie-mm", "serve"]
     assert of(last, "CMD")[0].argv == []
@@ -98,7 +98,7 @@ def test_it_starts_the_service_with_no_shell_between(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_secret_can_get_into_it(device: str) -> None:
+def test_no_argument_or_variable_holds_a_secret(device: str) -> None:
     for one in read(device):
         if one.name in ("ARG", "ENV"):
             assert not re.search(r"KEY|TOKEN|SECRET|PASSW", one.value, re.IGNORECASE), one.value
@@ -106,41 +106,41 @@ def test_no_secret_can_get_into_it(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_labels_are_those_of_the_oci(device: str) -> None:
+def test_the_labels_follow_the_oci_specification(device: str) -> None:
     last = last_stage(read(device))
     values = args(device)
-    found = pairs(of(last, "LABEL")[0].value, values)
+    labels = pairs(of(last, "LABEL")[0].value, values)
     keys = {"title", "description", "version", "revision", "licenses", "base.name"}
-    assert found.keys() == {f"org.opencontainers.image.{key}" for key in keys}
-    assert all(found.values())
-    assert found["org.opencontainers.image.version"] == PROJECT["project"]["version"]
-    assert found["org.opencontainers.image.licenses"] == PROJECT["project"]["license"]
+    assert labels.keys() == {f"org.opencontainers.image.{key}" for key in keys}
+    assert all(labels.values())
+    assert labels["org.opencontainers.image.version"] == PROJECT["project"]["version"]
+    assert labels["org.opencontainers.image.licenses"] == PROJECT["project"]["license"]
     source = of(read(device), "FROM")[0].value.partition(" AS ")[0].replace("${CANN_TAG}", values.get("CANN_TAG", ""))
-    assert found["org.opencontainers.image.base.name"].endswith(source)
+    assert labels["org.opencontainers.image.base.name"].endswith(source)
 
 
-def test_torch_is_the_one_that_is_tested() -> None:
+def test_the_images_have_the_tested_torch() -> None:
     (tested,) = re.findall(r"^TORCH := torch==([\d.]+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {args(device)["TORCH_VERSION"] for device in DEVICES} == {tested}
 
 
-def test_torch_npu_and_cann_are_of_one_version_throughout() -> None:
+def test_the_versions_of_torch_npu_and_cann_agree_everywhere() -> None:
     (tested,) = PROJECT["project"]["optional-dependencies"]["test-npu"]
-    found = args("npu")
-    assert tested == f"torch_npu=={found['TORCH_NPU_VERSION']}"
+    arguments = args("npu")
+    assert tested == f"torch_npu=={arguments['TORCH_NPU_VERSION']}"
     text = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     assert set(re.findall(r"torch_npu==[\d.]+\d", text)) == {tested}
-    (series,) = re.findall(r"^\d+\.\d+", found["CANN_TAG"])
+    (series,) = re.findall(r"^\d+\.\d+", arguments["CANN_TAG"])
     assert set(re.findall(r"machine with CANN (\d+\.\d+)", text)) == {series}
 
 
-def test_torch_and_torch_npu_are_a_pair() -> None:
-    found = args("npu")
-    assert found["TORCH_NPU_VERSION"].partition(".post")[0] == found["TORCH_VERSION"]
+def test_the_versions_of_torch_and_torch_npu_match() -> None:
+    arguments = args("npu")
+    assert arguments["TORCH_NPU_VERSION"].partition(".post")[0] == arguments["TORCH_VERSION"]
     allowed = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["npu"]]
     ranges = {one.name: one.specifier for one in map(Requirement, allowed)}
-    assert found["TORCH_VERSION"] in ranges["torch"]
-    assert found["TORCH_NPU_VERSION"] in ranges["torch_npu"]
+    assert arguments["TORCH_VERSION"] in ranges["torch"]
+    assert arguments["TORCH_NPU_VERSION"] in ranges["torch_npu"]
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,14 @@ def test_torch_and_torch_npu_are_a_pair() -> None:
         (".venv/bin/python", False),
     ],
 )
-def test_what_is_sent_to_a_build(path: str, sent: bool) -> None:
+def test_only_sources_are_sent_to_a_build(path: str, sent: bool) -> None:
     assert is_sent(PurePosixPath(path), ignore_patterns()) is sent
 
 
-def test_dockerfiles_are_read_as_docker_reads_them() -> None:
+def test_the_parser_reads_dockerfiles_like_docker() -> None:
     text = "# syntax\nFROM a AS b\nRUN one \\\n    # between\n    && two\nCOPY --from=b /x /y\nENV A=1 \\\n    B=$A/c\n"
-    found = parse(text)
-    assert [one.name for one in found] == ["FROM", "RUN", "COPY", "ENV"]
-    assert found[1].value.split() == ["one", "&&", "two"]
-    assert found[2].flags == {"from": "b"}
-    assert pairs(found[3].value, {"A": "0"}) == {"A": "1", "B": "0/c"}, "a variable has the value that it had before"
+    parsed = parse(text)
+    assert [one.name for one in parsed] == ["FROM", "RUN", "COPY", "ENV"]
+    assert parsed[1].value.split() == ["one", "&&", "two"]
+    assert parsed[2].flags == {"from": "b"}
+    assert pairs(parsed[3].value, {"A": "0"}) == {"A": "1", "B": "0/c"}, "a variable has the value that it had before"

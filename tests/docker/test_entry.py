@@ -1,4 +1,4 @@
-"""What the images start and ask, run here with the embedded checkpoint: entry point, health check, probes."""
+"""Tests of the images' entry point, health check and probes, run on this machine with the embedded checkpoint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx2
+import pytest
 import yaml
 
 from tests.docker.dockerfile import FOLDER, healthcheck, last_stage, of, pairs, read
@@ -17,11 +18,11 @@ from tests.docker.test_compose import FOUND, plain
 
 LAST = last_stage(read("cpu"))
 DEFAULT_SHM_BYTES = 64 * 2**20
-"""Docker's own."""
+"""Size of /dev/shm that Docker gives by default."""
 
 
 def environment(port: int) -> dict[str, str]:
-    """The image's, with this environment's programs, listening on loopback."""
+    """Return the image's environment with this environment's programs and a loopback address."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = pairs(of(LAST, "ENV")[0].value, {"PATH": programs})
     here = {"MINDIE_MM_HOST": "127.0.0.1", "MINDIE_MM_PORT": str(port), "OMP_NUM_THREADS": "1"}
@@ -40,7 +41,8 @@ def probes() -> set[str]:
     return paths | {template["metadata"]["annotations"]["prometheus.io/path"]}
 
 
-def test_the_entry_point_serves_is_healthy_and_stops(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_entry_point_serves_becomes_healthy_and_stops(tmp_path: Path) -> None:
     env = environment(free_port()) | {"MINDIE_MM_API_KEY": "a-key", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     assert not is_healthy(env)
     log = tmp_path / "log"
@@ -53,8 +55,8 @@ def test_the_entry_point_serves_is_healthy_and_stops(tmp_path: Path) -> None:
             assert is_healthy(env)
             assert {path: http.get(path).status_code for path in probes()} == dict.fromkeys(probes(), 200)
             assert http.get("/shm").status_code == 401, "all else asks for the key"
-            found = http.get("/shm", headers={"authorization": "Bearer a-key"}).json()
-        reserved = sum(Path("/dev/shm", arena["name"]).stat().st_size for arena in found["arenas"])
+            shm = http.get("/shm", headers={"authorization": "Bearer a-key"}).json()
+        reserved = sum(Path("/dev/shm", arena["name"]).stat().st_size for arena in shm["arenas"])
         assert DEFAULT_SHM_BYTES < reserved < nbytes(plain(FOUND["services"]["cpu"]["shm_size"]))
     finally:
         process.terminate()

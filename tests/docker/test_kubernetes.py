@@ -1,4 +1,4 @@
-"""docker/kubernetes: valid by Kubernetes' own schemas, strictly, and what the manifests set fits together."""
+"""Tests that docker/kubernetes strictly conforms to the schemas of Kubernetes and that its values are consistent."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests.docker.settings import VARIABLES, nbytes, shm_bytes
 
 MANIFESTS = FOLDER / "kubernetes"
 VERSIONS = ("1.25", "1.31", "1.37")
-"""Of Kubernetes: the oldest that the package knows, and the newest."""
+"""Kubernetes versions, from the oldest to the newest that `kubernetes_validate` knows."""
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 RESOURCES = {"cpu": {}, "cuda": {"nvidia.com/gpu": "1"}, "npu": {"huawei.com/Ascend910": "1"}}
 GRACE_PLUS_S = 5
-"""docs/operate.md: what a stop takes beyond the grace time."""
+"""Seconds that a stop takes beyond the grace time according to docs/operate.md."""
 
 
 def base() -> dict[str, dict[str, Any]]:
-    """Manifests that every device shares, by kind."""
+    """Return the manifests that all devices share, by kind."""
     files = [path for path in sorted((MANIFESTS / "base").glob("*.yaml")) if path.name != "kustomization.yaml"]
     return {one["kind"]: one for one in (yaml.safe_load(path.read_text()) for path in files)}
 
 
 def built(device: str) -> dict[str, dict[str, Any]]:
-    """What is applied for a device, by kind."""
+    """Return the manifests of a device's overlay, by kind."""
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl, which puts overlays together")
     command = ["kubectl", "kustomize", str(MANIFESTS / device)]
@@ -49,8 +49,8 @@ def pod_of(manifests: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def container_of(manifests: dict[str, dict[str, Any]]) -> dict[str, Any]:
     (container,) = pod_of(manifests)["containers"]
-    found: dict[str, Any] = container
-    return found
+    only: dict[str, Any] = container
+    return only
 
 
 def env_of(container: dict[str, Any]) -> dict[str, str]:
@@ -66,14 +66,14 @@ def test_the_base_is_valid(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_applied_is_valid(device: str, version: str) -> None:
-    found = built(device)
-    assert found.keys() == {"Deployment", "Service"}
-    for manifest in found.values():
+def test_the_overlays_are_valid(device: str, version: str) -> None:
+    manifests = built(device)
+    assert manifests.keys() == {"Deployment", "Service"}
+    for manifest in manifests.values():
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_the_schema_would_speak() -> None:
+def test_the_schema_refuses_an_unknown_field() -> None:
     bad = copy.deepcopy(base()["Deployment"])
     (shm,) = [one for one in bad["spec"]["template"]["spec"]["volumes"] if one["name"] == "shm"]
     shm["emptyDir"]["size"] = shm["emptyDir"].pop("sizeLimit")
@@ -82,9 +82,9 @@ def test_the_schema_would_speak() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_overlay_adds_its_device_alone(device: str) -> None:
-    found = built(device)
-    container, shared = container_of(found), container_of(base())
+def test_an_overlay_adds_only_its_device(device: str) -> None:
+    manifests = built(device)
+    container, shared = container_of(manifests), container_of(base())
     assert container["image"] == f"registry.example.org/mindie_mm:{VERSION}-{device}"
     assert container["resources"]["limits"] == shared["resources"]["limits"] | RESOURCES[device]
     assert {key: value for key, value in container.items() if key not in ("image", "resources", "volumeMounts")} == {
@@ -94,30 +94,30 @@ def test_the_overlay_adds_its_device_alone(device: str) -> None:
     further = mounts - {one["mountPath"] for one in shared["volumeMounts"]}
     driver = {"/usr/local/Ascend/driver", "/usr/local/dcmi", "/usr/local/bin/npu-smi", "/etc/ascend_install.info"}
     assert further == (driver if device == "npu" else set())
-    hosts = [one["hostPath"]["path"] for one in pod_of(found)["volumes"] if "hostPath" in one]
+    hosts = [one["hostPath"]["path"] for one in pod_of(manifests)["volumes"] if "hostPath" in one]
     assert set(hosts) == further
 
 
-def test_the_npu_opens_its_devices_by_their_group() -> None:
+def test_the_npu_overlay_adds_the_group_of_its_devices() -> None:
     security = pod_of(built("npu"))["securityContext"]
     assert security["supplementalGroups"]
     assert security.items() >= pod_of(base())["securityContext"].items()
 
 
-def test_selectors_find_the_pods() -> None:
-    found = base()
-    labels = found["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    assert found["Deployment"]["spec"]["selector"]["matchLabels"] == labels == found["Service"]["spec"]["selector"]
+def test_the_selectors_match_the_pods() -> None:
+    shared = base()
+    labels = shared["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert shared["Deployment"]["spec"]["selector"]["matchLabels"] == labels == shared["Service"]["spec"]["selector"]
 
 
-def test_every_volume_is_mounted_and_every_mount_has_one() -> None:
+def test_every_volume_is_mounted_and_every_mount_has_a_volume() -> None:
     container, pod = container_of(base()), pod_of(base())
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
     assert {"/dev/shm", "/tmp"} <= set(mounts.values())
 
 
-def test_shared_memory_is_worked_out_from_the_arenas() -> None:
+def test_the_shm_volume_fits_the_arena() -> None:
     pod, env = pod_of(base()), env_of(container_of(base()))
     (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
     assert shm["medium"] == "Memory"
@@ -125,8 +125,8 @@ def test_shared_memory_is_worked_out_from_the_arenas() -> None:
     assert nbytes(shm["sizeLimit"]) == shm_bytes(arena_bytes)
 
 
-def test_the_spool_stays_below_its_folder() -> None:
-    """Above which the pod is evicted, with as much again for what else is written there."""
+def test_the_tmp_volume_has_twice_the_size_of_the_spool() -> None:
+    """Leave as much space again for other files, as Kubernetes evicts a pod above the limit."""
     (tmp,) = [volume["emptyDir"] for volume in pod_of(base())["volumes"] if volume["name"] == "tmp"]
     assert "MINDIE_MM_MAX_SPOOL_BYTES" not in env_of(container_of(base()))
     assert 2 * ServiceConfig().max_spool_bytes <= nbytes(tmp["sizeLimit"])
@@ -142,7 +142,7 @@ def test_the_memory_limit_covers_shared_memory_and_decoding() -> None:
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
 
 
-def test_probes_and_scrapes_ask_what_needs_no_key() -> None:
+def test_probes_and_scrapes_use_paths_that_need_no_key() -> None:
     container = container_of(base())
     paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
     assert paths == {"startup": "/health", "readiness": "/health", "liveness": "/health/live"}
@@ -154,14 +154,14 @@ def test_probes_and_scrapes_ask_what_needs_no_key() -> None:
     assert {port["containerPort"], int(annotations["prometheus.io/port"]), ServiceConfig().port} == ports
 
 
-def test_it_is_given_the_time_to_finish() -> None:
+def test_the_termination_grace_period_covers_the_grace_time() -> None:
     pod, container = pod_of(base()), container_of(base())
     delay_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     grace_s = float(env_of(container)["MINDIE_MM_GRACE_S"])
     assert pod["terminationGracePeriodSeconds"] > grace_s + delay_s + GRACE_PLUS_S
 
 
-def test_no_more_rights_than_it_needs() -> None:
+def test_the_pod_has_minimal_privileges() -> None:
     pod, container = pod_of(base()), container_of(base())
     uid, gid = {of(last_stage(read(device)), "USER")[0].value for device in DEVICES}.pop().split(":")
     assert pod["securityContext"] == {
@@ -179,7 +179,7 @@ def test_no_more_rights_than_it_needs() -> None:
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
 
 
-def test_settings_are_of_those_that_exist_and_stay_what_they_are() -> None:
+def test_every_environment_variable_is_a_setting_that_kubernetes_does_not_override() -> None:
     env = env_of(container_of(base()))
     assert env.keys() <= VARIABLES
     assert all(isinstance(value, str) for value in env.values()), "numbers are to be quoted"

@@ -1,6 +1,7 @@
-"""What would be installed into each image, for each architecture, of PyPI's wheels: resolved, not downloaded.
+"""Tests that PyPI has a wheel of each requirement of each image and architecture.
 
-By uv, which knows other platforms' markers and reads metadata alone; `pip install --dry-run` fetches every wheel.
+The requirements are resolved by uv, which supports the markers of other platforms and reads only metadata. In contrast,
+`pip install --dry-run` downloads every wheel.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ARCHITECTURES = ("x86_64", "aarch64")
 
 
 def resolved(requirements: list[str], constraints: Path, architecture: str) -> dict[str, str]:
-    """Packages and versions, for Python 3.11 and the glibc of Ubuntu 22.04 (Debian 12 has a later one)."""
+    """Return the resolved versions for Python 3.11 and glibc 2.35 (Ubuntu 22.04; Debian 12 has a later glibc)."""
     try:
         with urllib.request.urlopen(f"{PYPI}/torch/", timeout=20):
             pass
@@ -46,7 +47,7 @@ def resolved(requirements: list[str], constraints: Path, architecture: str) -> d
 
 
 def constraints_of(device: str, torch: str, folder: Path) -> Path:
-    """constraints.txt as the Dockerfile's own line makes it."""
+    """Write constraints.txt with the command of the Dockerfile and return its path."""
     (line,) = [one.value for one in of(read(device), "RUN") if "constraints.txt" in one.value]
     command = line.partition("&&")[0]
     assert command.startswith("sed --in-place ")
@@ -58,14 +59,14 @@ def constraints_of(device: str, torch: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("device", ["cuda", "npu"])
-def test_there_are_wheels_for_everything(device: str, architecture: str, tmp_path: Path) -> None:
-    """The CPU image is the CUDA one but for torch's build, which PyPI does not have."""
+def test_every_requirement_has_a_wheel(device: str, architecture: str, tmp_path: Path) -> None:
+    """Resolve the CUDA and NPU images. The CPU image differs only in its build of torch, which PyPI does not have."""
     args = dict(one.value.partition("=")[::2] for one in read(device) if one.name == "ARG")
     torch, extras = args["TORCH_VERSION"], PROJECT["optional-dependencies"]
     requirements = [f"torch=={torch}", *PROJECT["dependencies"], *extras["batch"], *extras["otel"]]
     if device == "npu":
         requirements += [*extras["npu"], f"torch_npu=={args['TORCH_NPU_VERSION']}"]
-    found = resolved(requirements, constraints_of(device, torch, tmp_path), architecture)
-    assert found["torch"] == torch
-    assert found.get("torch_npu") == args.get("TORCH_NPU_VERSION")
-    assert any(name.startswith("nvidia_") for name in found), "PyPI's torch is CUDA's build, on both architectures"
+    versions = resolved(requirements, constraints_of(device, torch, tmp_path), architecture)
+    assert versions["torch"] == torch
+    assert versions.get("torch_npu") == args.get("TORCH_NPU_VERSION")
+    assert any(name.startswith("nvidia_") for name in versions), "PyPI's torch is CUDA's build, on both architectures"

@@ -38,16 +38,16 @@ class Periods:
 
 @pytest.fixture
 def periods(monkeypatch: pytest.MonkeyPatch) -> Periods:
-    """Replace the step timeout of the test's engine by `Periods`. Other timeouts stay real."""
-    made, wait = Periods(), asyncio.wait
+    """Replace the engine's step timeout with `Periods`. Other timeouts stay real."""
+    replacement, wait = Periods(), asyncio.wait
 
     async def waiting(tasks: Iterable[asyncio.Task[Any]], **options: Any) -> Any:
         if options.get("timeout") != STEP_TIMEOUT_S:
             return await wait(tasks, **options)
-        period = asyncio.create_task(made.wait())
+        period = asyncio.create_task(replacement.wait())
         done, pending = await wait({*tasks, period}, return_when=asyncio.FIRST_COMPLETED)
         period.cancel()
         return done - {period}, pending - {period}
 
     monkeypatch.setattr(asyncio, "wait", waiting)
-    return made
+    return replacement

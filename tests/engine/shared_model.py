@@ -1,8 +1,9 @@
-"""What several ranks make of prompts, in float32: `run_rank` in each of them.
+"""Worker code of tests with several ranks, in float32. Each rank's process calls `run_rank`.
 
-`cases` is a folder of folders, each with a checkpoint's `path` and prompts <name>.npy, ids with words. Each gets
-<name>.<rank>.logits.npy, and <way>.<rank>.json with greedy tokens of all prompts at once, for each way of the towers;
-or refused.<rank>.txt.
+`cases` is a folder with one folder per checkpoint. Each holds the checkpoint's `path` and prompts <name>.npy, which are
+token ids with reference words. Each rank writes <name>.<rank>.logits.npy, and <way>.<rank>.json with the greedy tokens
+of all prompts in one batch, for each value of `TowerParallel`. If the checkpoint is refused, the rank writes the error
+to refused.<rank>.txt.
 """
 
 import json
@@ -23,7 +24,7 @@ NUM_TOKENS = 8
 
 
 def main(case: Path, device: str, ranks: Ranks) -> None:
-    """One checkpoint."""
+    """Run one checkpoint, and write its logits and tokens."""
     try:
         model = load_model((case / "path").read_text(), device, "float32")
     except UnsupportedCheckpoint as error:
@@ -40,11 +41,11 @@ def main(case: Path, device: str, ranks: Ranks) -> None:
 
 
 def run_rank(number: int, count: int, cases: Path, device: str) -> None:
-    """All checkpoints, in a process of its own."""
+    """Run all checkpoints. The caller gives each rank its own process."""
     torch.set_num_threads(1)
     ranks = join(number, count, str(cases / "store"), device)
     for case in sorted(path for path in cases.iterdir() if path.is_dir()):
         main(case, device, ranks)
-    # Threads of the group that are still there as Python ends may abort the process.
+    # Threads of the process group that outlive the interpreter may abort the process.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Blocks are held by as many sequences as share them, and none is lost."""
+"""Tests of the block pool: sharing, eviction order and reference counts."""
 
 from collections import Counter
 
@@ -21,7 +21,7 @@ def key(number):
     return number.to_bytes(32)
 
 
-def test_the_blocks_without_a_key_go_first_then_those_let_go_longest_ago():
+def test_blocks_without_a_key_are_reused_first_and_then_the_least_recently_freed():
     pool = BlockPool(6, 4)
     first, second, plain = sequence(), sequence(), sequence()
     for one, tokens in ((first, 8), (second, 8), (plain, 8)):
@@ -42,7 +42,7 @@ def test_the_blocks_without_a_key_go_first_then_those_let_go_longest_ago():
     assert taken.blocks == [4, 5, 3, 2]
 
 
-def test_shared_blocks_that_nobody_holds_are_no_room_to_grow():
+def test_cached_blocks_that_a_sequence_will_share_do_not_count_as_free():
     pool = BlockPool(3, 4)
     first, second = sequence(), sequence()
     pool.grow(first, 8)
@@ -58,7 +58,7 @@ def test_shared_blocks_that_nobody_holds_are_no_room_to_grow():
     assert not pool.can_grow(sequence(), 8)
 
 
-def test_a_key_that_another_block_has_stays_with_that():
+def test_a_key_stays_with_the_first_block_that_has_it():
     pool = BlockPool(4, 4)
     first, second = sequence(), sequence()
     pool.grow(first, 4)
@@ -68,7 +68,7 @@ def test_a_key_that_another_block_has_stays_with_that():
     assert pool.find([key(7)]) == first.blocks
 
 
-def test_whatever_happens_every_block_is_held_as_often_as_it_is_shared():
+def test_random_operations_keep_the_reference_counts_right():
     generator = np.random.default_rng(0)
     pool, alive = BlockPool(24, 4), []
     for _ in range(4000):

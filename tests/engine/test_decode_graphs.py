@@ -1,4 +1,4 @@
-"""Steps of a token each are recorded once for a size, and come to the tokens of steps that are not."""
+"""Tests of recorded decode steps: one recording per batch size, and the same tokens as without recordings."""
 
 import numpy as np
 import pytest
@@ -35,8 +35,8 @@ def prompts(random_checkpoint, tmp_path):
     release(tmp_path / "shm_name.txt")
 
 
-def test_recorded_steps_come_to_the_same_tokens(model, prompts, recorded):
-    """Of one, two and three sequences, of which three take the room of four; and where they grow by blocks."""
+def test_recorded_steps_give_the_same_tokens(model, prompts, recorded):
+    """Run batches of one, two and three sequences that grow by several blocks. Three are padded to four."""
     config = EngineConfig(kv_block_size=4)
     for given in (prompts[:1], prompts[:2], prompts):
         recorded.clear()
@@ -49,8 +49,8 @@ def test_recorded_steps_come_to_the_same_tokens(model, prompts, recorded):
         assert sum(recorded) == 39
 
 
-def test_answers_that_end_one_after_another(model, prompts, recorded):
-    """Rows that a recording has too many stand for a sequence that is still there."""
+def test_sequences_that_end_one_after_another_give_the_same_draws(model, prompts, recorded):
+    """Pad a recording's spare rows with a sequence that is still running."""
 
     def answers(**settings):
         engine = Engine(model, EngineConfig(**settings))
@@ -58,17 +58,17 @@ def test_answers_that_end_one_after_another(model, prompts, recorded):
         for number, ids in enumerate([*prompts, *prompts]):
             params = SamplingParams(seed=number, max_tokens=3 + 2 * number, **wanted)
             assert engine.add(Add(str(number), ids.numpy().tobytes(), params)) is None
-        said = {str(number): [] for number in range(6)}
+        logprobs_of = {str(number): [] for number in range(6)}
         while engine.has_work():
             for progress in engine.step().progress:
                 assert progress.error is None
                 for one in progress.logprobs or ():
-                    said[progress.request_id].append((one.token_id, pytest.approx(one.logprob, abs=1e-3)))
-        return said
+                    logprobs_of[progress.request_id].append((one.token_id, pytest.approx(one.logprob, abs=1e-3)))
+        return logprobs_of
 
-    found = answers()
+    recorded_draws = answers()
     assert sum(recorded) > 10
-    assert found == answers(enforce_eager=True)
+    assert recorded_draws == answers(enforce_eager=True)
 
 
 def test_a_step_with_a_prompt_is_not_recorded(model, prompts, recorded):
@@ -86,7 +86,7 @@ def test_a_step_with_a_prompt_is_not_recorded(model, prompts, recorded):
     assert sum(recorded) > before
 
 
-def test_what_cannot_be_recorded_is_launched_by_itself(model, prompts, monkeypatch, recorded, caplog):
+def test_a_step_that_cannot_be_recorded_runs_operator_by_operator(model, prompts, monkeypatch, recorded, caplog):
     expected = run(Engine(model, EngineConfig(enforce_eager=True)), prompts, max_tokens=8)
     head = type(model).head
 
@@ -107,14 +107,14 @@ def test_what_cannot_be_recorded_is_launched_by_itself(model, prompts, monkeypat
     [lambda n: n[n > 1], lambda n: n.unique(), lambda n: n.bincount(), torch.repeat_interleave],
     ids=["boolean index", "unique", "bincount", "repeat_interleave"],
 )
-def test_the_recorder_refuses_what_a_gpu_s_would(waiting):
-    """Sizes that depend on numbers of the device."""
+def test_the_test_recorder_refuses_operators_that_synchronize_a_gpu(waiting):
+    """Refuse operators whose output size depends on values on the device."""
     with pytest.raises(RuntimeError, match="waits for the device"):
         record(lambda: waiting(torch.arange(4)))
 
 
-def test_the_first_error_of_a_recording_is_told(model, prompts, monkeypatch, recorded, caplog):
-    """A GPU's recording ends with a second one, which says only that there was a first."""
+def test_the_first_error_of_a_recording_is_logged(model, prompts, monkeypatch, recorded, caplog):
+    """Log the first of two errors. The second error of CUDA says only that the capture was invalidated."""
 
     def spoiled(work):
         try:
@@ -130,7 +130,7 @@ def test_the_first_error_of_a_recording_is_told(model, prompts, monkeypatch, rec
     ]
 
 
-def test_sizes_that_memory_lacks_for_are_not_recorded_and_smaller_ones_are(
+def test_sizes_that_run_out_of_memory_are_not_recorded_and_smaller_ones_are(
     model, prompts, monkeypatch, recorded, caplog
 ):
     expected = run(Engine(model, EngineConfig(enforce_eager=True)), prompts, max_tokens=30, ignore_eos=True)
@@ -139,7 +139,7 @@ def test_sizes_that_memory_lacks_for_are_not_recorded_and_smaller_ones_are(
 
     def lacking(work):
         tried.append(len(tried))
-        if len(tried) == 1:  # of three sequences, as of four
+        if len(tried) == 1:  # three sequences, padded to four
             raise torch.OutOfMemoryError("lacking")
         return plain(work)
 
@@ -150,9 +150,9 @@ def test_sizes_that_memory_lacks_for_are_not_recorded_and_smaller_ones_are(
     alone = run(Engine(model, EngineConfig(enforce_eager=True)), prompts[:1], max_tokens=30, ignore_eos=True)
     assert run(engine, prompts[:1], max_tokens=30, ignore_eos=True) == alone
     assert sum(recorded) == 29
-    (said,) = [record.message for record in caplog.records if "recorded" in record.message]
-    assert said.startswith("decode steps that gather ")
-    assert said.endswith(" tokens or more are not recorded; each operator is launched separately: lacking")
+    (warning,) = [record.message for record in caplog.records if "recorded" in record.message]
+    assert warning.startswith("decode steps that gather ")
+    assert warning.endswith(" tokens or more are not recorded; each operator is launched separately: lacking")
 
 
 def test_long_sequences_are_not_recorded(model, prompts, monkeypatch, recorded):

@@ -1,4 +1,4 @@
-"""Default sampling parameters, which a checkpoint states in generation_config.json."""
+"""Tests of the default sampling parameters that a checkpoint states in generation_config.json."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from mindie_mm.worker.llm import LLM
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
-"""As Qwen3-VL's authors publish it."""
+"""The published values of Qwen3-VL."""
 
 
 def checkpoint(folder: Path, content: Any) -> Checkpoint:
@@ -25,7 +25,7 @@ def checkpoint(folder: Path, content: Any) -> Checkpoint:
     return Checkpoint(folder, {})
 
 
-def test_end_tokens_come_from_the_folder_in_use(random_checkpoint, tmp_path):
+def test_end_tokens_come_from_the_configured_folder(random_checkpoint, tmp_path):
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(random_checkpoint) as llm:
         (plain,) = llm.generate(["Hello"], greedy)
@@ -38,7 +38,7 @@ def test_end_tokens_come_from_the_folder_in_use(random_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("stated", ["2", [1, "2"], [True]], ids=str)
-def test_end_tokens_of_a_folder_are_integers(stated, tmp_path):
+def test_end_tokens_that_are_not_integers_are_refused(stated, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
     with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is .*; it must be an integer or"):
         stated_end_tokens(str(tmp_path))
@@ -59,14 +59,16 @@ def test_end_tokens_of_a_folder_are_integers(stated, tmp_path):
         ({}, SamplingParams()),
     ],
 )
-def test_reads_the_parameters_that_vllm_reads(tmp_path: Path, stated: dict[str, Any], expected: SamplingParams) -> None:
+def test_the_parameters_that_vllm_reads_are_read(
+    tmp_path: Path, stated: dict[str, Any], expected: SamplingParams
+) -> None:
     assert default_sampling(checkpoint(tmp_path, stated)) == expected
     assert default_sampling(Checkpoint(tmp_path / "elsewhere", {}), str(tmp_path)) == expected
     assert default_sampling(checkpoint(tmp_path, stated), "vllm") == SamplingParams()
 
 
 @pytest.mark.parametrize(
-    ("stated", "said"),
+    ("stated", "message"),
     [
         ({"temperature": -1}, r"temperature is -1; it must be in \[0, 100\]"),
         ({"top_p": 0}, "top_p is 0"),
@@ -75,11 +77,11 @@ def test_reads_the_parameters_that_vllm_reads(tmp_path: Path, stated: dict[str, 
         ({"max_new_tokens": -5}, "max_tokens is -5"),
     ],
 )
-def test_a_wrong_value_is_refused_with_its_file(tmp_path: Path, stated: dict[str, Any], said: str) -> None:
+def test_a_wrong_value_is_refused_with_the_file_name(tmp_path: Path, stated: dict[str, Any], message: str) -> None:
     broken = checkpoint(tmp_path, stated)
-    with pytest.raises(UnsupportedCheckpoint, match=f"generation_config.json: {said}.*--generation-config vllm"):
+    with pytest.raises(UnsupportedCheckpoint, match=f"generation_config.json: {message}.*--generation-config vllm"):
         default_sampling(broken)
-    with pytest.raises(InputError, match=f"generation_config.json: {said}"):
+    with pytest.raises(InputError, match=f"generation_config.json: {message}"):
         default_sampling(broken, str(tmp_path))
 
 
@@ -88,8 +90,8 @@ def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
         default_sampling(Checkpoint(tmp_path, {}), "gready")
 
 
-def test_a_script_gets_them(tmp_path: Path) -> None:
-    """The folder's settings are greedy and end after three tokens."""
+def test_a_script_gets_the_defaults(tmp_path: Path) -> None:
+    """Use a folder whose settings are greedy and end after three tokens."""
     checkpoint(tmp_path, {"temperature": 0, "max_new_tokens": 3})
     with LLM(config=WorkerConfig(generation_config=str(tmp_path))) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3, cut_max_tokens=True)
@@ -102,7 +104,7 @@ def test_a_script_gets_them(tmp_path: Path) -> None:
 
 
 def test_a_default_length_is_cut_to_the_context(tmp_path: Path) -> None:
-    """A max_new_tokens of the context's length leaves no prompt any room."""
+    """Cut a max_new_tokens that is as long as the context, which would leave no room for a prompt."""
     checkpoint(tmp_path, {"temperature": 0, "max_new_tokens": 64})
     config = WorkerConfig(generation_config=str(tmp_path), engine=EngineConfig(max_model_len=64))
     with LLM(config=config) as llm:

@@ -1,4 +1,4 @@
-"""Text as it comes equals text decoded at once, up to a stop string."""
+"""Tests of incremental detokenization, which must equal one decode of all tokens up to a stop string."""
 
 import random
 
@@ -24,14 +24,14 @@ def pushed(tokenizer, ids, stop=(), at_once=1):
 
 
 @pytest.mark.parametrize("text", ["plain words", "naïve café", "日本語のテキスト", "👩‍👩‍👧 family", "", "a\n\n b"])
-def test_pieces_add_up(tokenizer, text):
+def test_the_pieces_add_up_to_the_text(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     for at_once in (1, 3):
         assert pushed(tokenizer, ids, at_once=at_once)[1] == text
 
 
-def test_any_tokens_give_what_one_decode_gives(tokenizer):
-    """Half characters included: a model may say any bytes."""
+def test_any_tokens_give_the_text_of_one_decode(tokenizer):
+    """Include incomplete characters, because a model may generate any bytes."""
     draw = random.Random(0)
     for _ in range(300):
         ids = [draw.randrange(8, tokenizer.get_vocab_size()) for _ in range(draw.randrange(20))]
@@ -40,7 +40,10 @@ def test_any_tokens_give_what_one_decode_gives(tokenizer):
 
 @pytest.fixture(scope="module")
 def by_bytes():
-    """Llama's kind: what has no token is spelled in bytes, a run of them decoded as one, a first blank dropped."""
+    """Return a tokenizer with byte fallback, like Llama's.
+
+    Text without a token becomes byte tokens, a run of byte tokens is decoded together, and a leading space is dropped.
+    """
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "▁a", "▁b"]
     vocabulary = {name: index for index, name in enumerate(names)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
@@ -55,14 +58,14 @@ def by_bytes():
     [
         (["▁a", "你", 0xFF, "▁b", "▁a"], "a你� b a"),
         (["a", "你", 0xFF, "ab你b"], "a你�ab你b"),
-        (["a", "你", 0xFF, "好"], "a你����"),  # a run of bytes is good or bad as one
+        (["a", "你", 0xFF, "好"], "a你����"),  # a run of byte tokens is valid or invalid as a whole
         (["a", "你", 0xFF, "好", "b"], "a你����b"),
         (["a", "你", 0xFF], "a你�"),
         (["a", "你", 0xFF, 0x41, 0x0A, "b"], "a你���b"),
     ],
 )
-def test_bytes_that_spoil_a_character_end_nothing(by_bytes, pieces, text):
-    """The character was shown by then; what comes behind it is, too."""
+def test_invalid_bytes_do_not_stop_the_output(by_bytes, pieces, text):
+    """Show both the character that was already complete and the text behind the invalid bytes."""
     ids = []
     for piece in pieces:
         known = by_bytes.token_to_id(f"<0x{piece:02X}>" if isinstance(piece, int) else piece)
@@ -70,7 +73,7 @@ def test_bytes_that_spoil_a_character_end_nothing(by_bytes, pieces, text):
     assert pushed(by_bytes, ids)[1] == text
 
 
-def test_any_bytes_are_borne(by_bytes):
+def test_any_bytes_are_accepted(by_bytes):
     draw = random.Random(1)
     for _ in range(300):
         ids = [draw.randrange(by_bytes.get_vocab_size()) for _ in range(60)]
@@ -79,14 +82,14 @@ def test_any_bytes_are_borne(by_bytes):
         assert sum(map(whole.count, "ab")) >= sum(index in (257, 258, 259, 260) for index in ids)
 
 
-def test_tokens_that_show_nothing_take_no_longer_the_more_they_are(by_bytes):
-    """As `ignore_eos` gives them: decoding all of them anew for each took 3.4 s for 8,000, and minutes for these."""
+def test_many_tokens_without_text_take_linear_time(by_bytes):
+    """Take linear time for the end tokens of `ignore_eos`. Quadratic decoding would take minutes here."""
     end, *words = (by_bytes.token_to_id(name) for name in ("</s>", "▁a", "▁b"))
     with processor_time_below(20):
         assert pushed(by_bytes, [*words, *[end] * 60_000, *words])[1] == "a b a b"
 
 
-def test_bytes_that_never_end_a_character_are_shown_in_the_end(by_bytes):
+def test_bytes_that_never_complete_a_character_are_shown_after_a_limit(by_bytes):
     part, word = by_bytes.token_to_id("<0x80>"), by_bytes.token_to_id("▁a")
     with processor_time_below(20):
         pieces, whole, _ = pushed(by_bytes, [word, *[part] * 3_000, word])
@@ -94,7 +97,7 @@ def test_bytes_that_never_end_a_character_are_shown_in_the_end(by_bytes):
     assert any(pieces[1:100])
 
 
-def test_no_half_character_is_shown(tokenizer):
+def test_an_incomplete_character_is_held_back(tokenizer):
     ids = tokenizer.encode("日本", add_special_tokens=False).ids
     assert all("�" not in piece for piece in pushed(tokenizer, ids)[0])
 
@@ -103,7 +106,7 @@ def test_no_half_character_is_shown(tokenizer):
 def test_a_stop_string_ends_the_text_before_it(tokenizer, text, stop):
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     pieces, whole, stopped_by = pushed(tokenizer, ids, tuple(stop))
-    # The reference: the text as it grows, and the first moment at which a stop string is in it.
+    # Reference: the growing text, and the first moment at which it contains a stop string.
     grown = ["".join(text[:i]) for i in range(len(text) + 1)]
     hits = next(([(g.find(s), s) for s in stop if s in g] for g in grown if any(s in g for s in stop)), None)
     if hits is None:
@@ -116,31 +119,31 @@ def test_a_stop_string_ends_the_text_before_it(tokenizer, text, stop):
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("abc", min_size=1, max_size=5), max_size=3))
-def test_no_more_is_held_back_than_may_begin_a_stop_string(tokenizer, text, stop):
+def test_only_text_that_may_begin_a_stop_string_is_held_back(tokenizer, text, stop):
     detokenizer = Detokenizer(tokenizer, tuple(stop))
-    told, ids = "", tokenizer.encode(text, add_special_tokens=False).ids
+    shown, ids = "", tokenizer.encode(text, add_special_tokens=False).ids
     for count, token in enumerate(ids, 1):
-        told += detokenizer.push([token])
+        shown += detokenizer.push([token])
         if detokenizer.stopped_by is None:
             grown = tokenizer.decode(ids[:count])
             held = [n for n in range(1, len(grown) + 1) for s in stop if len(s) > n and s.startswith(grown[-n:])]
-            assert told == grown[: len(grown) - max(held, default=0)]
+            assert shown == grown[: len(grown) - max(held, default=0)]
 
 
-def test_a_stop_string_before_the_least_number_of_tokens_ends_nothing_later(by_bytes):
+def test_a_stop_string_within_min_tokens_does_not_stop_the_text_later(by_bytes):
     ids = [by_bytes.token_to_id(name) for name in ("a", "b", "a", "a", "b", "a")]
     detokenizer = Detokenizer(by_bytes, ("b", "aaaaaaaa"), min_tokens=3)
-    told = "".join(detokenizer.push([token]) for token in ids)
-    assert (told + detokenizer.flush(), detokenizer.stopped_by) == ("abaa", "b")
+    shown = "".join(detokenizer.push([token]) for token in ids)
+    assert (shown + detokenizer.flush(), detokenizer.stopped_by) == ("abaa", "b")
 
 
-def test_special_tokens_are_silent(tokenizer):
+def test_special_tokens_are_hidden(tokenizer):
     end = tokenizer.token_to_id("<|im_end|>")
     ids = [*tokenizer.encode("done", add_special_tokens=False).ids, end]
     assert pushed(tokenizer, ids)[1] == "done"
 
 
-def test_unless_the_family_shows_them(random_checkpoint, tokenizer):
+def test_special_tokens_that_the_family_shows_are_shown(random_checkpoint, tokenizer):
     showing = load_tokenizer(Checkpoint.open(random_checkpoint), shown_tokens=["<|im_start|>"])
     ids = [tokenizer.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>")]
     assert pushed(showing, ids)[1] == "<|im_start|>"

@@ -1,4 +1,4 @@
-"""The blocks of a prompt's media may be freed once the engine has consumed them, whatever comes later."""
+"""Tests of early release: a prompt's media blocks may be freed once the engine has consumed them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tokenizer(random_checkpoint):
 
 
 class Desk:
-    """Tokenizes prompts, and frees the blocks of each as soon as the engine says that it may."""
+    """A tokenizer that frees each prompt's blocks as soon as the engine has consumed them."""
 
     def __init__(self, tokenizer, folder):
         self.tokenizer = tokenizer
@@ -69,7 +69,10 @@ class Desk:
         return engine.refill(Refill(name, self.ids(name).tobytes()))
 
     def run(self, engine, outputs, parked=None):
-        """Step until nothing is left to do. A request that needs its media is put into `parked`, or gets them."""
+        """Step until no work is left.
+
+        A request that needs its media again is refilled, or appended to `parked` if the list is given.
+        """
         while engine.has_work():
             for progress in engine.step().progress:
                 assert progress.error is None
@@ -91,7 +94,7 @@ def desk(tokenizer, tmp_path):
 
 
 def small(model, **settings):
-    """An engine whose KV cache holds one answer and a half, and no features of pictures."""
+    """Return an engine whose KV cache holds one and a half answers. The encoder cache holds no features."""
     blocks = BLOCKS
     return Engine(
         model,
@@ -103,7 +106,7 @@ def small(model, **settings):
 
 @pytest.fixture
 def alone(model, desk):
-    """The tokens of each prompt without a neighbour."""
+    """Return the tokens of each prompt when it runs alone."""
     outputs = {}
     for name in "01":
         desk.add(engine := small(model), name)
@@ -113,7 +116,7 @@ def alone(model, desk):
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 8}, {"prefix_caching": False}], ids=str)
-def test_a_preempted_answer_whose_media_were_freed_gets_them_again_and_is_the_same(model, desk, alone, settings):
+def test_a_preempted_answer_gets_freed_media_again_and_stays_the_same(model, desk, alone, settings):
     engine, outputs = small(model, **settings), {}
     for name in "01":
         desk.add(engine, name)
@@ -125,7 +128,7 @@ def test_a_preempted_answer_whose_media_were_freed_gets_them_again_and_is_the_sa
 
 
 def park(engine, desk):
-    """Run two requests until the second is parked, and the first one has ended."""
+    """Run two requests until the first one has ended and the second is parked. Return their tokens."""
     outputs, parked = {}, []
     for name in "01":
         desk.add(engine, name)
@@ -136,7 +139,7 @@ def park(engine, desk):
     return outputs
 
 
-def test_a_parked_request_holds_up_no_other_and_goes_on_when_its_media_come(model, desk, alone):
+def test_a_parked_request_does_not_block_others_and_continues_after_a_refill(model, desk, alone):
     engine = small(model)
     outputs = park(engine, desk)
     assert outputs["0"] == alone["0"]
@@ -166,7 +169,7 @@ def test_a_parked_request_can_be_aborted(model, desk, alone):
     assert outputs["1"] == alone["1"]
 
 
-def test_media_that_were_lost_on_their_way_are_asked_for_again(model, desk, alone):
+def test_media_lost_before_the_refill_are_requested_again(model, desk, alone):
     engine = small(model)
     outputs = park(engine, desk)
     ids = desk.ids("1")
@@ -180,7 +183,7 @@ def test_media_that_were_lost_on_their_way_are_asked_for_again(model, desk, alon
     assert outputs["1"] == alone["1"]
 
 
-def test_other_media_or_ids_fail_the_request_alone(model, desk, tokenizer):
+def test_a_refill_with_changed_media_or_ids_fails_only_its_request(model, desk, tokenizer):
     question = {"text": "What is it?"}
     for changed in ([*PROMPTS[0][:2], QUESTION], [*PROMPTS[1][:2], question]):
         engine = small(model)
@@ -195,7 +198,7 @@ def test_other_media_or_ids_fail_the_request_alone(model, desk, tokenizer):
         desk.run(engine, {})
 
 
-def test_media_are_consumed_before_the_prompt_ends_or_where_the_prefix_is_cached(model, desk):
+def test_media_are_consumed_with_their_last_feature_or_with_a_cached_prefix(model, desk):
     engine = Engine(model, EngineConfig(kv_block_size=4, max_num_batched_tokens=8))
     *_, item = model.read(desk.ids("0"))
     release(desk.path_file("0"))
@@ -214,15 +217,16 @@ def test_media_are_consumed_before_the_prompt_ends_or_where_the_prefix_is_cached
     engine.abort(Abort("0"))
 
 
-def test_a_text_consumes_no_media(model):
+def test_a_text_prompt_consumes_no_media(model):
     engine = Engine(model, EngineConfig())
     engine.add(Add("a", np.arange(10, 40).tobytes(), PARAMS))
     while engine.has_work():
         assert not any(progress.media_consumed for progress in engine.step().progress)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_an_engine_that_waits_for_media_alone_does_not_count_as_hung(
+async def test_an_engine_that_only_waits_for_media_does_not_count_as_hung(
     random_checkpoint, model, desk, device, alone, periods, ranks
 ):
     tokens = BLOCKS * 4
@@ -265,7 +269,7 @@ async def test_an_engine_that_waits_for_media_alone_does_not_count_as_hung(
         await engine.close()
 
 
-async def test_a_running_answer_keeps_no_page_of_an_arena_that_it_has_consumed(random_checkpoint, device, tmp_path):
+async def test_a_running_answer_does_not_keep_a_consumed_arena_mapped(random_checkpoint, device, tmp_path):
     engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device, max_model_len=3000))
     try:
         with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
@@ -280,7 +284,7 @@ async def test_a_running_answer_keeps_no_page_of_an_arena_that_it_has_consumed(r
         await engine.close()
 
 
-async def test_the_library_frees_blocks_early_too(random_checkpoint, device, tmp_path, monkeypatch):
+async def test_the_library_also_frees_blocks_early(random_checkpoint, device, tmp_path, monkeypatch):
     monkeypatch.setenv("MINDIE_MM_SPOOL", str(tmp_path / "spool"))
     engine = EngineConfig(device=device, max_model_len=300)
     config = WorkerConfig(model=random_checkpoint, arena_bytes=2**20, engine=engine)
@@ -295,7 +299,7 @@ async def test_the_library_frees_blocks_early_too(random_checkpoint, device, tmp
         assert worker.media_remade == 0
 
 
-def test_a_loose_view_keeps_no_arena_mapped_and_reads_no_other_arena(tokenizer, tmp_path):
+def test_a_loose_view_does_not_keep_its_arena_mapped(tokenizer, tmp_path):
     ids = tokenizer.tokenize(PROMPTS[0], tmp_path / "path").numpy()
     words = ids[ids < 0][:2].tolist()
     view = attach(Ref.from_words(*words))

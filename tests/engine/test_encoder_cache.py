@@ -1,4 +1,4 @@
-"""Features are kept by content, up to a number of bytes that is true."""
+"""Tests of the encoder cache, which keeps features by content up to a size in bytes."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def features(rows=4):
     return torch.zeros(rows, 8)  # 32 bytes a row
 
 
-def test_the_least_recently_used_goes_first():
+def test_the_least_recently_used_item_is_evicted_first():
     cache = EncoderCache(3 * 128)
     items = [media(bytes([i])) for i in range(4)]
     for item in items[:3]:
@@ -35,14 +35,14 @@ def test_one_item_always_fits():
     assert media(b"a") not in cache
 
 
-def test_a_part_of_a_larger_tensor_does_not_keep_the_whole():
+def test_a_slice_does_not_keep_the_whole_tensor_alive():
     cache = EncoderCache(10**6)
     whole = features(1000)
     cache.put(media(b"a"), whole[:4])
     assert cache.get(media(b"a")).untyped_storage().nbytes() == 128
 
 
-def test_without_a_digest_the_reference_is_the_key():
+def test_an_item_without_a_digest_is_keyed_by_its_reference():
     cache = EncoderCache(10**6)
     cache.put(media(None, "one"), features())
     assert media(None, "one") in cache

@@ -1,4 +1,4 @@
-"""The engine in its own process: streams, aborts, deaths."""
+"""Tests of the engine in its own process: streams, aborts and crashes."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ async def tokens(engine, request_id, ids=PROMPT, params=GREEDY):
     return [token async for progress in engine.generate(request_id, ids, params) for token in progress.token_ids]
 
 
-async def test_many_at_once_are_what_each_is_alone(engine):
+async def test_concurrent_requests_get_the_same_tokens_as_alone(engine):
     prompts = [PROMPT[: 5 + i] for i in range(12)]
     alone = [await tokens(engine, f"alone-{i}", ids) for i, ids in enumerate(prompts)]
     together = await asyncio.gather(*(tokens(engine, f"together-{i}", ids) for i, ids in enumerate(prompts)))
@@ -55,7 +55,7 @@ async def test_many_at_once_are_what_each_is_alone(engine):
     assert all(len(found) == 16 for found in alone)
 
 
-async def test_leaving_early_aborts(engine):
+async def test_leaving_the_stream_early_aborts_the_request(engine):
     endless = SamplingParams(temperature=0, ignore_eos=True)
     stream = engine.generate("left", PROMPT, endless)
     async for _ in stream:
@@ -73,12 +73,12 @@ async def test_the_last_progress_has_reason_and_timings(engine):
     assert last.timings.decode_s > 0
 
 
-async def test_no_max_tokens_means_what_the_context_holds(engine):
+async def test_without_max_tokens_the_answer_fills_the_context(engine):
     found = await tokens(engine, "full", PROMPT, SamplingParams(temperature=0, ignore_eos=True))
     assert len(found) == 256 - len(PROMPT)
 
 
-async def test_a_seed_gives_the_same_tokens_in_any_company(engine):
+async def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
     params = SamplingParams(temperature=1.5, seed=7, max_tokens=12, ignore_eos=True)
     alone = await tokens(engine, "seed", PROMPT, params)
     noise = [tokens(engine, f"noise-{i}", PROMPT[i:], SamplingParams(max_tokens=9)) for i in range(5)]
@@ -86,7 +86,7 @@ async def test_a_seed_gives_the_same_tokens_in_any_company(engine):
     assert among == alone
 
 
-async def test_stop_token_ids(engine):
+async def test_a_stop_token_id_ends_the_answer(engine):
     (first, second, *_) = await tokens(engine, "free")
     params = SamplingParams(temperature=0, max_tokens=16, stop_token_ids=(second,), ignore_eos=True)
     *_, last = [progress async for progress in engine.generate("stopped", PROMPT, params)]
@@ -113,7 +113,7 @@ async def test_stop_token_ids(engine):
     ],
     ids=["too long", "empty", "no such id", "no word", "bad setting", "a number as stop", "no temperature"],
 )
-async def test_what_is_wrong_with_a_request_comes_back_to_it_alone(engine, ids, params, error, words):
+async def test_an_invalid_request_fails_alone(engine, ids, params, error, words):
     neighbour = asyncio.create_task(tokens(engine, "neighbour"))
     with pytest.raises(error, match=words):
         await tokens(engine, "wrong", ids.astype(np.int64), params)
@@ -121,8 +121,8 @@ async def test_what_is_wrong_with_a_request_comes_back_to_it_alone(engine, ids, 
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["answered", "failed over its second picture"])
-async def test_an_engine_at_rest_lets_go_of_an_arena_that_is_removed(engine, random_checkpoint, tmp_path, lost):
-    """While it maps one, there may be no room for the arena of a tokenizer in a dead one's place."""
+async def test_an_idle_engine_unmaps_a_removed_arena(engine, random_checkpoint, tmp_path, lost):
+    """Unmap the arena, because /dev/shm may have no room for the next tokenizer's arena before that."""
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
         ids = tokenizer.tokenize([{"image": picture(60, 90)}, {"image": picture(90, 60)}], tmp_path / "path").numpy()
         (arena,) = arenas_of([os.getpid()])
@@ -135,7 +135,7 @@ async def test_an_engine_at_rest_lets_go_of_an_arena_that_is_removed(engine, ran
     assert len(await tokens(engine, "next")) == 16
 
 
-async def test_what_runs_ends_as_always_when_its_arena_is_removed(engine, random_checkpoint, tmp_path):
+async def test_a_running_request_ends_normally_when_its_arena_is_removed(engine, random_checkpoint, tmp_path):
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
         ids = tokenizer.tokenize([{"image": picture(60, 90)}], tmp_path / "path").numpy()
         stream = engine.generate("runs", ids, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
@@ -146,8 +146,8 @@ async def test_what_runs_ends_as_always_when_its_arena_is_removed(engine, random
     assert removed_arenas([engine.pid]) == set()
 
 
-async def test_no_request_waits_for_an_engine_that_cannot_restart(engine, tmp_path, monkeypatch):
-    """While the checkpoint is missing, waiting and new requests fail at once. They succeed when it is back."""
+async def test_requests_fail_at_once_while_the_engine_cannot_restart(engine, tmp_path, monkeypatch):
+    """Fail waiting and new requests at once while the checkpoint is missing. Serve requests when it is back."""
     start = engine._start
     monkeypatch.setattr(engine, "_start", msgspec.structs.replace(start, model=str(tmp_path / "gone")))
     os.kill(engine.pid, signal.SIGKILL)
@@ -160,12 +160,12 @@ async def test_no_request_waits_for_an_engine_that_cannot_restart(engine, tmp_pa
             ):
                 await tokens(engine, request_id)
         monkeypatch.setattr(engine, "_start", start)
-        while engine._starter.patience_s() == 0:  # noqa: ASYNC110 - nor for this
+        while engine._starter.patience_s() == 0:  # noqa: ASYNC110 - no event says so
             await asyncio.sleep(0.01)
     assert len(await tokens(engine, "once it is back")) == 16
 
 
-async def test_a_killed_engine_fails_what_runs_and_comes_back(random_checkpoint, device):
+async def test_a_killed_engine_fails_running_requests_and_restarts(random_checkpoint, device):
     engine = await AsyncEngine.start(random_checkpoint, EngineConfig(device=device))
     right, before = await tokens(engine, "before"), engine.pid
     stream = engine.generate("r", PROMPT, SamplingParams(temperature=0, ignore_eos=True))
@@ -190,7 +190,7 @@ async def test_a_killed_engine_fails_what_runs_and_comes_back(random_checkpoint,
         await tokens(engine, "too late")
 
 
-async def test_the_next_engine_has_the_cache_of_the_first_whatever_neighbours_took(random_checkpoint, device):
+async def test_a_restarted_engine_keeps_its_cache_size_whatever_other_processes_take(random_checkpoint, device):
     share = EngineConfig(device=device, memory_share=0.02, encoder_cache_bytes=0, measure_s=0, max_num_seqs=10**6)
     engine = await AsyncEngine.start(random_checkpoint, share)
     try:
@@ -214,12 +214,12 @@ async def test_an_engine_that_hangs_is_restarted(random_checkpoint, device, capl
         await periods.passed(3)
         assert engine.pid == before, "at rest it makes no step, and need not"
         os.kill(before, signal.SIGSTOP)
-        said = f"engine process {before} made no step for {STEP_TIMEOUT_S:g} s and was stopped"
+        message = f"engine process {before} made no step for {STEP_TIMEOUT_S:g} s and was stopped"
         hung = asyncio.create_task(tokens(engine, "hung"))
         await periods.passed(2)
-        with pytest.raises(ProcessDied, match=said):
+        with pytest.raises(ProcessDied, match=message):
             await hung
-        assert said in caplog.text
+        assert message in caplog.text
         assert await tokens(engine, "later") == right
     finally:
         await engine.close()
@@ -253,6 +253,6 @@ def why_down(engine):
     return ""
 
 
-async def test_a_checkpoint_that_is_none_is_said_at_the_start(tmp_path):
+async def test_a_folder_without_a_checkpoint_is_refused_at_the_start(tmp_path):
     with pytest.raises(UnsupportedCheckpoint, match=r"no config\.json"):
         await AsyncEngine.start(tmp_path, EngineConfig())

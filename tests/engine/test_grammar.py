@@ -1,4 +1,4 @@
-"""A constraint over the embedded checkpoint's tokens, and what an engine without grammars says."""
+"""Tests of grammar constraints over the tokens of the embedded checkpoint."""
 
 import json
 
@@ -27,7 +27,7 @@ def grammars() -> Grammars:
 
 
 def walk(grammars: Grammars, constraint: Constraint, seed: int, most: int = 200) -> list[int]:
-    """Tokens drawn evenly from what is allowed, up to the first end-of-sequence token."""
+    """Draw allowed tokens uniformly up to the first end-of-sequence token, and return them."""
     rng = np.random.default_rng(seed)
     drawn: list[int] = []
     while len(drawn) < most:
@@ -43,7 +43,7 @@ def walk(grammars: Grammars, constraint: Constraint, seed: int, most: int = 200)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_is_drawn_fits(grammars: Grammars, seed: int) -> None:
+def test_every_draw_matches_the_schema(grammars: Grammars, seed: int) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"enum": [1, 22]}},
@@ -54,7 +54,7 @@ def test_whatever_is_drawn_fits(grammars: Grammars, seed: int) -> None:
     assert text in ('{"a": 1}', '{"a": 22}')
 
 
-def test_ids_beyond_the_tokenizers_own_are_refused(grammars: Grammars) -> None:
+def test_ids_beyond_the_tokenizer_are_refused(grammars: Grammars) -> None:
     constraint = grammars.constraint('{"type": "string"}')
     refused = grammars.refused([constraint], VOCABULARY)
     assert refused.shape == (1, VOCABULARY)
@@ -62,15 +62,15 @@ def test_ids_beyond_the_tokenizers_own_are_refused(grammars: Grammars) -> None:
     assert (grammars.refused([constraint], 500) == refused[:, :500]).all()
 
 
-def test_a_token_that_does_not_fit_is_an_error(grammars: Grammars) -> None:
+def test_a_token_that_breaks_the_schema_is_an_error(grammars: Grammars) -> None:
     constraint = grammars.constraint('{"type": "boolean"}')
     constraint.accept(90)
     assert constraint.error
     assert not grammars.refused([constraint], VOCABULARY).any()
 
 
-def test_each_constraint_has_its_own_row(grammars: Grammars) -> None:
-    """Also where one of them has an error, and whatever their order and number."""
+def test_each_constraint_masks_only_its_own_row(grammars: Grammars) -> None:
+    """Mask rows independently of their order and number, also when one constraint has an error."""
     schemas = ['{"type": "boolean"}', '{"type": "string"}', '{"enum": ["x", "yz"]}', "{}"]
     constraints = [grammars.constraint(schema) for schema in schemas for _ in range(8)]
     walk(grammars, constraints[9], 0, most=3)
@@ -82,7 +82,7 @@ def test_each_constraint_has_its_own_row(grammars: Grammars) -> None:
         assert (together == np.stack([alone[i] for i in order])).all()
 
 
-def test_rows_with_and_without_a_schema_are_drawn_as_alone(grammars: Grammars, device: str) -> None:
+def test_a_batch_of_rows_with_and_without_a_schema_is_drawn_as_alone(grammars: Grammars, device: str) -> None:
     model = load_model(None, device=device)
     settings = (None, '{"type": "boolean"}', None, '{"enum": ["x", "yz"]}')
     logits = torch.randn(4, model.spec.vocab_size, generator=torch.Generator().manual_seed(0)).to(model.spec.device)
@@ -109,7 +109,7 @@ def test_rows_with_and_without_a_schema_are_drawn_as_alone(grammars: Grammars, d
 def test_a_schema_is_compiled_once(grammars: Grammars) -> None:
     schema = '{"type": "integer", "multipleOf": 20011}'
     first = grammars.constraint(schema)
-    with processor_time_below(0.5):  # compiling it 64 times takes seconds
+    with processor_time_below(0.5):  # 64 compilations would take seconds
         further = [grammars.constraint(schema) for _ in range(64)]
     assert walk(grammars, first, 0) == walk(grammars, further[0], 0)
     assert walk(grammars, further[1], 1) != walk(grammars, further[2], 2), "each goes its own way"
@@ -124,7 +124,7 @@ def test_a_schema_is_compiled_once(grammars: Grammars) -> None:
         {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(800)}},
     ],
 )
-def test_what_a_step_takes_is_bounded(grammars: Grammars, schema: dict[str, object]) -> None:
+def test_the_time_of_a_step_is_bounded(grammars: Grammars, schema: dict[str, object]) -> None:
     constraint = grammars.constraint(json.dumps(schema))
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -135,12 +135,12 @@ def test_what_a_step_takes_is_bounded(grammars: Grammars, schema: dict[str, obje
 
 
 @pytest.mark.parametrize("schema", ["", "{", "[]", "true", "5", '"x"', '{"x": "\\ud800"}', '{"$ref": "#"}'])
-def test_what_is_no_schema(grammars: Grammars, schema: str) -> None:
+def test_an_invalid_schema_is_refused(grammars: Grammars, schema: str) -> None:
     with pytest.raises(InputError):
         grammars.constraint(schema)
 
 
-def test_a_tokenizer_of_no_known_kind() -> None:
+def test_a_tokenizer_of_an_unsupported_kind_is_refused() -> None:
     unfit = Grammars(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")), [0])
     with pytest.raises(InputError, match="JSON schemas cannot be used with this checkpoint's tokenizer"):
         unfit.constraint("{}")

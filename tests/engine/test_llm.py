@@ -1,4 +1,4 @@
-"""The line in plain scripts."""
+"""Tests of `LLM`, the interface for offline scripts."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("copied_workers")
 
 @pytest.fixture(scope="module")
 def llm(random_checkpoint):
-    """The path is relative, and the script has changed its working directory since."""
+    """Yield an LLM that was opened by a relative path before the working directory changed."""
     with contextlib.chdir(random_checkpoint.parent):
         llm = LLM(random_checkpoint.name)
     with llm:
@@ -42,7 +42,7 @@ def picture():
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8))
 
 
-def test_inputs_run_together_and_answer_in_order(llm, picture):
+def test_inputs_run_in_one_batch_and_the_outputs_keep_their_order(llm, picture):
     inputs = [[{"image": picture}, {"text": "What?"}], "Hello", [{"text": "a"}, {"image": picture}, {"image": picture}]]
     together = llm.generate(inputs, GREEDY)
     alone = [llm.generate([one], GREEDY)[0] for one in inputs]
@@ -50,18 +50,18 @@ def test_inputs_run_together_and_answer_in_order(llm, picture):
     assert all(output.finish_reason == "length" and output.timings for output in together)
 
 
-def test_a_picture_counts(llm, picture):
+def test_the_picture_changes_the_answer(llm, picture):
     black = Image.new("RGB", picture.size)
     (one,), (other,) = (llm.generate([[{"image": image}, {"text": "What?"}]], GREEDY) for image in (picture, black))
     assert one.token_ids != other.token_ids
 
 
-def test_without_the_template_the_items_stand_alone(llm):
+def test_the_chat_template_can_be_omitted(llm):
     (bare,), (turn,) = (llm.generate(["Hello"], GREEDY, chat_template=template) for template in (False, True))
     assert bare.token_ids != turn.token_ids
 
 
-def test_one_bad_input_leaves_the_others(llm):
+def test_one_bad_input_does_not_fail_the_others(llm):
     inputs = ["Hello", [{"image": "/no/such/file.png"}], "There"]
     good, bad, also_good = llm.generate(inputs, GREEDY, on_error="return")
     assert good.text
@@ -72,7 +72,7 @@ def test_one_bad_input_leaves_the_others(llm):
         llm.generate(inputs, GREEDY)
 
 
-def test_what_nobody_foresaw_leaves_the_others(llm, monkeypatch):
+def test_an_unexpected_exception_does_not_fail_the_others(llm, monkeypatch):
     own, left = llm._answer, iter([True])
 
     async def answer(request, params):
@@ -88,7 +88,7 @@ def test_what_nobody_foresaw_leaves_the_others(llm, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"temperature": -1}, "temperature is -1; it must be in"),
         ({"max_tokens": "5"}, "max_tokens is '5': it must be an integer, not a string"),
@@ -97,15 +97,15 @@ def test_what_nobody_foresaw_leaves_the_others(llm, monkeypatch):
         ({"stop_token_ids": (10**6,)}, "stop_token_ids has token id 1000000"),
     ],
 )
-def test_a_wrong_setting_is_told_before_any_input_is_read(llm, wrong, said):
+def test_a_wrong_setting_is_refused_before_any_input_is_read(llm, wrong, message):
     params = SamplingParams(**wrong)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         llm.generate([[{"image": "/no/such/file.png"}]], params, on_error="return")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         llm.chat([], params)
 
 
-def test_an_output_has_all_that_was_asked_for(llm):
+def test_an_output_has_the_requested_logprobs_and_stop_reason(llm):
     plain, asked = (
         llm.generate(["Hello"], msgspec.structs.replace(GREEDY, **more))[0]
         for more in ({}, {"prompt_logprobs": 1, "logprobs": 0, "cache_salt": "not kept"})
@@ -118,19 +118,19 @@ def test_an_output_has_all_that_was_asked_for(llm):
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", third)
 
 
-def test_a_chat_takes_what_its_template_does(llm):
+def test_a_chat_passes_template_options_except_reserved_names(llm):
     messages = [{"role": "user", "content": "Hello"}]
     assert llm.chat(messages, GREEDY).token_ids != llm.chat(messages, GREEDY, add_generation_prompt=False).token_ids
     with pytest.raises(InputError, match="must not contain 'messages'"):
         llm.chat(messages, GREEDY, chat_template_kwargs={"messages": []})
 
 
-def test_chat_and_logprobs(llm):
+def test_a_chat_returns_logprobs(llm):
     output = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=3, logprobs=2))
     assert len(output.logprobs) == len(output.token_ids)
 
 
-def test_a_prompt_that_is_too_long_is_refused_or_by_option_truncated(random_checkpoint, picture):
+def test_a_prompt_that_is_too_long_is_refused_or_optionally_truncated(random_checkpoint, picture):
     long = [[{"text": "old words " * 300}, {"image": picture}, {"text": "What?"}]]
     engine = EngineConfig(max_model_len=128)
     with LLM(config=WorkerConfig(model=random_checkpoint, engine=engine)) as llm:
@@ -142,7 +142,7 @@ def test_a_prompt_that_is_too_long_is_refused_or_by_option_truncated(random_chec
         assert len(llm.generate(long, GREEDY)[0].token_ids) == 6
 
 
-def test_a_small_arena_is_waited_for_and_a_removed_one_is_replaced(random_checkpoint, monkeypatch):
+def test_inputs_wait_for_a_small_arena_and_a_removed_arena_is_replaced(random_checkpoint, monkeypatch):
     inputs = [[{"image": Image.new("RGB", (200, 200), (i, i, i))}, {"text": "What?"}] for i in range(12)]
     others = {arena.file for arena in arenas_of([os.getpid()])}
     with LLM(random_checkpoint, WorkerConfig(arena_bytes=300_000)) as llm:
@@ -164,13 +164,13 @@ def test_a_small_arena_is_waited_for_and_a_removed_one_is_replaced(random_checkp
 
 
 def remove_arenas_but(others):
-    """Remove arenas as systemd-logind does when the user logs out (RemoveIPC)."""
+    """Remove all other arenas, as systemd-logind does when the user logs out (RemoveIPC)."""
     for arena in arenas_of([os.getpid()]):
         if arena.file not in others:
             Path(arena.file).unlink()
 
 
-def test_relative_paths_are_resolved_when_the_call_is_made(llm, picture, tmp_path, monkeypatch):
+def test_relative_paths_are_resolved_at_the_call(llm, picture, tmp_path, monkeypatch):
     own = llm._answer
 
     async def answer(request, params):
@@ -190,7 +190,7 @@ def test_relative_paths_are_resolved_when_the_call_is_made(llm, picture, tmp_pat
     assert llm.generate(["Yes?"], constrained)[0].text in ("true", "false")
 
 
-def test_an_engine_that_dies_between_two_calls_is_started_again(llm, picture):
+def test_an_engine_that_dies_between_two_calls_is_restarted(llm, picture):
     inputs = [[{"image": picture}, {"text": "What?"}]]
     (before,) = llm.generate(inputs, GREEDY)
     os.kill(llm._worker.engine.pid, signal.SIGKILL)
@@ -207,7 +207,7 @@ def test_a_tuple_works_like_a_list(llm, picture):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "message"),
     [
         (
             [{"image": "a.png"}, {"text": "What?"}],
@@ -218,18 +218,18 @@ def test_a_tuple_works_like_a_list(llm, picture):
         ([[{"text": "a"}], 5], r"inputs\[1\] is a int; wrap it in a list"),
     ],
 )
-def test_inputs_that_are_not_wrapped_in_a_list_are_refused(llm, inputs, said):
-    with pytest.raises(InputError, match=said):
+def test_inputs_that_are_not_wrapped_in_a_list_are_refused(llm, inputs, message):
+    with pytest.raises(InputError, match=message):
         llm.generate(inputs, GREEDY)
 
 
 @pytest.mark.parametrize("inputs", ["text", [5], [[]], [[{"image": "a.png", "text": "b"}]]])
-def test_what_is_no_input_is_said(llm, inputs):
+def test_an_invalid_input_is_refused(llm, inputs):
     with pytest.raises(InputError):
         llm.generate(inputs, GREEDY)
 
 
-def test_a_closed_one_takes_nothing(random_checkpoint):
+def test_a_closed_llm_refuses_calls(random_checkpoint):
     with LLM(random_checkpoint) as llm:
         pass
     for use in (lambda: llm.generate(["Hello"]), lambda: llm.chat([{"role": "user", "content": "Hello"}])):
@@ -238,8 +238,8 @@ def test_a_closed_one_takes_nothing(random_checkpoint):
     llm.close()
 
 
-def test_closing_ends_what_other_threads_wait_for(random_checkpoint):
-    """More inputs than the engine takes at a time: they do not fail one after another behind its end."""
+def test_closing_ends_calls_of_other_threads(random_checkpoint):
+    """End a call with more inputs than the engine runs at a time, instead of failing the inputs one by one."""
     config = WorkerConfig(engine=EngineConfig(max_num_seqs=2))
     long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     with LLM(random_checkpoint, config) as llm, ThreadPoolExecutor(1) as thread:
@@ -252,7 +252,7 @@ def test_closing_ends_what_other_threads_wait_for(random_checkpoint):
             waiting.result(timeout=300)
 
 
-def test_a_forked_process_has_no_part_in_it(llm):
+def test_a_forked_process_cannot_use_the_llm(llm):
     if (child := os.fork()) == 0:
         status = 1
         try:
@@ -270,8 +270,8 @@ def test_a_forked_process_has_no_part_in_it(llm):
 
 
 @pytest.mark.parametrize("in_process", [True, False])
-async def test_a_start_that_is_cancelled_leaves_no_process(random_checkpoint, stopped_workers, in_process):
-    """However long they take to end."""
+async def test_a_cancelled_start_leaves_no_process(random_checkpoint, stopped_workers, in_process):
+    """Kill the worker processes, however long they take to end."""
     config, num_workers = WorkerConfig(model=random_checkpoint, decoders=0), 1 if in_process else 2
     starting = asyncio.create_task(Worker.start(config, in_process=in_process))
     workers = [await stopped_workers.get() for _ in range(num_workers)]
@@ -281,7 +281,7 @@ async def test_a_start_that_is_cancelled_leaves_no_process(random_checkpoint, st
     assert [worker.returncode for worker in workers] == [-signal.SIGKILL] * num_workers
 
 
-async def test_a_start_that_fails_in_the_end_leaves_no_process(random_checkpoint, monkeypatch):
+async def test_a_start_that_fails_late_leaves_no_process(random_checkpoint, monkeypatch):
     def fail(*_):
         raise OSError("Too many open files")
 
@@ -326,13 +326,13 @@ threading.Thread(target=work).start()
 
 @pytest.mark.parametrize("decoders", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_script_on_standard_input_gets_answers_until_it_ends(random_checkpoint, decoders):
-    """The script has no main guard and closes nothing. Workers do not import __main__ again, and nothing is left.
+    """Answer a script without a main guard that closes nothing. Workers do not import `__main__` again.
 
-    A thread may outlive the main one. What is registered before the LLM is there comes when it has gone.
+    A thread may outlive the main thread. An exit handler that was registered before the LLM runs after its end.
     """
     script = SCRIPT.format(path=str(random_checkpoint), decoders=decoders)
     ended = subprocess.run([sys.executable], input=script, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
-    said = ["first 3", "late 3", "at exit 3", "last the LLM is closed: the interpreter is shutting down"]
-    assert ended.stdout.splitlines() == said
+    lines = ["first 3", "late 3", "at exit 3", "last the LLM is closed: the interpreter is shutting down"]
+    assert ended.stdout.splitlines() == lines
     assert "Traceback" not in ended.stderr

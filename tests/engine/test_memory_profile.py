@@ -1,4 +1,7 @@
-"""The KV cache takes what the worst case leaves; zeroes, peaks and free memory of the host."""
+"""Tests of the memory profile: the KV cache gets the memory that the worst case leaves.
+
+Includes tests of the host's memory: lazy zeros, peaks and free bytes.
+"""
 
 import asyncio
 from concurrent.futures import ProcessPoolExecutor
@@ -30,7 +33,7 @@ from tools.random_checkpoint import write_checkpoint
 
 
 class Sized(CPU):
-    """The CPU with a stated amount of free memory; counts what is tried on it."""
+    """A CPU device that reports `free` bytes and counts the trial runs."""
 
     def __init__(self, free: int = 4 * GiB) -> None:
         self.free = free
@@ -45,13 +48,13 @@ class Sized(CPU):
 
 
 class Recording(Sized):
-    """One that records its decode steps."""
+    """A device that records its decode steps."""
 
     records = True
 
 
 class Weightless(Recording):
-    """One on which work takes nothing: what is extrapolated beside it is left, to the byte."""
+    """A device whose work takes no memory. Only the extrapolated bytes remain, exactly."""
 
     def peak_bytes(self, work):
         super().peak_bytes(work)
@@ -60,7 +63,7 @@ class Weightless(Recording):
 
 @pytest.fixture(scope="module")
 def small_pictures(tmp_path_factory):
-    """The checkpoint of `random_checkpoint`, whose pictures are of 12,544 pixels at most."""
+    """Return a checkpoint like `random_checkpoint` whose pictures have at most 12,544 pixels."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "small", "tiny", max_pixels=12_544)
 
 
@@ -73,12 +76,13 @@ def room(path, kinds=("image",), device=None, **settings):
 
 @pytest.fixture(scope="module")
 def own_room():
-    """`room` in a process of its own: gaps that earlier tests left in an allocator hide some of what is taken."""
+    """Yield a function that runs `room` in a new process. Free blocks of this process would hide memory in use."""
     with ProcessPoolExecutor(1, get_context("spawn")) as processes:
         yield lambda *args, **kwargs: processes.submit(room, *args, **kwargs).result(timeout=300)
 
 
-def test_a_larger_worst_case_leaves_less(random_checkpoint, small_pictures, own_room):
+@pytest.mark.slow
+def test_a_larger_worst_case_leaves_a_smaller_cache(random_checkpoint, small_pictures, own_room):
     small, large = own_room(small_pictures), own_room(random_checkpoint)
     assert small - large > 2 * MiB
     assert own_room(small_pictures, max_tower_tokens=1024) < small - 4 * MiB, "several items in a call"
@@ -88,7 +92,7 @@ def test_a_larger_worst_case_leaves_less(random_checkpoint, small_pictures, own_
     assert longer < none - 4 * MiB, "a longer step"
 
 
-def test_what_recordings_keep_counts(random_checkpoint, own_room):
+def test_memory_of_recorded_steps_counts(random_checkpoint, own_room):
     wanted = {"max_num_seqs": 4096, "max_model_len": 1024}
     recorded = own_room(random_checkpoint, (), Recording(), **wanted)
     for settings in ({"enforce_eager": True}, {"measure_s": 0}):
@@ -97,24 +101,24 @@ def test_what_recordings_keep_counts(random_checkpoint, own_room):
     assert few > many + 1 * MiB, "half as many logits: 3 MiB, some of which is left for what a step gathers"
 
 
-def test_an_item_is_as_large_as_a_prompt_can_hold(random_checkpoint, own_room):
-    """Not 768 frames of 255 features each."""
+def test_the_largest_item_is_limited_by_the_prompt_length(random_checkpoint, own_room):
+    """Try a video that fits the prompt instead of 768 frames of 255 features each."""
     short, long = (own_room(random_checkpoint, ("video",), max_model_len=length) for length in (64, 512))
     assert short - long > 4 * MiB
     none = own_room(random_checkpoint, (), max_model_len=3)
     assert own_room(random_checkpoint, ("image", "video"), max_model_len=3) > none - MiB
 
 
-def test_fewer_trials_come_near_the_whole(random_checkpoint, own_room):
-    """Or above it: from small work more is extrapolated, since the allocator keeps what the work has freed."""
+def test_an_extrapolation_from_few_trials_is_near_the_measurement(random_checkpoint, own_room):
+    """Allow a larger extrapolation, because the allocator keeps memory that small trials have freed."""
     none, whole, extrapolated = (
         own_room(random_checkpoint, max_tower_tokens=4096, measure_s=s) for s in (0, 600, 0.01)
     )
     assert 0.6 * (none - whole) < none - extrapolated < 2 * (none - whole)
 
 
-def test_trials_begin_with_little_of_a_large_picture(random_checkpoint):
-    """Of 12.8 megapixels a strip of 14 rows is none that the model takes; the whole picture is not tried instead."""
+def test_trials_begin_with_a_small_part_of_a_large_picture(random_checkpoint):
+    """Skip a strip of 14 rows, which the model refuses, instead of trying the whole picture of 12.8 megapixels."""
     model, config = load_model(random_checkpoint, device="cpu"), EngineConfig(device="cpu", max_model_len=8192)
     processor = family_named("qwen2_vl").processor(Checkpoint.open(random_checkpoint))
     worst = WorstCase(model, processor, CPU(), config)
@@ -126,7 +130,7 @@ def test_trials_begin_with_little_of_a_large_picture(random_checkpoint):
     assert trials[-1] > 8000
 
 
-def test_the_share_and_the_caches_count(small_pictures):
+def test_the_memory_share_and_the_caches_limit_the_size(small_pictures):
     assert room(small_pictures, measure_s=0) == pytest.approx((2 * GiB - 256 * MiB) / 2), "two layers are gathered"
     assert room(small_pictures, measure_s=0, memory_share=1.0) == pytest.approx((4 * GiB - 256 * MiB) / 2)
     assert room(small_pictures, measure_s=0, encoder_cache_bytes=0) == pytest.approx(GiB)
@@ -136,7 +140,7 @@ def test_the_share_and_the_caches_count(small_pictures):
     assert room(small_pictures, max_num_seqs=2) == most == 2 * 512 * spec.kv_token_bytes
 
 
-def test_an_explicit_size_is_taken_and_the_worst_case_tried_all_the_same(small_pictures):
+def test_an_explicit_size_is_used_and_the_worst_case_is_still_tried(small_pictures):
     device = Sized()
     assert room(small_pictures, device=device, kv_cache_bytes=5 * MiB) == 5 * MiB
     assert device.tried
@@ -145,10 +149,8 @@ def test_an_explicit_size_is_taken_and_the_worst_case_tried_all_the_same(small_p
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked for", "measured"])
-def test_a_context_that_the_cache_does_not_hold_is_refused_where_asked_for_and_else_cut(
-    random_checkpoint, caplog, asked
-):
-    """The cache has nine blocks of 16 tokens and a bit."""
+def test_a_context_that_exceeds_the_cache_is_refused_if_configured_and_otherwise_cut(random_checkpoint, caplog, asked):
+    """Use a cache of nine blocks of 16 tokens and a part of a tenth."""
     caplog.set_level("INFO")
     model = load_model(random_checkpoint, device="cpu")
     size, own = model.spec.kv_token_bytes, model.spec.max_model_len
@@ -160,8 +162,8 @@ def test_a_context_that_the_cache_does_not_hold_is_refused_where_asked_for_and_e
         return Engine(model, EngineConfig(**settings), num_tokens * size)
 
     advice = "Raise kv_cache_bytes, or lower max_model_len" if asked else "Raise memory_share, lower .* max_model_len"
-    said = rf"a context of 145 tokens needs {160 * size} bytes of KV cache; the cache has {144 * size} bytes"
-    with pytest.raises(DeviceError, match=rf"^{said}, for 144 tokens. {advice}"):
+    message = rf"a context of 145 tokens needs {160 * size} bytes of KV cache; the cache has {144 * size} bytes"
+    with pytest.raises(DeviceError, match=rf"^{message}, for 144 tokens. {advice}"):
         engine(159, max_model_len=145)
     assert not caplog.records
     assert engine(159, max_model_len=144).ready.max_model_len == 144
@@ -177,13 +179,13 @@ def test_a_context_that_the_cache_does_not_hold_is_refused_where_asked_for_and_e
 
 
 @pytest.mark.usefixtures("copied_workers")
-def test_the_library_refuses_it_too(random_checkpoint):
+def test_the_library_refuses_a_context_that_exceeds_the_cache(random_checkpoint):
     engine = EngineConfig(device="cpu", max_model_len=512, kv_cache_bytes=10_000)
     with pytest.raises(DeviceError, match="a context of 512 tokens needs"):
         LLM(random_checkpoint, WorkerConfig(engine=engine))
 
 
-def test_the_log_says_what_there_is(small_pictures, caplog):
+def test_the_log_states_free_memory_and_the_size_of_the_cache(small_pictures, caplog):
     caplog.set_level("INFO")
     room(small_pictures, kv_cache_bytes=5 * MiB)
     assert "cpu has 4096 MiB free after loading the weights" in caplog.text
@@ -194,14 +196,14 @@ def test_the_log_says_what_there_is(small_pictures, caplog):
     assert "that memory_share 0.5 leaves" in caplog.text
 
 
-def test_too_little_memory_is_told_with_figures_and_settings(small_pictures):
+def test_the_error_of_too_little_memory_gives_sizes_and_settings(small_pictures):
     with pytest.raises(DeviceError, match=r"cpu has 300 MiB free .* encoder cache 256 MiB; memory_share is 0.5"):
         room(small_pictures, device=Sized(300 * MiB))
     with pytest.raises(DeviceError, match="Raise memory_share, lower max_num_batched_tokens"):
         room(small_pictures, device=Sized(300 * MiB))
 
 
-def test_a_trial_that_would_not_fit_is_not_made(random_checkpoint):
+def test_a_trial_that_would_not_fit_is_skipped(random_checkpoint):
     free = Sized(64 * MiB)
     with pytest.raises(DeviceError, match="no memory is left"):
         room(random_checkpoint, max_tower_tokens=10**6, max_tower_bytes=2**40, encoder_cache_bytes=0, device=free)
@@ -211,13 +213,13 @@ def test_a_trial_that_would_not_fit_is_not_made(random_checkpoint):
 @pytest.mark.parametrize(
     "bad", [{"memory_share": 0.0}, {"memory_share": 1.5}, {"measure_s": -1}, {"kv_cache_bytes": 0}], ids=str
 )
-def test_settings_out_of_range(bad):
+def test_settings_out_of_range_are_refused(bad):
     with pytest.raises(InputError, match=next(iter(bad))):
         EngineConfig(**bad)
 
 
 @pytest.mark.usefixtures("copied_workers")
-async def test_an_engine_without_room_does_not_start(random_checkpoint):
+async def test_an_engine_without_memory_for_its_cache_does_not_start(random_checkpoint):
     config = EngineConfig(device="cpu", max_model_len=256, measure_s=0, memory_share=1e-9)
     with pytest.raises(DeviceError, match=r"no memory is left for the KV cache: cpu has .* MiB free"):
         await AsyncEngine.start(random_checkpoint, config)
@@ -237,8 +239,8 @@ async def ask(engine, ids):
     return [progress async for progress in engine.generate(str(id(ids)), ids, params)]
 
 
-async def test_a_burst_of_large_pictures_stays_within_what_was_measured(random_checkpoint, tmp_path):
-    """In a process of its own: resident memory against the measured room, the caches and the shared pages."""
+async def test_a_burst_of_large_pictures_stays_within_the_measured_memory(random_checkpoint, tmp_path):
+    """Compare the engine's peak resident memory with the measured worst case, the caches and the shared pages."""
     path, kv, encoder, arena_bytes = random_checkpoint, 4 * MiB, 2 * MiB, 16 * MiB
     config = EngineConfig(
         device="cpu",
@@ -263,11 +265,11 @@ async def test_a_burst_of_large_pictures_stays_within_what_was_measured(random_c
         finally:
             await engine.close()
         release(path_file)
-    # All twelve in one call would be six times what was measured. The allocator's gaps make up to a fifth.
+    # Twelve pictures in one call would take six times the measured memory. Fragmentation adds up to a fifth.
     assert 0.5 * measured < taken <= 1.25 * measured + kv + encoder + arena_bytes + 8 * MiB
 
 
-def test_control_groups_bound_what_is_free(tmp_path):
+def test_cgroup_limits_bound_the_free_memory(tmp_path):
     own, mount = tmp_path / "cgroup", tmp_path / "mount"
     group, first = mount / "a" / "b", mount / "memory" / "c"
     group.mkdir(parents=True)
@@ -288,9 +290,9 @@ def test_control_groups_bound_what_is_free(tmp_path):
     assert host_memory.available_bytes(mount, own) == 0, "of the first version"
 
 
-def test_a_peak_is_what_work_takes_at_a_time():
+def test_a_peak_is_the_memory_in_use_at_one_time():
     def take():
-        """Mappings of their own: an allocator with gaps from the tests before may lay one tensor behind the other."""
+        """Return a tensor with its own mapping. An allocator with free blocks could place two tensors side by side."""
         return host_memory.zeros((64 * MiB // 4,), torch.float32).fill_(1)
 
     def work():
@@ -305,7 +307,7 @@ def test_a_peak_is_what_work_takes_at_a_time():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zeroes_take_memory_when_they_are_written(dtype):
+def test_zeros_take_memory_only_when_written(dtype):
     kept = []
     assert host_memory.peak_bytes(lambda: kept.append(host_memory.zeros((256, MiB // 4), dtype))) < MiB
     assert kept[0].shape == (256, MiB // 4)

@@ -1,4 +1,4 @@
-"""Numbers that overflow are their own request's misfortune."""
+"""Tests of non-finite numbers, which must fail only their own request."""
 
 import numpy as np
 import pytest
@@ -30,13 +30,13 @@ def prompts(random_checkpoint):
 
 
 def spoil(engine):
-    """As requests leave the pages whose numbers overflowed."""
+    """Fill all KV cache blocks with NaN, as a request whose numbers overflowed would leave them."""
     for pages in (*engine._runner._cache.keys, *engine._runner._cache.values):
         pages[: engine._blocks.num_blocks] = torch.nan
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"kv_block_size": 4}])
-def test_what_a_block_held_before_is_never_seen(model, prompts, settings):
+def test_old_contents_of_a_block_are_never_read(model, prompts, settings):
     config = EngineConfig(prefix_caching=False, **settings)
     expected = run(Engine(model, config), prompts, max_tokens=40, ignore_eos=True)
     engine = Engine(model, config)
@@ -44,7 +44,7 @@ def test_what_a_block_held_before_is_never_seen(model, prompts, settings):
     assert run(engine, prompts, max_tokens=40, ignore_eos=True) == expected
 
 
-def test_a_request_without_numbers_fails_alone_and_is_nobodys_prefix(model, prompts):
+def test_a_request_with_nan_logits_fails_alone_and_shares_no_prefix(model, prompts):
     params = SamplingParams(temperature=0.5, seed=1, max_tokens=8)
     engine = Engine(model, EngineConfig(kv_block_size=4))
     assert engine.add(Add("lost", prompts[1].numpy().tobytes(), params)) is None
@@ -60,8 +60,8 @@ def test_a_request_without_numbers_fails_alone_and_is_nobodys_prefix(model, prom
         assert not [one.error for one in engine.step().progress if one.error]
 
 
-def test_a_prompt_that_failed_once_is_computed_anew(model, prompts):
-    """Blocks that its first chunk has filled hold what is no number, or led to it."""
+def test_a_prompt_that_failed_is_computed_again(model, prompts):
+    """Do not reuse blocks of the failed prompt's first chunk, which may hold non-finite numbers or have caused them."""
     params = SamplingParams(temperature=0, max_tokens=3)
     expected, _ = run(Engine(model, EngineConfig(kv_block_size=4)), prompts[1:2], max_tokens=3)
     engine = Engine(model, EngineConfig(kv_block_size=4, max_num_batched_tokens=8))
@@ -75,7 +75,7 @@ def test_a_prompt_that_failed_once_is_computed_anew(model, prompts):
     assert engine.stats.prefix_cache_hits == 0
 
 
-def test_features_that_may_have_failed_a_request_are_made_anew(model, random_checkpoint, tmp_path):
+def test_features_that_may_have_failed_a_request_are_encoded_again(model, random_checkpoint, tmp_path):
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
         ids = [tokenizer.tokenize([{"image": picture(56, 84)}, {"text": "Look"}], tmp_path / "shm_name.txt")]
         expected, _ = run(Engine(model, EngineConfig()), ids, max_tokens=3)
@@ -91,11 +91,11 @@ def test_features_that_may_have_failed_a_request_are_made_anew(model, random_che
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_are_their_own_rows_alone(model, number):
-    """float16 has plus infinity above 65,504, of which a softmax makes NaN and a draw token 0."""
+def test_non_finite_logits_fail_only_their_own_rows(model, number):
+    """Fail rows with infinity too. float16 overflows above 65,504, and softmax turns infinity into NaN."""
     settings = ({"temperature": 0, "logprobs": 2}, {"seed": 3}, {"temperature": 0, "logprobs": 0}, {"seed": 4})
     logits = torch.randn(4, model.spec.vocab_size, generator=torch.Generator().manual_seed(1)).to(model.spec.device)
-    logits[:, 6] = -torch.inf  # what a model bars is no fault
+    logits[:, 6] = -torch.inf  # a model may mask a token with minus infinity
 
     def drawn(rows):
         engine = Engine(model, EngineConfig())
@@ -112,7 +112,7 @@ def test_logits_that_are_no_numbers_are_their_own_rows_alone(model, number):
 
 
 @pytest.mark.parametrize(
-    ("array", "grid", "said"),
+    ("array", "grid", "message"),
     [
         (torch.full((2, 3), torch.nan).numpy(), (), "contain non-finite values"),
         (torch.full((2, 3), torch.inf).numpy(), (), "contain non-finite values"),
@@ -120,6 +120,6 @@ def test_logits_that_are_no_numbers_are_their_own_rows_alone(model, number):
         (torch.zeros(2, 3), (), "must be a numpy array"),
     ],
 )
-def test_embeddings_are_finite_and_have_a_grid_of_integers(array, grid, said):
-    with pytest.raises(InputError, match=said):
+def test_embeddings_must_be_finite_with_a_grid_of_integers(array, grid, message):
+    with pytest.raises(InputError, match=message):
         Embeddings(array, grid)

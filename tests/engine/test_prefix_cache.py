@@ -1,4 +1,4 @@
-"""What the KV cache holds of a prompt's beginning is used again, for the same ids and the same media alone."""
+"""Tests of the prefix cache, which reuses KV cache blocks only for the same ids and the same media."""
 
 import io
 import struct
@@ -62,7 +62,7 @@ def prompts(tokenizer, path_file):
 
 
 def ask(engine, ids, params=GREEDY):
-    """The first and the last progress of one request alone."""
+    """Run one request alone, and return its first and last progress."""
     assert engine.add(Add("r", ids.numpy().tobytes(), params)) is None
     news = []
     while engine.has_work():
@@ -75,7 +75,7 @@ def cached(engine, ids):
 
 
 def assert_all_free(engine):
-    """No block is held, none lost, and what can be found is there."""
+    """Assert that no block is in use or lost, and that the index is consistent."""
     blocks = engine._blocks
     assert engine.stats.kv_cache_usage == 0
     assert sorted(blocks._free) == list(range(blocks.num_blocks))
@@ -84,7 +84,7 @@ def assert_all_free(engine):
 
 
 @pytest.mark.parametrize("items", [PROMPTS[0], PROMPTS[1]], ids=["text", "picture"])
-def test_requests_of_another_salt_share_nothing(model, tokenizer, path_file, items):
+def test_requests_with_different_salts_share_no_blocks(model, tokenizer, path_file, items):
     engine = Engine(model, EngineConfig(**SMALL))
     digests = set()
     for salt, shares in (("", False), ("a", False), ("b", False), ("a", True), ("", True)):
@@ -107,7 +107,7 @@ def test_requests_of_another_salt_share_nothing(model, tokenizer, path_file, ite
     ],
     ids=["one step each", "small chunks", "one item at a time", "few blocks, so that some are preempted"],
 )
-def test_outputs_are_those_without_it(settings, model, prompts):
+def test_outputs_equal_those_without_prefix_caching(settings, model, prompts):
     config = {**SMALL, **settings}
     plain, errors = run(Engine(model, EngineConfig(prefix_caching=False, **config)), prompts, max_tokens=12)
     assert not errors
@@ -122,8 +122,8 @@ def test_outputs_are_those_without_it(settings, model, prompts):
         assert engine.stats.preemptions > 0
 
 
-def test_a_preempted_sequence_finds_its_own_blocks(model):
-    """Blocks for one and a half: the second is put back, and what the first does not need meanwhile is still there."""
+def test_a_preempted_sequence_finds_its_own_blocks_again(model):
+    """Give the cache room for one and a half sequences. The second is preempted, and some of its blocks stay."""
     config = EngineConfig(kv_block_size=4, kv_cache_bytes=30 * 4 * model.spec.kv_token_bytes)
     prompts = [torch.arange(10, 50), torch.arange(100, 150)]
     params = {"max_tokens": 25, "ignore_eos": True}
@@ -143,20 +143,20 @@ def test_a_preempted_sequence_finds_its_own_blocks(model):
     assert_all_free(engine)
 
 
-def test_a_picture_that_comes_again_takes_no_tower_and_no_prefill(model, tokenizer, path_file):
+def test_a_repeated_picture_needs_no_tower_and_no_prefill(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig(encoder_cache_bytes=0, **SMALL))
     asked, other = (tokenizer.tokenize([{"image": one}, QUESTION], path_file) for one in (RED, BLUE))
     first, last = ask(engine, asked)
     assert first.cached_tokens == 0
     assert last.timings.tower_s > 0
-    ask(engine, other)  # the features of the first are dropped
+    ask(engine, other)  # drops the features of the first picture
     again, last = ask(engine, tokenizer.tokenize([{"image": RED}, QUESTION], path_file))
     assert again.cached_tokens == (len(asked) - 1) // 4 * 4
     assert last.timings.tower_s == 0
     assert again.token_ids == first.token_ids
 
 
-def test_a_prompt_that_goes_on_from_an_answer_finds_the_answer(model, tokenizer, path_file):
+def test_a_prompt_that_continues_an_answer_finds_the_blocks_of_the_answer(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig(**SMALL))
     ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
     outputs, _ = run(engine, [ids], max_tokens=9, ignore_eos=True)
@@ -166,7 +166,7 @@ def test_a_prompt_that_goes_on_from_an_answer_finds_the_answer(model, tokenizer,
     assert ask(engine, longer)[1].token_ids == ask(Engine(model, EngineConfig()), longer)[1].token_ids
 
 
-def test_requests_of_one_prompt_at_once_compute_it_once(model, tokenizer, path_file):
+def test_concurrent_requests_with_one_prompt_compute_it_once(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig(**SMALL))
     ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
     outputs, _ = run(engine, [ids] * 8, max_tokens=8, ignore_eos=True)
@@ -174,7 +174,7 @@ def test_requests_of_one_prompt_at_once_compute_it_once(model, tokenizer, path_f
     assert engine.stats.prefix_cache_hits == 7 * ((len(ids) - 1) // 4 * 4)
 
 
-def test_prompt_logprobs_need_every_row(model, tokenizer, path_file):
+def test_prompt_logprobs_use_no_cached_prefix(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig(**SMALL))
     ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -186,13 +186,13 @@ def test_prompt_logprobs_need_every_row(model, tokenizer, path_file):
     assert cached(engine, ids) > 0
 
 
-def test_it_can_be_turned_off(model, prompts):
+def test_prefix_caching_can_be_turned_off(model, prompts):
     engine = Engine(model, EngineConfig(prefix_caching=False))
     run(engine, prompts * 2, max_tokens=2)
     assert (engine.stats.prefix_cache_queries, engine.stats.prefix_cache_hits) == (0, 0)
 
 
-def test_aborted_and_failed_requests_leave_what_was_computed_and_no_more(model, tokenizer, path_file):
+def test_aborted_and_failed_requests_leave_only_computed_blocks(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig(max_num_batched_tokens=16, encoder_cache_bytes=0, **SMALL))
     ids = tokenizer.tokenize([{"image": RED}, QUESTION, {"image": BLUE}, QUESTION], path_file)
     engine.add(Add("left", ids.numpy().tobytes(), GREEDY))
@@ -207,7 +207,7 @@ def test_aborted_and_failed_requests_leave_what_was_computed_and_no_more(model, 
     bad = tokenizer.tokenize([{"image": picture(60, 90, 3)}, QUESTION], path_file)
     engine.add(Add("bad", bad.numpy().tobytes(), GREEDY))
     free(model.read(bad.numpy())[0].ref)
-    tokenizer.tokenize([{"image": picture(30, 40)}], path_file)  # its owner takes the block back
+    tokenizer.tokenize([{"image": picture(30, 40)}], path_file)  # the owner reclaims the block
     assert [progress.error.name for progress in engine.step().progress] == ["StaleReference"]
     assert_all_free(engine)
     good = tokenizer.tokenize([{"image": picture(60, 90, 3)}, QUESTION], path_file)
@@ -257,7 +257,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
-def test_a_different_picture_never_hits(pair, model, tokenizer, path_file, tmp_path):
+def test_a_different_picture_is_never_a_hit(pair, model, tokenizer, path_file, tmp_path):
     engine = Engine(model, EngineConfig(**SMALL))
     found = []
     for i, one in enumerate(pair):
@@ -273,15 +273,15 @@ def test_a_different_picture_never_hits(pair, model, tokenizer, path_file, tmp_p
     assert found[0][1] != found[1][1]
 
 
-def test_a_picture_under_other_settings_never_hits(model, tokenizer, path_file):
+def test_a_picture_with_other_settings_is_never_a_hit(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig(**SMALL))
     for settings in ({}, {"max_pixels": 56 * 56}):
         ids = tokenizer.tokenize([{"image": RED, **settings}, QUESTION], path_file)
         assert cached(engine, ids) == 0
 
 
-def test_the_same_ids_with_no_picture_in_them_never_hit(model, tokenizer, path_file):
-    """A client's ids can hold placeholders with no words on them."""
+def test_placeholder_ids_without_a_picture_are_never_a_hit(model, tokenizer, path_file):
+    """Compute a prompt whose ids are plain placeholder tokens. A client can send such ids."""
     engine = Engine(model, EngineConfig(**SMALL))
     ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
     ask(engine, ids)
@@ -291,14 +291,14 @@ def test_the_same_ids_with_no_picture_in_them_never_hit(model, tokenizer, path_f
     assert cached(engine, ids) > 0
 
 
-def test_pictures_that_change_places_never_hit(model, tokenizer, path_file):
+def test_swapped_pictures_are_never_a_hit(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig(**SMALL))
     for order in ((RED, BLUE), (BLUE, RED)):
         ids = tokenizer.tokenize([*({"image": one} for one in order), QUESTION], path_file)
         assert cached(engine, ids) == 0
 
 
-def test_an_item_without_a_digest_is_never_found(model, random_checkpoint, path_file):
+def test_an_item_without_a_digest_is_never_a_hit(model, random_checkpoint, path_file):
     engine = Engine(model, EngineConfig(**SMALL))
     with Tokenizer.from_pretrained(random_checkpoint, wire="mindie") as tokenizer:
         ids = tokenizer.tokenize([QUESTION, {"image": RED}, QUESTION], path_file)
@@ -309,10 +309,10 @@ def test_an_item_without_a_digest_is_never_found(model, random_checkpoint, path_
 
 
 def variant(model, **attributes):
-    """A copy of the model whose class says otherwise."""
-    made = object.__new__(type("Variant", (type(model),), attributes))
-    made.__dict__ = model.__dict__
-    return made
+    """Return a copy of the model whose class has other `attributes`."""
+    copy = object.__new__(type("Variant", (type(model),), attributes))
+    copy.__dict__ = model.__dict__
+    return copy
 
 
 def one_span(self, length, items):
@@ -347,7 +347,7 @@ def greedy(model, ids, count):
     ],
     ids=["one step", "chunks smaller than a span", "token by token", "few blocks"],
 )
-def test_spans_are_never_cut(spans, settings, model, prompts):
+def test_bidirectional_spans_are_never_cut(spans, settings, model, prompts):
     spanned = variant(model, bidirectional_spans=spans)
     expected = [greedy(spanned, ids, 8) for ids in prompts]
     assert expected != [greedy(model, ids, 8) for ids in prompts], "the spans matter"
@@ -360,8 +360,8 @@ def test_spans_are_never_cut(spans, settings, model, prompts):
     assert engine.stats.prefix_cache_hits > 0
 
 
-def test_of_a_group_all_must_be_equal(model, tokenizer, path_file):
-    """Its first tokens see the last ones, which stand in other blocks."""
+def test_all_items_of_a_bidirectional_span_must_be_equal(model, tokenizer, path_file):
+    """Require equal later blocks too, because the span's first tokens attend to its last tokens."""
     engine = Engine(variant(model, bidirectional_spans=one_span), EngineConfig(**SMALL))
     for second in (RED, BLUE):
         ids = tokenizer.tokenize([{"text": "0123"}, {"image": RED}, {"text": "and"}, {"image": second}], path_file)
@@ -370,16 +370,16 @@ def test_of_a_group_all_must_be_equal(model, tokenizer, path_file):
     assert cached(Engine(model, EngineConfig()), ids) == 0
 
 
-def test_media_behind_a_prefix_count_where_the_model_sees_them(model, tokenizer, path_file):
+def test_media_behind_a_prefix_matter_only_to_a_model_that_sees_them(model, tokenizer, path_file):
     seeing = variant(model, traits=Traits(prefix_sees_later_media=True))
-    for made, expected in ((seeing, [0, 0]), (model, [0, 32])):
-        engine = Engine(made, EngineConfig(**SMALL))
+    for either, expected in ((seeing, [0, 0]), (model, [0, 32])):
+        engine = Engine(either, EngineConfig(**SMALL))
         ids = [tokenizer.tokenize([{"text": "0123456789abcdef" * 2}, {"image": one}], path_file) for one in (RED, BLUE)]
         assert [cached(engine, one) for one in ids] == expected
         assert cached(engine, ids[0]) == (len(ids[0]) - 1) // 4 * 4
 
 
-def test_a_prompts_length_counts_where_the_model_sees_it(model):
+def test_the_prompt_length_matters_only_to_a_model_that_sees_it(model):
     def positions(self, length, items):
         return Positions(torch.stack([torch.arange(length)] * 3) + length)
 

@@ -1,4 +1,4 @@
-"""The rule of what is tried again, by itself."""
+"""Tests of the retry rules with scripted tokenizers and engines."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ DIED, LOST = ProcessDied("dead"), SegmentMissing("lost")
 
 
 class Script:
-    """Gives, or raises, one after another; whoever asks for more than there is has tried too often."""
+    """A tokenizer and engine that returns or raises `steps` in order. A call too many fails with IndexError."""
 
     def __init__(self, *steps):
         self.steps = list(steps)
@@ -55,7 +55,7 @@ async def outputs(source, engine):
     return [output async for output in generated(source, engine.generate)]
 
 
-async def test_a_tokenizer_that_died_over_a_request_gives_it_to_another_once():
+async def test_a_request_whose_tokenizer_died_is_retried_once():
     request = TokenizeRequest(text="a")
     stage = Script(DIED, FIRST)
     (source,) = await tokenized(stage, [request])
@@ -65,11 +65,11 @@ async def test_a_tokenizer_that_died_over_a_request_gives_it_to_another_once():
         await tokenized(Script(DIED, DIED), [request])
     with pytest.raises(MediaError):
         await tokenized(Script(MediaError("no picture")), [request])
-    with pytest.raises(ProcessDied):  # its second try it has had
+    with pytest.raises(ProcessDied):  # the request has used its second try
         await lost(source)
 
 
-async def test_who_has_waited_in_vain_for_a_process_does_not_wait_again():
+async def test_a_request_that_waited_in_vain_for_a_process_is_not_retried():
     absent = NoProcess("none came back")
     with pytest.raises(NoProcess):
         await tokenized(Script(absent), [TokenizeRequest(text="a")])
@@ -80,7 +80,7 @@ async def test_who_has_waited_in_vain_for_a_process_does_not_wait_again():
         await outputs(source, Script([LOST]))
 
 
-async def test_an_engine_that_died_before_the_first_output_is_asked_again_once():
+async def test_an_engine_that_died_before_the_first_output_is_retried_once():
     engine = Script([DIED], ["a", "b"])
     assert await outputs(PromptSource(FIRST), engine) == ["a", "b"]
     assert engine.seen == [FIRST, FIRST]
@@ -88,7 +88,7 @@ async def test_an_engine_that_died_before_the_first_output_is_asked_again_once()
         await outputs(PromptSource(FIRST), Script([DIED], [DIED]))
 
 
-async def test_blocks_that_were_lost_are_made_again_once():
+async def test_lost_blocks_are_rebuilt_once():
     stage, engine = Script(FIRST, SECOND), Script([LOST], ["a"])
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     assert await outputs(source, engine) == ["a"]
@@ -98,7 +98,7 @@ async def test_blocks_that_were_lost_are_made_again_once():
         await outputs(source, Script([LOST], [LOST]))
 
 
-async def test_a_tokenizer_that_lost_its_arena_ends_over_the_next_request_at_no_cost_of_the_request():
+async def test_a_tokenizer_that_dies_because_of_its_lost_arena_costs_the_request_no_try():
     (source,) = await tokenized(Script(FIRST, DIED, SECOND), [TokenizeRequest(text="a")])
     assert await outputs(source, Script([LOST], ["a"])) == ["a"]
     (source,) = await tokenized(Script(FIRST, DIED, DIED), [TokenizeRequest(text="a")])
@@ -106,17 +106,17 @@ async def test_a_tokenizer_that_lost_its_arena_ends_over_the_next_request_at_no_
         await outputs(source, Script([LOST]))
 
 
-async def test_both_may_die_once():
+async def test_tokenizer_and_engine_may_each_fail_once():
     (source,) = await tokenized(Script(FIRST, SECOND), [TokenizeRequest(text="a")])
     assert await outputs(source, Script([DIED], [LOST], ["a"])) == ["a"]
 
 
-async def test_after_the_first_output_nothing_is_tried_again():
+async def test_nothing_is_retried_after_the_first_output():
     with pytest.raises(ProcessDied):
         await outputs(PromptSource(FIRST), Script(["a", DIED]))
 
 
-async def test_output_that_nobody_has_read_starts_again_once():
+async def test_unread_output_restarts_once():
     engine = Script(["a", "b", DIED], ["a", "b", "c"])
     source = PromptSource(FIRST)
     assert [one async for one in generated(source, engine.generate, "void")] == ["a", "b", "void", "a", "b", "c"]
@@ -143,12 +143,12 @@ def test_a_restarted_answer_is_empty():
     assert (answer.logprobs, answer.prompt_logprobs, answer.timings) == ([logprob], [logprob], None)
 
 
-async def test_choices_of_one_prompt_share_its_second_one():
+async def test_choices_of_one_prompt_share_the_rebuilt_prompt():
     stage = Script(FIRST, SECOND)
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
 
     async def generate(prompt, use):
-        await asyncio.sleep(0)  # all have begun with the first one
+        await asyncio.sleep(0)  # all choices begin with the first prompt
         if prompt is FIRST:
             raise SegmentMissing("lost")
         yield "a"
@@ -167,7 +167,7 @@ def arena():
 
 
 class Stage:
-    """Makes prompts with a block each, which it keeps in order."""
+    """A tokenizer stage whose prompts have one block each. All prompts stay in `prompts`, in order."""
 
     def __init__(self, arena):
         self.arena = arena
@@ -187,7 +187,7 @@ class Stage:
         return [await self.tokenize(request) for request in requests]
 
     def held(self):
-        """Whether each prompt's block can be read."""
+        """Return whether each prompt's block can be read."""
         return [can_be_read(prompt) for prompt in self.prompts]
 
 
@@ -219,7 +219,7 @@ async def test_blocks_are_freed_when_every_answer_has_consumed_them_or_ended(are
     assert stage.held() == [False]
 
 
-async def test_answers_that_need_media_again_at_the_same_time_get_one_prompt_and_its_blocks_are_freed_again(arena):
+async def test_answers_that_need_media_again_share_one_rebuilt_prompt_and_free_its_blocks(arena):
     stage, remade = Stage(arena), []
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")], remade.append)
     source.share(2)
@@ -228,7 +228,7 @@ async def test_answers_that_need_media_again_at_the_same_time_get_one_prompt_and
         await use.take()
     for use in uses:
         use.release()
-    for again in (1, 2, 3):  # as often as they are preempted
+    for again in (1, 2, 3):  # a preemption each
         prompts = await asyncio.gather(*(use.renew() for use in uses))
         assert prompts == [stage.prompts[again]] * 2
         uses[0].release()
@@ -238,7 +238,7 @@ async def test_answers_that_need_media_again_at_the_same_time_get_one_prompt_and
     assert remade == stage.prompts[1:]
 
 
-async def test_blocks_lost_while_another_answer_holds_them_are_made_again_once(arena):
+async def test_blocks_lost_while_another_answer_holds_them_are_rebuilt_once(arena):
     stage = Stage(arena)
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     source.share(2)
@@ -251,7 +251,7 @@ async def test_blocks_lost_while_another_answer_holds_them_are_made_again_once(a
         await uses[0].renew()
 
 
-async def test_an_answer_that_starts_again_gets_its_freed_blocks_made_again(arena):
+async def test_a_restarted_answer_gets_its_freed_blocks_rebuilt(arena):
     stage = Stage(arena)
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     engine = Script(["a", DIED], ["a", "b"])
@@ -267,8 +267,8 @@ async def test_an_answer_that_starts_again_gets_its_freed_blocks_made_again(aren
     assert stage.held() == [False, False]
 
 
-async def test_a_prompt_of_a_request_is_made_again_alone(arena):
-    """The others stay as they are, whether their blocks are held or freed."""
+async def test_one_prompt_of_a_request_is_rebuilt_alone(arena):
+    """Leave the other prompts unchanged, whether their blocks are held or freed."""
     stage, texts = Stage(arena), ["a", "b", "c"]
     sources = await tokenized(stage, [TokenizeRequest(text=text) for text in texts])
     assert stage.seen == texts
@@ -283,7 +283,7 @@ async def test_a_prompt_of_a_request_is_made_again_alone(arena):
     assert [source.prompt for source in sources] == [stage.prompts[0], stage.prompts[3], stage.prompts[2]]
 
 
-async def test_prompts_that_were_lost_with_a_tokenizer_are_made_again_together_and_then_not_again():
+async def test_prompts_lost_with_a_tokenizer_are_rebuilt_together_once():
     requests = [TokenizeRequest(text=text) for text in "ab"]
     stage = Script(DIED, FIRST, SECOND)
     sources = await tokenized(stage, requests)
@@ -294,22 +294,22 @@ async def test_prompts_that_were_lost_with_a_tokenizer_are_made_again_together_a
             await lost(source)
 
 
-async def test_room_for_media_that_were_freed_is_waited_for(arena):
-    made = Stage(arena)
+async def test_rebuilding_freed_media_waits_for_room_in_the_arena(arena):
+    maker = Stage(arena)
     full = ArenaFull("no room")
-    stage = Script(await made.tokenize(None), full, full, await made.tokenize(None))
+    stage = Script(await maker.tokenize(None), full, full, await maker.tokenize(None))
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     use = source.use()
     await use.take()
     use.release()
-    assert await use.renew() is made.prompts[1]
-    stage = Script(await made.tokenize(None), full)
+    assert await use.renew() is maker.prompts[1]
+    stage = Script(await maker.tokenize(None), full)
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     with pytest.raises(ArenaFull):
         await lost(source)
 
 
-async def test_blocks_that_cannot_be_made_again_are_not_freed(arena):
+async def test_blocks_that_cannot_be_rebuilt_are_not_freed(arena):
     stage = Stage(arena)
     use = PromptSource(await stage.tokenize(None)).use()
     await use.take()

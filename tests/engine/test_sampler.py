@@ -1,4 +1,4 @@
-"""Each request's settings, and nothing else, decide its tokens."""
+"""Tests of the sampler: only a request's own settings decide its tokens."""
 
 from collections import Counter
 
@@ -47,29 +47,29 @@ def draws(row: dict[int, float], count=400, **settings) -> Counter:
     return Counter(sample(logits(row), [drawn], EOS).item() for _ in range(count))
 
 
-def test_an_end_beyond_the_vocabulary_is_none():
-    """Held off by min_tokens, it would be a token of the next row."""
+def test_end_tokens_beyond_the_vocabulary_are_dropped():
+    """Drop such an id, because banning it for `min_tokens` would write into the next row."""
     device, dtype = torch.device("cpu"), torch.float32
     assert ModelSpec(VOCABULARY, 8, 8, 1, 1, 8, (2, VOCABULARY, VOCABULARY + 9, -1), device, dtype).eos_token_ids == EOS
 
 
-def test_greedy_takes_the_likeliest():
+def test_greedy_takes_the_most_likely_token():
     assert sample(logits({7: 1.0}, {9: 3.0}), [sequence(temperature=0)] * 2, EOS).tolist() == [7, 9]
 
 
-def test_top_k_keeps_k():
+def test_top_k_keeps_k_tokens():
     assert set(draws({1: 5, 3: 4, 4: 3}, top_k=2, temperature=5.0)) == {1, 3}
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
-    # softmax of these three is 0.67, 0.24, 0.09 of nearly all the mass
+    # the softmax of these three is 0.67, 0.24 and 0.09 of nearly all the mass
     row = {1: 12.0, 3: 11.0, 4: 10.0}
     assert set(draws(row, top_p=0.5)) == {1}
     assert set(draws(row, top_p=0.8)) == {1, 3}
     assert set(draws(row, top_p=1e-46)) == {1}, "no float32 is as small"
 
 
-def test_min_p_drops_what_is_far_below_the_likeliest():
+def test_min_p_drops_tokens_far_below_the_most_likely():
     assert set(draws({1: 12.0, 3: 11.5, 4: 9.0}, min_p=0.5)) == {1, 3}
 
 
@@ -78,8 +78,8 @@ def test_frequencies_follow_the_distribution():
     assert counts[1] / 4000 == pytest.approx(0.75, abs=0.03)
 
 
-def test_every_token_of_a_large_vocabulary_is_drawn_as_often_as_its_probability_says():
-    """The unlikely ones too: 100,000 tokens that have together a tenth, each less than float32 adds to 1."""
+def test_rare_tokens_of_a_large_vocabulary_are_drawn_with_their_probability():
+    """Draw 100,000 tokens that share a probability of 0.1. Each is too small to change a float32 sum of 1."""
     size, rows = 100_007, 64
     row = torch.full((size,), -torch.inf)
     row[5], row[size - 1] = np.log(0.6), np.log(0.3)
@@ -94,15 +94,15 @@ def test_every_token_of_a_large_vocabulary_is_drawn_as_often_as_its_probability_
     assert (rare < size // 2).float().mean() == pytest.approx(0.5, abs=0.1)
 
 
-def test_what_has_no_probability_is_never_drawn():
+def test_a_token_with_probability_zero_is_never_drawn():
     for token in (0, 255, 256, 511, 600):
         row = torch.full((1, 601), -torch.inf)
         row[0, token] = 0
         assert [sample(row.clone(), [sequence(seed=seed)], EOS).item() for seed in range(50)] == [token] * 50
 
 
-def test_a_sum_that_rises_where_there_is_no_weight_draws_nothing_there(monkeypatch):
-    """As a GPU's does by its last digit, where two of its threads meet."""
+def test_rounding_of_the_cumulative_sum_never_draws_a_token_with_probability_zero(monkeypatch):
+    """Simulate a GPU, whose parallel cumulative sum may rise in its last digit where a weight is zero."""
     own = torch.Tensor.cumsum
 
     def cumsum(weights, dim):
@@ -115,7 +115,7 @@ def test_a_sum_that_rises_where_there_is_no_weight_draws_nothing_there(monkeypat
     assert {sample(row.clone(), [drawn], EOS).item() for _ in range(200)} == {3, 300}
 
 
-def test_a_seed_draws_the_same_tokens_alone_and_in_a_batch():
+def test_a_seed_draws_the_same_tokens_in_a_batch_as_alone():
     row = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3))
     alone = [sample(row[None].clone(), [s], EOS).item() for s in [sequence(seed=11)] for _ in range(20)]
     among, batched = sequence(seed=11), []
@@ -125,14 +125,14 @@ def test_a_seed_draws_the_same_tokens_alone_and_in_a_batch():
     assert alone == batched
 
 
-def test_logit_bias_and_bans():
+def test_logit_bias_raises_and_bans_tokens():
     assert sample(logits({7: 1.0}), [sequence(temperature=0, logit_bias={9: 5.0})], EOS).tolist() == [9]
     assert sample(logits({7: 1.0}), [sequence(temperature=0, logit_bias={7: -100})], EOS).tolist() != [7]
 
 
 def test_penalties_match_their_definitions():
     row = {5: 2.0, 8: 2.1, 9: 2.05}
-    # repetition: tokens of prompt and output; presence and frequency: of the output alone
+    # repetition counts tokens of prompt and output, presence and frequency only tokens of the output
     assert sample(logits(row), [sequence(prompt=(8,), temperature=0, repetition_penalty=1.2)], EOS).tolist() == [9]
     assert sample(logits(row), [sequence(prompt=(8,), temperature=0, presence_penalty=2)], EOS).tolist() == [8]
     assert sample(logits(row), [sequence(output=(8,), temperature=0, presence_penalty=0.06)], EOS).tolist() == [9]
@@ -150,15 +150,15 @@ PREFERENCES = (
 
 
 def preferring(count: int) -> list[Sequence]:
-    """Sequences with every kind of preference, one kind after another."""
+    """Return `count` sequences that cycle through `PREFERENCES`."""
     return [
         sequence(prompt=(5, 9, VOCABULARY + number), output=(8, 8, number), **PREFERENCES[number % len(PREFERENCES)])
         for number in range(count)
     ]
 
 
-def test_preferences_change_a_row_as_they_do_alone():
-    """To the bit, whatever its neighbours prefer."""
+def test_penalties_in_a_batch_equal_penalties_alone():
+    """Change each row bit for bit as without its neighbours."""
     rows = torch.randn(10, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 5
     together = rows.clone()
     tokens = sample(together, preferring(10), EOS).tolist()
@@ -170,7 +170,7 @@ def test_preferences_change_a_row_as_they_do_alone():
 
 
 class Operators(TorchDispatchMode):
-    """Counts what torch is asked for."""
+    """A dispatch mode that counts the operators called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,8 +181,8 @@ class Operators(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def test_more_rows_take_no_more_operators():
-    """Each is a launch on a device: by rows, 64 requests with penalties took 835 of them a step."""
+def test_the_number_of_operators_does_not_grow_with_the_rows():
+    """Keep the count constant, because each operator is a launch on the device."""
 
     def num_operators(count: int) -> int:
         rows, sequences = torch.randn(count, VOCABULARY), preferring(count)
@@ -196,7 +196,7 @@ def test_more_rows_take_no_more_operators():
 
 
 class Unread(list):
-    """Tokens of which nobody asks more than their number."""
+    """A list that fails when its items are read. Only its length may be used."""
 
     def __iter__(self):
         raise AssertionError("walked")
@@ -205,8 +205,8 @@ class Unread(list):
         raise AssertionError("copied")
 
 
-def test_penalties_of_a_long_sequence_walk_it_no_more():
-    """They cost a step 33 ms at 32,000 tokens."""
+def test_penalties_do_not_walk_the_whole_sequence():
+    """Update the counts with each token, because a walk over 32,000 tokens takes 33 ms per step."""
     settings = {"temperature": 0, "repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.3}
     whole, grown = sequence(prompt=(5, 8, 5), output=(8, 9, 9), **settings), sequence(prompt=(5, 8, 5), **settings)
     for token in (8, 9, 9):
@@ -220,8 +220,8 @@ def test_penalties_of_a_long_sequence_walk_it_no_more():
         assert row[0, [*expected]].tolist() == pytest.approx([*expected.values()])
 
 
-def test_ids_that_have_no_logits_are_passed_over():
-    """Molmo's image tokens lie behind its vocabulary: prompts hold them, nothing generates them."""
+def test_prompt_ids_beyond_the_logits_are_skipped():
+    """Skip ids like Molmo's image tokens, which stand in prompts but have no logits."""
     row = logits({5: 4.0, 7: 3.0})
     penalised = sequence(
         prompt=(VOCABULARY, 5, VOCABULARY + 3),
@@ -237,14 +237,14 @@ def test_ids_that_have_no_logits_are_passed_over():
     assert second.logprob == pytest.approx(-np.log(VOCABULARY))
 
 
-def test_min_tokens_bans_the_end():
+def test_min_tokens_bans_end_and_stop_tokens():
     early = sequence(temperature=0, min_tokens=2, stop_token_ids=(7,))
     assert sample(logits({2: 9.0, 7: 8.0, 4: 1.0}), [early], EOS).tolist() == [4]
     late = sequence(output=(4, 4), temperature=0, min_tokens=2)
     assert sample(logits({2: 9.0}), [late], EOS).tolist() == [2]
 
 
-def test_logprobs_are_of_the_raw_distribution():
+def test_logprobs_come_from_the_raw_distribution():
     row = logits({7: 3.0, 8: 2.0})
     (entry,) = token_logprobs(row, [8], 2)
     reference = row[0].log_softmax(-1)
@@ -284,7 +284,7 @@ def test_logprobs_are_of_the_raw_distribution():
         ({"temperature": 10**400}, "temperature is an integer of 1329 bits"),
     ],
 )
-def test_settings_out_of_range_are_named(settings, words):
+def test_the_error_names_the_setting_that_is_out_of_range(settings, words):
     with pytest.raises(InputError, match=words):
         SamplingParams(**settings).check(VOCABULARY)
 
@@ -295,7 +295,7 @@ def test_token_ids_are_limited_before_the_model_is_loaded():
 
 
 def test_settings_of_equivalent_types_are_converted():
-    """These are floats without a fraction, as some JSON libraries write, one stop string, and lists."""
+    """Accept floats without a fraction, as some JSON libraries write them, a single stop string, and lists."""
     integers = {"max_tokens": 16.0, "min_tokens": 1.0, "top_k": 40.0, "seed": 3.0, "logprobs": 2.0}
     given = SamplingParams(**integers, stop="word", stop_token_ids=[4.0], logit_bias={5.0: 1}).check(VOCABULARY)
     meant = {name: int(value) for name, value in integers.items()}

@@ -1,4 +1,4 @@
-"""Which schemas are served: what takes too long is refused, and costs nobody else more than its turn."""
+"""Tests of the schema check, which refuses schemas that take too long to compile."""
 
 import asyncio
 import contextlib
@@ -31,16 +31,16 @@ from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 from tests.processor_time import processor_s
 
 LONG = '{{"type": "integer", "multipleOf": {}}}'
-"""Of a large prime: seconds to minutes."""
+"""A schema that takes seconds to minutes to compile for a large prime."""
 FIELDS = {f"field_{i}": {"enum": [f"choice {i} {j}" for j in range(9)]} for i in range(30)}
 
 
 @pytest.fixture
 async def check() -> AsyncIterator[SchemaCheck]:
-    made = SchemaCheck(Checkpoint.open(None).path, None)
-    await made.check("{}")
-    yield made
-    await made.close()
+    ready = SchemaCheck(Checkpoint.open(None).path, None)
+    await ready.check("{}")
+    yield ready
+    await ready.close()
 
 
 def process() -> psutil.Process:
@@ -49,7 +49,7 @@ def process() -> psutil.Process:
 
 
 def used_s() -> float:
-    """Return the CPU time of the process and its forks."""
+    """Return the CPU time of the check's process and its forks."""
     return processor_s(process().pid)
 
 
@@ -75,7 +75,7 @@ async def test_ordinary_schemas_pass(check: SchemaCheck, schema: dict[str, Any])
         json.dumps({"allOf": [{"type": "string", "pattern": f"^(.*a.{{{i}}}|.*b.{{{i + 3}}})$"} for i in range(60)]}),
     ],
 )
-async def test_what_takes_too_long_is_refused(check: SchemaCheck, schema: str) -> None:
+async def test_a_schema_that_takes_too_long_is_refused(check: SchemaCheck, schema: str) -> None:
     before = used_s()
     with pytest.raises(InputError, match=r"more processor time than the limit of 0.1 s"):
         await check.check(schema)
@@ -98,17 +98,17 @@ async def test_what_takes_too_long_is_refused(check: SchemaCheck, schema: str) -
         {"allOf": [{"anyOf": [{"type": "string", "pattern": f"^a{{{i}}}b*{j}"} for i in range(6)]} for j in range(6)]},
     ],
 )
-async def test_schemas_made_to_hurt_are_bounded(check: SchemaCheck, schema: dict[str, object]) -> None:
+async def test_the_time_of_a_hostile_schema_is_bounded(check: SchemaCheck, schema: dict[str, object]) -> None:
     before = used_s()
     with contextlib.suppress(InputError):
         await check.check(json.dumps(schema))
     assert used_s() - before < 0.25
 
 
-async def test_what_the_engine_has_to_compile_again_is_tried_again(
+async def test_a_schema_that_the_engine_must_compile_again_is_checked_again(
     check: SchemaCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its rest, so that whoever asks for one after the other delays no step more than once in a while."""
+    """Check it again with the pause, so that a client with many schemas rarely delays a step."""
     tried: list[str] = []
     ask = check._ask
 
@@ -121,8 +121,8 @@ async def test_what_the_engine_has_to_compile_again_is_tried_again(
     for schema in (first, second, *others[:-1], first, others[-1]):
         await check.check(schema)
     assert tried == [first, second, *others]
-    await check.check(first)  # it was asked for in between
-    await check.check(second)  # since it, others were, as many as stay compiled
+    await check.check(first)  # still compiled: it was used in between
+    await check.check(second)  # evicted by as many other schemas as stay compiled
     assert tried == [first, second, *others, second]
 
 
@@ -133,8 +133,8 @@ async def test_a_process_that_cannot_start_reports_the_reason(tmp_path: Path) ->
     await check.close()
 
 
-def test_a_step_comes_between_two_that_are_compiled() -> None:
-    """In the engine's process: the messages up to the first schema that is not compiled yet are taken at once."""
+def test_the_engine_makes_a_step_between_two_compilations() -> None:
+    """Take messages together up to the first schema that the engine has not compiled."""
     grammars = Grammars(load_tokenizer(Checkpoint.open(None)), [0])
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder[ToEngine](ToEngine)
     schemas = ["{}", None, '{"const": 1}', '{"const": 1}', '{"const": 2}', "{}"]
@@ -154,12 +154,12 @@ def test_a_step_comes_between_two_that_are_compiled() -> None:
     assert taken == [1, 2, 2, 1]
 
 
-async def test_a_large_one_is_not_looked_at(check: SchemaCheck) -> None:
+async def test_a_schema_that_is_too_large_is_refused_unread(check: SchemaCheck) -> None:
     with pytest.raises(InputError, match=f"{MAX_SCHEMA_BYTES + 2} bytes; the limit is {MAX_SCHEMA_BYTES}"):
         await check.check(f'"{"x" * MAX_SCHEMA_BYTES}"')
 
 
-async def test_who_is_gone_is_not_checked_for(check: SchemaCheck) -> None:
+async def test_cancelled_checks_do_not_run(check: SchemaCheck) -> None:
     before = used_s()
     asked = [asyncio.create_task(check.check(LONG.format(1000003 + i))) for i in range(40)]
     await asyncio.sleep(0)
@@ -172,8 +172,8 @@ async def test_who_is_gone_is_not_checked_for(check: SchemaCheck) -> None:
         await check.check("5")
 
 
-async def test_who_is_gone_leaves_no_more_to_remember_than_who_waits(check: SchemaCheck) -> None:
-    """What is remembered beyond what the engine keeps would pass without a rest, and be compiled there each time."""
+async def test_cancelled_checks_do_not_enlarge_the_memory_of_schemas(check: SchemaCheck) -> None:
+    """Remember no more schemas than the engine keeps. Others would pass without a pause, to be compiled each time."""
     for i in range(KEPT + 4):
         asked = asyncio.create_task(check.check(json.dumps({"const": i})))
         while (asking := check._asking) is None or asking.done():  # noqa: ASYNC110 - no event says so
@@ -193,7 +193,7 @@ async def test_a_process_that_dies_or_hangs_is_replaced(check: SchemaCheck, monk
     end, reply_s = child.end, schema_check._REPLY_S
 
     async def ended() -> None:
-        monkeypatch.setattr(schema_check, "_REPLY_S", reply_s)  # the next process has the usual time to start
+        monkeypatch.setattr(schema_check, "_REPLY_S", reply_s)  # gives the next process the usual time to start
         await end()
 
     monkeypatch.setattr(child, "end", ended)
@@ -203,25 +203,25 @@ async def test_a_process_that_dies_or_hangs_is_replaced(check: SchemaCheck, monk
     assert not psutil.pid_exists(hung.pid)
 
 
-async def test_closing_waits_for_no_schema() -> None:
-    made = SchemaCheck(Checkpoint.open(None).path, None)
-    await made.check("{}")
+async def test_closing_does_not_wait_for_schemas() -> None:
+    check = SchemaCheck(Checkpoint.open(None).path, None)
+    await check.check("{}")
     before = processor_s(os.getpid())
-    asked = [asyncio.create_task(made.check(LONG.format(1000003 + i))) for i in range(20)]
+    asked = [asyncio.create_task(check.check(LONG.format(1000003 + i))) for i in range(20)]
     await asyncio.sleep(0)
-    await made.close()
+    await check.close()
     assert processor_s(os.getpid()) - before < 10 * COMPILE_S, "those that had waited are not compiled"
     for ended in await asyncio.gather(*asked, return_exceptions=True):
         assert isinstance(ended, ProcessDied | asyncio.CancelledError)
     assert not [child for child in psutil.Process().children() if schema_check.__name__ in child.cmdline()]
 
 
-def test_a_schema_is_not_refused_because_the_machine_is_busy() -> None:
-    """Nothing is known about the schema, so the process ends and another one is asked."""
+def test_a_busy_machine_does_not_refuse_a_schema() -> None:
+    """Raise TimeoutError, which ends the process so that another one checks the schema."""
 
     def wait(_: str) -> None:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout has set a handler
-        signal.setitimer(signal.ITIMER_REAL, 0.01)  # sooner than the 10 s of the code
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # replaces the handler of pytest-timeout
+        signal.setitimer(signal.ITIMER_REAL, 0.01)  # instead of the 10 s of the code
         time.sleep(60)
 
     with pytest.raises(TimeoutError, match="too busy to compile a JSON schema within 10 s"):

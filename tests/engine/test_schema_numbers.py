@@ -1,4 +1,4 @@
-"""Numbers in JSON schemas that float64 cannot hold. No answer may have another number in their place."""
+"""Tests of numbers in JSON schemas that float64 cannot hold. No answer may have another number in their place."""
 
 import json
 from typing import Any
@@ -78,7 +78,7 @@ def test_no_other_number_is_accepted(
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "message"),
     [
         ({"const": 1234567890123456789}, "has 1234567890123456789 in const;"),
         ({"enum": [9007199254740993]}, "has 9007199254740993 in enum"),
@@ -110,12 +110,12 @@ def test_no_other_number_is_accepted(
         ("[" * 5000 + "]" * 5000, "nested too deeply"),
     ],
 )
-def test_a_number_that_would_be_rounded_is_refused(grammars: Grammars, schema: Any, said: str) -> None:
+def test_a_number_that_would_be_rounded_is_refused(grammars: Grammars, schema: Any, message: str) -> None:
     text = schema if isinstance(schema, str) else json.dumps(schema)
     with pytest.raises(InputError) as caught:
         grammars.constraint(text)
-    assert said in str(caught.value)
-    SamplingParams(json_schema=text).check(VOCABULARY)  # only the compilation reports the error
+    assert message in str(caught.value)
+    SamplingParams(json_schema=text).check(VOCABULARY)  # passes, because only the compilation reports the error
 
 
 def test_other_schemas_are_unchanged() -> None:

@@ -1,4 +1,4 @@
-"""An engine of two ranks: the tokens of one, and when one of its processes is killed, the end of all."""
+"""Tests of an engine with two ranks, which gives the tokens of one rank and restarts all processes together."""
 
 import asyncio
 import dataclasses
@@ -41,7 +41,7 @@ from tests.engine.shared_model import NUM_TOKENS, run_rank
 from tests.models.contract import picture, run
 from tests.removed_arenas import removed_arenas
 
-pytestmark = pytest.mark.timeout(300)  # three processes start, on as many cores as there are
+pytestmark = pytest.mark.timeout(300)  # starts three processes, on any number of cores
 
 TWO = EngineConfig(device="cpu", tensor_parallel=2, tower_parallel="items", measure_s=0, kv_cache_bytes=2**22)
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -80,7 +80,7 @@ async def engine(random_checkpoint):
 
 
 def everything(engine):
-    """The launcher and the ranks."""
+    """Return the processes of the launcher and the ranks."""
     launcher = psutil.Process(engine.pid)
     return [launcher, *launcher.children(recursive=True)]
 
@@ -94,7 +94,7 @@ async def tokens(engine, request_id, ids=PROMPT, params=GREEDY):
     return [token async for progress in engine.generate(request_id, ids, params) for token in progress.token_ids]
 
 
-async def test_all_at_once_are_what_one_process_makes_of_them(engine, model, prompts):
+async def test_two_ranks_give_the_tokens_of_one_process(engine, model, prompts):
     ids = [torch.from_numpy(prompt) for prompt in prompts.values()]
     outputs, errors = run(Engine(model, EngineConfig()), ids, max_tokens=NUM_TOKENS, ignore_eos=True)
     assert not errors
@@ -105,7 +105,7 @@ async def test_all_at_once_are_what_one_process_makes_of_them(engine, model, pro
     assert engine.stats.prefix_cache_hits > 0
 
 
-async def test_every_rank_lets_go_of_an_arena_that_is_removed(engine, random_checkpoint, tmp_path):
+async def test_every_rank_unmaps_a_removed_arena(engine, random_checkpoint, tmp_path):
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
         ids = tokenizer.tokenize(PROMPTS["two"], tmp_path / "path").numpy()
         await tokens(engine, "pictures", ids)
@@ -113,7 +113,7 @@ async def test_every_rank_lets_go_of_an_arena_that_is_removed(engine, random_che
     assert removed_arenas([process.pid for process in everything(engine)]) == set()
 
 
-async def test_seeds_given_and_drawn(engine):
+async def test_a_seed_repeats_its_tokens_and_requests_without_a_seed_differ(engine):
     seeded = SamplingParams(temperature=1.5, seed=7, max_tokens=12, ignore_eos=True)
     drawn = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
     first, second, *others = await asyncio.gather(
@@ -124,7 +124,7 @@ async def test_seeds_given_and_drawn(engine):
     assert len({tuple(found) for found in others}) == 3, "each has its own"
 
 
-async def test_a_schema_holds_on_all(engine, model, random_checkpoint):
+async def test_a_schema_holds_on_all_ranks(engine, model, random_checkpoint):
     schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]})
     one = Engine(model, EngineConfig())
     one.grammars = Grammars(load_tokenizer(Checkpoint.open(random_checkpoint)), model.spec.eos_token_ids)
@@ -154,8 +154,8 @@ async def test_a_request_that_fails_fails_alone(engine, prompts, tmp_path):
     assert await tokens(engine, "e", prompts["one"]) == good
 
 
-async def test_an_item_that_only_its_rank_encodes_fails_its_request_alone(engine, random_checkpoint, prompts, tmp_path):
-    """Embeddings of another model: nobody notices before they are read."""
+async def test_an_item_that_fails_on_one_rank_fails_only_its_request(engine, random_checkpoint, prompts, tmp_path):
+    """Send embeddings of another model, which only the rank that reads them can refuse."""
     other = tmp_path / "other"
     shutil.copytree(random_checkpoint, other, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((other / "config.json").read_text())
@@ -173,7 +173,7 @@ async def test_an_item_that_only_its_rank_encodes_fails_its_request_alone(engine
     assert "have width 128; the model needs 64" in str(bad)
 
 
-async def test_leaving_early_aborts_on_all(engine):
+async def test_leaving_the_stream_early_aborts_on_all_ranks(engine):
     stream = engine.generate("left", PROMPT, ENDLESS)
     async for _ in stream:
         break
@@ -185,7 +185,7 @@ async def test_leaving_early_aborts_on_all(engine):
 
 
 @pytest.mark.parametrize("which", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-async def test_a_killed_process_ends_all_and_they_come_back(engine, which):
+async def test_a_killed_process_restarts_all_processes(engine, which):
     right = await tokens(engine, "before")
     processes = everything(engine)
     stream = engine.generate("running", PROMPT, ENDLESS)
@@ -207,8 +207,8 @@ async def test_a_rank_that_hangs_restarts_all_ranks(random_checkpoint, periods):
         processes[2].suspend()
         hung = asyncio.create_task(tokens(engine, "hung"))
         await periods.passed(2)
-        said = f"engine process {processes[0].pid} made no step for {STEP_TIMEOUT_S:g} s"
-        with pytest.raises(ProcessDied, match=said):
+        message = f"engine process {processes[0].pid} made no step for {STEP_TIMEOUT_S:g} s"
+        with pytest.raises(ProcessDied, match=message):
             await hung
         assert_gone(processes)
         assert await tokens(engine, "after") == right
@@ -232,7 +232,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_when_the_service_is_killed_all_end(random_checkpoint):
+def test_all_processes_end_when_the_service_is_killed(random_checkpoint):
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, str(random_checkpoint)], stdout=subprocess.PIPE, text=True
     ) as owner:
@@ -260,20 +260,20 @@ REFUSED = ("blip_2", "chameleon", "florence2", "fuyu", "molmo2")
 
 
 def contract_of(name):
-    """The class that tests the family; not imported by name, or it would be collected here again."""
+    """Return an instance of the family's test class. An import by name would make pytest collect the class here."""
     module = importlib.import_module(f"tests.models.test_{name}")
     classes = (value for value in vars(module).values() if isinstance(value, type))
     return next(found() for found in classes if getattr(found, "name", None) == name)
 
 
 def shared(cases):
-    """Runs two ranks over the `cases`."""
+    """Run two ranks over the `cases`."""
     torch.multiprocessing.spawn(run_rank, (2, cases, "cpu"), nprocs=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [SHARED, ALSO_SHARED], ids=["some", "others"])
-def test_families_come_to_the_same_on_two_ranks(tmp_path, names):
+def test_families_give_the_same_logits_and_tokens_on_two_ranks(tmp_path, names):
     cases, prompts = tmp_path / "cases", {}
     with ExitStack() as stack:
         for name in names:
@@ -303,7 +303,7 @@ def test_families_come_to_the_same_on_two_ranks(tmp_path, names):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_shared_is_refused_in_words(tmp_path, random_checkpoint):
+def test_checkpoints_that_cannot_be_sharded_are_refused(tmp_path, random_checkpoint):
     cases = tmp_path / "cases"
     for name in REFUSED:
         (path := tmp_path / name).mkdir()
@@ -323,24 +323,24 @@ def test_what_cannot_be_shared_is_refused_in_words(tmp_path, random_checkpoint):
         (cases / name / "path").write_text(str(tmp_path / name))
     shared(cases)
     for rank in (0, 1):
-        said = {case.name: (case / f"refused.{rank}.txt").read_text() for case in cases.iterdir() if case.is_dir()}
-        assert all("tensor_parallel is 2" in words for words in said.values()), said
-        assert "1 key-value heads" in said["heads"]
+        refusals = {case.name: (case / f"refused.{rank}.txt").read_text() for case in cases.iterdir() if case.is_dir()}
+        assert all("tensor_parallel is 2" in words for words in refusals.values()), refusals
+        assert "1 key-value heads" in refusals["heads"]
 
 
 @pytest.mark.slow
-async def test_what_the_ranks_find_wrong_comes_as_words(tmp_path):
+async def test_an_error_of_the_ranks_is_raised_by_the_start(tmp_path):
     with pytest.raises(UnsupportedCheckpoint, match=r"no config\.json"):
         await AsyncEngine.start(tmp_path, TWO)
 
 
 @pytest.mark.parametrize("settings", [{"tensor_parallel": 0}, {"tower_parallel": "layers"}])
-def test_settings_that_cannot_be_meant(settings):
+def test_invalid_parallel_settings_are_refused(settings):
     with pytest.raises(InputError, match=next(iter(settings))):
         EngineConfig(**settings)
 
 
-def test_shares_of_items_differ_little():
+def test_items_are_balanced_over_the_ranks():
     ranks = Ranks()
     ranks.count = 3
     assert ranks.owners([]) == []
@@ -354,7 +354,7 @@ if ["mindie_mm.engine.process.rank", "1"] in [sys.orig_argv[i:i + 2] for i in ra
     from mindie_mm.device.cpu import CPU
 
     def peak_bytes(self, work):
-        work()  # within a layer the other rank would wait for this one: that ends all, in time
+        work()  # raised within a layer, the error would leave the other rank waiting for this one
         raise MemoryError("no more")
 
     CPU.peak_bytes = peak_bytes
@@ -363,7 +363,7 @@ if ["mindie_mm.engine.process.rank", "1"] in [sys.orig_argv[i:i + 2] for i in ra
 
 @pytest.mark.slow
 async def test_a_trial_that_fails_on_one_rank_ends_the_start_on_both(random_checkpoint, tmp_path, monkeypatch):
-    """Each rank tries its own memory: the one that has too little must not leave the other waiting for it."""
+    """End both ranks, because each tries its own memory and must not leave the other waiting."""
     (tmp_path / "sitecustomize.py").write_text(TOO_LITTLE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     settings = dataclasses.replace(TWO, measure_s=0.2, kv_cache_bytes=None)
@@ -373,17 +373,17 @@ async def test_a_trial_that_fails_on_one_rank_ends_the_start_on_both(random_chec
 
 
 @pytest.mark.slow
-async def test_a_cache_that_is_too_small_is_told_once_and_refused_on_both(random_checkpoint, model, capfd):
-    num_bytes = 5 * 16 * model.spec.kv_token_bytes // 2  # of each rank, which has half of the heads
+async def test_a_cache_that_is_too_small_is_logged_once_and_refused_on_both(random_checkpoint, model, capfd):
+    num_bytes = 5 * 16 * model.spec.kv_token_bytes // 2  # each rank has half of the heads
     small = dataclasses.replace(TWO, kv_block_size=16, kv_cache_bytes=num_bytes)
     engine = await AsyncEngine.start(random_checkpoint, small)
     try:
         assert engine.info.max_model_len == 80
     finally:
         await engine.close()
-    told = capfd.readouterr().err
-    assert told.count(f"the KV cache holds 80 tokens in {num_bytes} bytes; the context length is 80") == 1
-    assert told.count("Longer requests are refused") == 1
+    log = capfd.readouterr().err
+    assert log.count(f"the KV cache holds 80 tokens in {num_bytes} bytes; the context length is 80") == 1
+    assert log.count("Longer requests are refused") == 1
     async with asyncio.timeout(200):
         with pytest.raises(DeviceError, match="a context of 81 tokens needs"):
             await AsyncEngine.start(random_checkpoint, dataclasses.replace(small, max_model_len=81))

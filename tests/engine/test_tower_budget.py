@@ -1,4 +1,4 @@
-"""What the towers take on at once is bounded in features and in bytes."""
+"""Tests of the tower budget, which limits the features and bytes of one call."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def item(digest, ref="", num_bytes=100, num_features=4):
     ],
     ids=["features", "bytes", "one alone", "all"],
 )
-def test_items_fit_up_to_either_limit(limits, fits):
+def test_items_fit_up_to_either_limit_and_one_item_always_fits(limits, fits):
     budget = TowerBudget(limits)
     for number, expected in enumerate(fits):
         one = item(bytes([number]))
@@ -42,14 +42,14 @@ def test_items_fit_up_to_either_limit(limits, fits):
     assert budget.can_take(item(b"\0")), "it is in already"
 
 
-def test_without_a_digest_every_reference_is_an_item():
+def test_items_without_a_digest_are_told_apart_by_reference():
     budget = TowerBudget(TowerLimits(4, 1000, 1))
     budget.take(item(None, "one"))
     assert budget.can_take(item(None, "one"))
     assert not budget.can_take(item(None, "two"))
 
 
-def test_items_that_fit_together_are_counted_and_not_taken():
+def test_counting_the_items_that_fit_does_not_take_them():
     budget = TowerBudget(TowerLimits(8, 10**6, 25))
     items = [item(bytes([number])) for number in (0, 0, 1, 2, 3)]
     assert [budget.num_fitting(items) for _ in range(2)] == [3, 3]
@@ -60,7 +60,7 @@ def test_items_that_fit_together_are_counted_and_not_taken():
 
 
 def calls(engine, prompts):
-    """Items in each call of the tower, while all of `prompts` are answered."""
+    """Answer all prompts, and return the number of items in each call of the tower with the outputs."""
     model, sizes = engine._model, []
 
     class Counted(type(model)):
@@ -68,15 +68,15 @@ def calls(engine, prompts):
             sizes.append(len(items))
             return super().tower(items)
 
-    made = object.__new__(Counted)
-    made.__dict__ = model.__dict__
-    engine._model = engine._towers._model = made
+    counted = object.__new__(Counted)
+    counted.__dict__ = model.__dict__
+    engine._model = engine._towers._model = counted
     outputs, errors = run(engine, prompts, max_tokens=2, ignore_eos=True)
     assert not errors
     return sizes, outputs
 
 
-def test_a_burst_of_large_pictures_goes_through_the_tower_in_parts(random_checkpoint, device, tmp_path):
+def test_a_burst_of_large_pictures_takes_several_calls_of_the_tower(random_checkpoint, device, tmp_path):
     model = load_model(random_checkpoint, device=device)
     path_file = tmp_path / "shm_name.txt"
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:

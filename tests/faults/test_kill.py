@@ -1,4 +1,4 @@
-"""A slice of the matrix of kill -9 (`make faults` runs all of it): one point each of what differs in kind."""
+"""Tests of processes killed with SIGKILL, with one point per kind. `make faults` runs the whole matrix."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tools.fault_points import POINTS, Point
 from tools.fault_rig import DEADLINE_S, Rig
 
 SLICE = (
-    "tokenizer.mid-fill",  # died over the request
-    "decoder.at work",  # its item is decoded again
-    "engine.attached",  # no output yet: sent again
-    "engine.mid-decode",  # output: fails
-    "api.mid-free",  # the others notice, and end
-    "api.everything",  # nobody is left to clean up but the next service
+    "tokenizer.mid-fill",  # dies while working on the request
+    "decoder.at work",  # the item is decoded again
+    "engine.attached",  # no output yet, so the request is sent again
+    "engine.mid-decode",  # a request with output fails
+    "api.mid-free",  # the other processes notice and end
+    "api.everything",  # only the next service can clean up
 )
 SLOW_SLICE = (
-    "tokenizer.after-reply",  # its blocks may go before the engine has attached them
-    "nursery.starting",  # items wait for the next one
-    "nursery.at work",  # the decoders die with it
-    "engine.consumed",  # its blocks are about to be freed
-    "engine.parked",  # the media of a preempted answer are asked for
-    "api.remade",  # they are in the arena twice as far as the path file says
+    "tokenizer.after-reply",  # the blocks may be freed before the engine has attached them
+    "nursery.starting",  # items wait for the next nursery
+    "nursery.at work",  # the decoders die with the nursery
+    "engine.consumed",  # the request's blocks are about to be freed
+    "engine.parked",  # the media of a preempted answer are requested again
+    "api.remade",  # the path file lists the media twice
 )
 
 
@@ -49,7 +49,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Rig]:
     ],
     ids=str,
 )
-def test_kill(rig: Rig, point: Point) -> None:
+def test_the_service_recovers_from_a_kill_at_each_point(rig: Rig, point: Point) -> None:
     found = run(rig, point)
     assert found.troubles == [], found
     if point.role in ("tokenizer", "nursery", "decoder"):
@@ -58,9 +58,10 @@ def test_kill(rig: Rig, point: Point) -> None:
         assert found.outcomes[1:] == ["right"] * 2, "they are answered whole: their clients had nothing yet"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_answer_that_is_sent_whole_is_drawn_again(rig: Rig) -> None:
-    """As if nothing had happened: texts, log-probabilities and counts are those of one try."""
+def test_an_answer_that_is_not_streamed_is_repeated_unchanged(rig: Rig) -> None:
+    """Return the texts, log-probabilities and counts of an undisturbed request although the engine is killed."""
     question = [{"role": "user", "content": "What is in the image?"}]
     drawn = {"temperature": 1.0, "seed": 7, "max_tokens": 120, "ignore_eos": True}
     chosen = {"n": 2, "logprobs": True, "top_logprobs": 2}
@@ -73,15 +74,15 @@ def test_an_answer_that_is_sent_whole_is_drawn_again(rig: Rig) -> None:
     }
 
     def ask(path: str) -> tuple[Any, list[float]]:
-        """The answer without its numbers of floating point, and those."""
+        """Return the answer without its floating-point numbers, and the list of the numbers."""
         numbers: list[float] = []
         answer = httpx2.post(f"{rig.service.url}{path}", json=bodies[path], timeout=DEADLINE_S)
         assert answer.status_code == 200, answer.text
-        said = json.loads(answer.text, parse_float=lambda number: numbers.append(float(number)))
+        parsed = json.loads(answer.text, parse_float=lambda number: numbers.append(float(number)))
         for changing in ("id", "created"):
-            said.pop(changing, None)
-        said.get("usage", {}).pop("prompt_tokens_details", None)  # what the next engine has cached is its own
-        return said, numbers
+            parsed.pop(changing, None)
+        parsed.get("usage", {}).pop("prompt_tokens_details", None)  # differs, because the next engine has its own cache
+        return parsed, numbers
 
     rig.whole()
     undisturbed = {path: ask(path) for path in bodies}
@@ -91,8 +92,8 @@ def test_an_answer_that_is_sent_whole_is_drawn_again(rig: Rig) -> None:
         wait_until(lambda: metric(rig.service, "num_requests_running") >= 6)
         rig.trigger(Point("engine", "mid-decode")).touch()
         for path, answer in zip(bodies, answers, strict=True):
-            said, numbers = undisturbed[path]
-            assert answer.result() == (said, pytest.approx(numbers, abs=1e-4))
+            parsed, numbers = undisturbed[path]
+            assert answer.result() == (parsed, pytest.approx(numbers, abs=1e-4))
     assert rig.whole()["engine"] != engine
 
 

@@ -1,4 +1,4 @@
-"""Services in a world that does not keep to the rules: neighbours, full and damaged shared memory."""
+"""Tests of services beside neighbours, and with full, lost or damaged shared memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = {"arena_bytes": 32 * MiB, "kv_cache_bytes": 64 * MiB, "reclaim_interv
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningService, RunningService]]:
-    """Two services of one user, with one spool."""
+    """Yield two services of one user that share a spool."""
     folder = tmp_path_factory.mktemp("pair")
     settings = SETTINGS | {"spool": folder / "spool"}
     with running_service(settings, folder / "log1") as first, running_service(settings, folder / "log2") as second:
@@ -45,7 +45,7 @@ def body(**changes: Any) -> bytes:
 
 
 def ask(service: RunningService) -> tuple[int, str]:
-    """(status, answer or error message) of a question about a red square."""
+    """Ask about a red square. Return the status and the answer or error message."""
     request = urllib.request.Request(
         f"{service.url}/v1/chat/completions", body(max_tokens=16), {"content-type": "application/json"}
     )
@@ -62,7 +62,7 @@ def is_right(answer: tuple[int, str]) -> bool:
 
 
 def streamed(service: RunningService) -> socket.socket:
-    """The connection of a streamed answer whose first event has come."""
+    """Return the connection of a streamed answer whose status line has arrived."""
     host = urlsplit(service.url)
     data = body(max_tokens=60, ignore_eos=True, stream=True)
     connection = socket.create_connection((host.hostname, host.port), timeout=300)
@@ -74,7 +74,7 @@ def streamed(service: RunningService) -> socket.socket:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """The rest of a streamed answer."""
+    """Return the rest of a streamed answer."""
     data = b""
     while b"data: [DONE]" not in data:
         part = connection.recv(1 << 16)
@@ -87,8 +87,9 @@ def arenas(service: RunningService) -> list[Path]:
     return [Path("/dev/shm", arena["name"]) for arena in service.shm()["arenas"]]
 
 
-def test_two_services_on_one_spool_leave_each_others_alone(pair: tuple[RunningService, RunningService]) -> None:
-    """While one answers, the other collects, at its own pace and ours, and answers too."""
+@pytest.mark.slow
+def test_two_services_on_one_spool_do_not_disturb_each_other(pair: tuple[RunningService, RunningService]) -> None:
+    """Collect and answer in one service while the other answers. The test also collects."""
     for running, other in (pair, pair[::-1]):
         with streamed(running) as connection:
             assert metric(running, "num_requests_running") == 1
@@ -102,7 +103,7 @@ def test_two_services_on_one_spool_leave_each_others_alone(pair: tuple[RunningSe
         assert service.wait_until_free()["blocks"] == 0
 
 
-def test_the_same_service_started_twice_is_one_line_and_harms_nobody(
+def test_a_service_on_a_port_in_use_ends_with_one_line_and_disturbs_no_other(
     pair: tuple[RunningService, RunningService], tmp_path: Path
 ) -> None:
     first, _ = pair
@@ -144,10 +145,10 @@ def damage_its_header(arena: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [unlink, cut_to_nothing, cut_by_a_page, cut_by_a_byte, damage_its_header])
-def test_a_service_whose_arena_is_lost_answers_again(
+def test_a_service_answers_again_after_its_arena_is_lost(
     pair: tuple[RunningService, RunningService], harm: Callable[[Path], None]
 ) -> None:
-    """The next request waits for another tokenizer and is answered right; the neighbour notices nothing."""
+    """Answer the next request correctly with a new tokenizer. The other service is not affected."""
     first, second = pair
     assert is_right(ask(first))
     (arena,) = arenas(first)
@@ -157,10 +158,11 @@ def test_a_service_whose_arena_is_lost_answers_again(
     assert is_right(ask(first)), "it stays well"
     assert not arena.exists() or arena.stat().st_size == 0 or arena in arenas(first)
     if arena.exists() and arena not in arenas(first):
-        arena.unlink()  # an empty file: nobody can tell any more whose it was
+        arena.unlink()  # an empty file has lost its owner, so no collector removes it
 
 
-def test_a_service_for_which_shm_is_too_small_says_so_and_ends(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_service_without_room_in_shm_ends_with_advice(tmp_path: Path) -> None:
     require(FULL_SHM)
     command = [*FULL_SHM, str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0"]
     done = subprocess.run(

@@ -9,7 +9,7 @@ import sys
 
 
 def main() -> int:
-    """0 if nothing was found."""
+    """Run the command. Return the number of targets with findings."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", help="all of them by default")
     parser.add_argument("--inputs", type=int, default=1_000_000, help="for each target; of slow ones a tenth")
@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def _run_apart(command: list[str]) -> bool:
-    """What the fuzzers say of themselves is shown for a finding only."""
+    """Return whether the target has no finding. The fuzzer's own output is shown only for a finding."""
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         print(done.stderr[-4000:], flush=True)

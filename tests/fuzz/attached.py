@@ -1,4 +1,4 @@
-"""What reads bytes in real shared memory: `attach`, `View.verify`, `survey`, over arenas that somebody damaged."""
+"""Targets that read damaged arenas in real shared memory: `attach`, `View.verify` and `survey`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SPECS = (
     {"a": ArraySpec((2, 3, 4, 5), "float16"), "b": ArraySpec((1,) * 6, "bool"), "c": ArraySpec((700,), "float64")},
     {"x": ArraySpec((40_000,), "uint8"), "y": ArraySpec((3000,), "int64")},
 )
-_PATCH = struct.Struct("<BBH")  # place, bytes of the patch, where in the place
+_PATCH = struct.Struct("<BBH")  # place, size of the patch, offset in the place
 _HEADER, _ENTRY, _RELEASE, _ANY = range(4)
 _PLACE_BYTES = (192, ENTRY_BYTES, 8)
 _SURVEY_EVERY = 64
 
 
 def _patches(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """(place, where in it, bytes) of each patch of an input."""
+    """Yield place, offset and bytes of each patch of an input."""
     at = 0
     while at + _PATCH.size < len(data):
         place, size, where = _PATCH.unpack_from(data, at)
@@ -48,7 +48,7 @@ def _seeds() -> tuple[bytes, ...]:
 
 
 def _read(ref: Ref) -> bool:
-    """Attaches, reads every byte, verifies: False for an error that fails one request."""
+    """Attach, read every byte and verify. Return False for an error that fails one request."""
     try:
         with attach(ref) as view:
             for array in view.values():
@@ -61,9 +61,10 @@ def _read(ref: Ref) -> bool:
 
 @contextmanager
 def living_arena() -> Iterator[Target]:
-    """A block of a living arena, damaged as soon as it is published. Input: flags (mend the header; specs), patches.
+    """Yield a target that damages a block of a living arena as soon as the block is published.
 
-    Half of the arena is taken by blocks with gaps between, so that the largest specs lie in several pieces.
+    Input: flags (repair the header, specs) and patches. Blocks with gaps between them take half of the arena, so that
+    the largest specs lie in several pieces.
     """
     with Arena.create(1 << 18) as arena, arena.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         header = ArenaHeader.unpack(memory[:PAGE], len(memory))
@@ -97,7 +98,7 @@ def living_arena() -> Iterator[Target]:
 
 
 def _leave_gaps(arena: Arena) -> None:
-    """Takes the arena in blocks of four pages, and frees every other one."""
+    """Fill the arena with blocks of four pages, and free every other block."""
     specs = {"x": ArraySpec((15_000,), "uint8")}
     blocks = [arena.allocate(specs, path_file=None) for _ in range(arena.capacity_bytes // (4 * PAGE))]
     for block in blocks[::2]:
@@ -108,7 +109,7 @@ def _leave_gaps(arena: Arena) -> None:
 
 def _damage(memory: mmap.mmap, patches: bytes, places: tuple[int, int, int]) -> None:
     for place, where, change in _patches(patches):
-        anywhere = PAGE + where % (len(memory) - PAGE)  # the table, and blocks beyond this one
+        anywhere = PAGE + where % (len(memory) - PAGE)  # the block table and other blocks
         start = anywhere if place == _ANY else places[place] + where % _PLACE_BYTES[place]
         stop = min(start + len(change), len(memory))
         memory[start:stop] = change[: stop - start]
@@ -116,7 +117,10 @@ def _damage(memory: mmap.mmap, patches: bytes, places: tuple[int, int, int]) -> 
 
 @contextmanager
 def arena_file() -> Iterator[Target]:
-    """An arena's file, whole, replaced by a damaged one. Input: flags (mend headers), change of its size, patches."""
+    """Yield a target that replaces an arena's file with a damaged file.
+
+    Input: flags (repair the headers), a change of the size, and patches.
+    """
     with Arena.create(1 << 16) as arena:
         with arena.allocate(_SPECS[2], path_file=None) as block:
             ref = block.publish()
@@ -144,7 +148,7 @@ def arena_file() -> Iterator[Target]:
             del content[max(0, len(content) + resize % (1 << 18) - (1 << 17)) :]
         descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         kept.append(descriptor)
-        # As a living owner's: a collector lets it be.
+        # A locked file counts as a living owner's, so no collector removes it.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, content)
         scratch.rename(path)

@@ -1,4 +1,4 @@
-"""A seeded mutator that knows of integers, bits and spans: for fuzzing with no coverage to guide it, and with it."""
+"""A seeded mutator of integers, bits and spans, for fuzzing with and without coverage guidance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HIGH = (1 << 31, (1 << 31) - 1, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 62, 1 << 
 
 
 def mutated(data: bytes, draw: Random, others: Sequence[bytes], max_bytes: int) -> bytes:
-    """`data` with one to six changes, at most `max_bytes` long; `others` lend pieces."""
+    """Return `data` with one to six changes, cut to `max_bytes`. Some changes copy pieces of `others`."""
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 3, 6))):
         _change(changed, draw, others)
@@ -37,7 +37,7 @@ def _change(data: bytearray, draw: Random, others: Sequence[bytes]) -> None:
         other = draw.choice(others)
         start = int(draw.random() * len(other))
         piece = other[start : start + 1 + int(draw.random() * 24)]
-        # Over what is there as often as between: fixed places keep their meaning.
+        # Most pieces overwrite bytes, so that fields at fixed offsets keep their meaning.
         data[at : at + (len(piece) if kind < 0.95 else 0)] = piece
 
 

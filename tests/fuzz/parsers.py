@@ -1,6 +1,6 @@
-"""What reads bytes without an arena: words, headers, path files.
+"""Targets that parse bytes without an arena: reference words, headers and path files.
 
-A check that guards what lies behind it would stop a fuzzer there, so an input says whether its checks are mended.
+A checksum would stop a fuzzer before the code behind the check, so a flag of each input can repair the checksums.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _SHAPES = ((37, 588), (1,), (2**40,), (64, 3, 448, 448), (1, 16, 3, 1024, 1024),
 
 @contextmanager
 def words() -> Iterator[Target]:
-    """`Ref.from_words`. Input: flags (mend name, mend shape, no shape word, as other integers), two words."""
+    """Yield a target for `Ref.from_words`.
+
+    Input: flags (repair the name, repair the shape, no shape word, other integers) and two words.
+    """
     seeds = []
     for number, shape in enumerate(_SHAPES):
         ref = Ref(7919 * number % 65536, 1234 * number % 16384, 1 + 99991 * number, DTYPES[number], shape)
@@ -50,7 +53,7 @@ def _check_words(data: bytes) -> bool:
     if flags & 2:
         body = 3 << 62 | (shape & (1 << 62) - 256)
         shape = body | _crc8(body >> 8, _crc8(name >> 8, 0x5A))
-    # Unsigned, or beyond 64 bits: the same bits are no words then.
+    # The same bits as an unsigned integer or beyond 64 bits are not valid words.
     beyond = (0, 1 << 64, -(1 << 64), 1 << 70)[flags >> 4 & 3]
     name_word = name - (1 << 64) * (name >> 63) + beyond
     shape_word = None if flags & 4 else shape - (1 << 64) * (shape >> 63) + (beyond if flags & 64 else 0)
@@ -85,7 +88,10 @@ _BLOCK = struct.Struct("<BBH")
 
 @contextmanager
 def block_header() -> Iterator[Target]:
-    """`BlockHeader.unpack`. Input: mend or not, start in 64 bytes, bytes of the block, the header."""
+    """Yield a target for `BlockHeader.unpack`.
+
+    Input: a flag (repair the checksum), start in units of 64 bytes, size of the block, and the header.
+    """
     seeds = []
     for arrays, request in ((1, b""), (2, b"/spool/r1/shm_name.txt"), (64, b"r" * 200)):
         specs = {f"a{i}": ArraySpec((3,) * (1 + i % 6), DTYPES[i % 12]) for i in range(arrays)}
@@ -116,7 +122,10 @@ def _check_block_header(memory: mmap.mmap, data: bytes) -> bool:
 
 @contextmanager
 def arena_header() -> Iterator[Target]:
-    """`ArenaHeader.unpack`. Input: flags (mend the check, file bytes as the header says), file bytes, the page."""
+    """Yield a target for `ArenaHeader.unpack`.
+
+    Input: flags (repair the checksum, take the file size from the header), file size, and the page.
+    """
     seeds = []
     for entries, capacity in ((64, 1 << 20), (16384, 1 << 40), (1, 4096)):
         header = ArenaHeader(0x1F2A, entries, capacity, 1_700_000_000_000_000_000, _OWNER)
@@ -150,10 +159,10 @@ _SEGMENT = re.compile(rb"psm_[0-9a-f]{8}")
 
 @contextmanager
 def path_file() -> Iterator[Target]:
-    """`read_contents`. Input: the file."""
+    """Yield a target for `read_contents`. Input: the file."""
     line, segment = b"mindie_mm-1f2a 17 1234567\n", b"psm_8c9d4828\n"
     seeds = (b"", line, line * 3, b"mindie_mm-0000 0 1\nmindie_mm-ffff 16383 16777215\n", segment + line, segment * 2)
-    with tempfile.TemporaryDirectory(dir=SHM_DIRECTORY) as folder:  # a disk would be waited for
+    with tempfile.TemporaryDirectory(dir=SHM_DIRECTORY) as folder:  # in memory, because a disk would be slow
         path = Path(folder) / "shm_name.txt"
         yield Target((*seeds, line[:-1], b"\r\n" + line, b"../../x 1 1\n"), lambda data: _check_path_file(path, data))
 
@@ -179,7 +188,10 @@ _MINDIE = struct.Struct("<Bq")
 
 @contextmanager
 def mindie_words() -> Iterator[Target]:
-    """MindIE's names and shapes. Input: flags (a shape; mend the checksum; beyond 64 bits), a word."""
+    """Yield a target for MindIE's name and shape words.
+
+    Input: flags (a shape, repair the checksum, beyond 64 bits) and a word.
+    """
     shapes = ((1,), (37, 588), (64, 3, 448), (13, 4, 576, 588), (1, 16, 3, 1024, 1024))
     seeds = [_MINDIE.pack(flags, encode_shape_to_int64(shape)) for shape in shapes for flags in (1, 3)]
     names = ("abCD123", "psm_8c9d4828", "psm_fABCDEFpsmn")

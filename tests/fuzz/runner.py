@@ -1,4 +1,4 @@
-"""Runs a target: with coverage to guide it where atheris is there, else by seeded mutation alone."""
+"""Runner of fuzzing targets, guided by coverage if atheris is installed, otherwise by seeded mutation."""
 
 from __future__ import annotations
 
@@ -28,27 +28,31 @@ TARGETS: Mapping[str, Callable[[], AbstractContextManager[Target]]] = {
     "sounds": media.sounds,
 }
 SLOW = {"living_arena": 10, "arena_file": 10, "pictures": 10, "videos": 10, "sounds": 10}
-"""Targets of so many times fewer inputs: each makes a block, or a file, of its own, or decodes one."""
+"""Divisors of the number of inputs for slow targets, which make a block or file per input or decode the input."""
 HANG_S = 30.0
 _KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A run in which nothing was found."""
+    """The figures of a run without findings."""
 
     inputs: int
     accepted: int
-    """Inputs that the code took as good: fuzzing reaches what lies behind its checks."""
+    """Number of inputs that the code accepted, which shows whether fuzzing gets past the checks."""
     seconds: float
 
 
 class Finding(AssertionError):
-    """An input for which something does not hold."""
+    """An input that breaks a rule."""
 
 
 def run(name: str, inputs: int, seed: int) -> Result:
-    """Seeded mutation, the same each time. Finding for the first input that breaks a rule; a hang ends the process."""
+    """Run a target with seeded mutation, the same for each seed. A hang ends the process.
+
+    Raises:
+        Finding: An input breaks a rule.
+    """
     draw = Random(f"{name} {seed}")
     accepted, started = 0, time.monotonic()
     with TARGETS[name]() as target:
@@ -59,7 +63,7 @@ def run(name: str, inputs: int, seed: int) -> Result:
             data = mutated(draw.choice(corpus), draw, corpus, target.max_bytes)
             if _accepts(target, data):
                 accepted += 1
-                # What is accepted leads further; the seeds stay.
+                # Accepted inputs lead further, so they join the corpus. The seeds stay.
                 if len(corpus) < len(target.seeds) + _KEPT:
                     corpus.append(data)
                 else:
@@ -76,13 +80,17 @@ def _accepts(target: Target, data: bytes) -> bool:
 
 
 def run_guided(name: str, inputs: int, seed: int) -> None:
-    """The same under atheris, which ends the process: 0 if nothing was found. ImportError without it."""
+    """Run a target under atheris, which ends the process, with status 0 if there is no finding.
+
+    Raises:
+        ImportError: atheris is not installed.
+    """
     import atheris
 
     accepted = counted = 0
     started = time.monotonic()
     draw = Random(f"{name} {seed}")
-    with ExitStack() as stack:  # atheris ends the process without leaving it
+    with ExitStack() as stack:  # closed by hand, because atheris ends the process inside the block
         target, corpus = stack.enter_context(TARGETS[name]()), stack.enter_context(tempfile.TemporaryDirectory())
         for number, data in enumerate(target.seeds):
             Path(corpus, str(number)).write_bytes(data)
@@ -113,6 +121,6 @@ def run_guided(name: str, inputs: int, seed: int) -> None:
 
 
 def say(name: str, result: Result, how: str) -> None:
-    """One line of figures."""
+    """Print one line with the figures of a run."""
     figures = f"{result.inputs:>9,} inputs, {result.accepted:>9,} of them accepted, {result.seconds:6.1f} s"
     print(f"{name:14} {figures} ({how})", flush=True)

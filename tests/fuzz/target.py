@@ -1,4 +1,4 @@
-"""A target of fuzzing."""
+"""Fuzzing targets, and headers with valid checksums."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One reader of bytes."""
+    """Code that reads bytes, with seeds and a check."""
 
     seeds: tuple[bytes, ...]
-    """Inputs that it accepts, to begin with."""
+    """Valid inputs to start from."""
     check: Callable[[bytes], bool]
-    """Whether the code accepts the input. AssertionError, or anything else that it raises, is a finding."""
+    """Function that returns whether the code accepts an input. Any exception is a finding."""
     max_bytes: int = 2048
-    """Of an input."""
+    """Largest size of an input."""
 
 
 def sealed(header: bytes) -> bytes:
-    """A block's header with magic, size and check as they should be."""
+    """Return a block's header with valid magic, size and checksum."""
     size = len(header)
     return struct.pack("<4sII", b"MMB1", zlib.crc32(header[12:], size), size) + header[12:]
 
 
 def sealed_arena(page: bytes) -> bytes:
-    """An arena's header with its check as it should be."""
+    """Return an arena's header with a valid checksum."""
     return page[:112] + struct.pack("<I", zlib.crc32(page[:112])) + page[116:]

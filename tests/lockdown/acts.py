@@ -1,8 +1,8 @@
-"""Acts of a decoder that was taken over: `python -m tests.lockdown.acts USER < ACTS` says how each ended.
+"""Acts of a decoder under an attacker's control. `python -m tests.lockdown.acts USER < ACTS` prints how each ended.
 
-ACTS is a JSON list of pairs, an act and a mechanism. For each pair the process, which runs as USER, forks a child. The
-child is locked in by that mechanism alone, or by all of them, and acts. It ends by saying "done" or naming an
-exception, or a signal kills it.
+ACTS is a JSON list of pairs of an act and a mechanism. The process runs as USER and forks a child for each pair. The
+child is locked in by that mechanism alone or by all mechanisms, and then acts. The child reports "done" or the name of
+an exception, unless a signal kills it.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _PTRACE_SEIZE = 0x4206
 
 @dataclass(frozen=True)
 class World:
-    """What the acts are aimed at."""
+    """The targets of the acts."""
 
     folder: Path
     port: int
-    """Of a TCP listener."""
+    """Port of a TCP listener."""
     parent: int
     channel: socket.socket
-    """A Unix socket that holds a message with a descriptor."""
+    """Unix socket that holds a message with a descriptor."""
     closed: int
-    """A descriptor of the same file that was open when the child was forked, and that it does not need."""
+    """Inherited descriptor of the same file, which the child does not need."""
     program: bytes
-    """One that does nothing."""
+    """Bytes of an executable that does nothing."""
 
     def received(self) -> int:
-        """Receive the descriptor of a file of three pages, of which the first and the last are not the child's."""
+        """Receive the descriptor of a file of three pages. Only the middle page belongs to the child."""
         _, descriptors, _, _ = socket.recv_fds(self.channel, 1, 1)
         return descriptors[0]
 
@@ -95,8 +95,8 @@ def remove_a_file(world: World) -> None:
 
 @act
 def connect_by_tcp(world: World) -> None:
-    with socket.socket() as made:
-        made.connect(("127.0.0.1", world.port))
+    with socket.socket() as client:
+        client.connect(("127.0.0.1", world.port))
 
 
 @act
@@ -107,20 +107,20 @@ def listen_on_tcp(_: World) -> None:
 
 @act
 def send_by_udp(world: World) -> None:
-    with socket.socket(type=socket.SOCK_DGRAM) as made:
-        made.sendto(b"a", ("127.0.0.1", world.port))
+    with socket.socket(type=socket.SOCK_DGRAM) as client:
+        client.sendto(b"a", ("127.0.0.1", world.port))
 
 
 @act
 def connect_to_an_abstract_socket(world: World) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.connect(f"\0{world.folder}")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(f"\0{world.folder}")
 
 
 @act
 def connect_to_a_socket_by_path(world: World) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.connect(str(world.folder / "socket"))
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(world.folder / "socket"))
 
 
 @act
@@ -222,7 +222,7 @@ def spin(_: World) -> None:
 
 @act
 def spin_within_a_later_limit(_: World) -> None:
-    """Spin longer than the first limit, after it was raised."""
+    """Raise the limit, and spin longer than the first limit."""
     limit_processor_time(0.1)
     limit_processor_time(30)
     while resource.getrusage(resource.RUSAGE_SELF).ru_utime < 1.5:
@@ -263,21 +263,21 @@ def dump_its_core(_: World) -> None:
 
 @act
 def call_by_the_second_interface(_: World) -> None:
-    """getpid of x32, on x86-64."""
+    """Call getpid by the x32 interface of x86-64."""
     checked(LIBC.syscall(0x40000000 | 39))
 
 
 @act
 def call_as_another_architecture(_: World) -> None:
-    """getpid of i386, on x86-64. The code was made executable before the child was locked in."""
+    """Call getpid by the i386 interface of x86-64. The code was made executable before the lockdown."""
     CODE()
 
 
 @act
 def make_every_other_call(_: World) -> None:
-    """Make each system call that is not listed, and say the first that is not refused."""
+    """Make each system call that is not listed, and raise an error for the first that is not refused."""
     listed = {number_of(name, platform.machine()) for name in NUMBERS}
-    listed |= {335, 336}  # of uprobes on x86-64, which kernels since 6.14 keep from filters, and which do nothing else
+    listed |= {335, 336}  # uprobe calls of x86-64 do nothing else, and kernels since 6.14 exempt them from filters
     for number in range(1024):
         if number not in listed and (LIBC.syscall(number, -1, -1, -1, -1, -1, -1), ctypes.get_errno()) != (-1, 1):
             raise OSError(ctypes.get_errno(), f"{number}")
@@ -304,7 +304,7 @@ if platform.machine() == "x86_64":
 
 
 def lock(mechanism: str, keep: list[int]) -> None:
-    """Lock this process in by one mechanism alone, or by all, or not at all."""
+    """Lock this process in by one mechanism alone, by all, or not at all."""
     if mechanism == "all":
         lock_in(keep, MEMORY_BYTES)
     elif mechanism == "limits":
@@ -332,7 +332,7 @@ def become(user: int) -> None:
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)
-        prctl(PR_SET_DUMPABLE, 1)  # as for a process that this user has started
+        prctl(PR_SET_DUMPABLE, 1)  # the value of a process that this user has started
 
 
 def main() -> None:
@@ -346,7 +346,7 @@ def main() -> None:
 
 
 def observed(do: Callable[[World], object], mechanism: str, folder: Path) -> dict[str, object]:
-    os.chdir(folder)  # where a core dump goes
+    os.chdir(folder)  # receives a core dump
     file = folder / "file"
     file.write_bytes(bytes(3 * mmap.PAGESIZE))
     tcp = socket.create_server(("127.0.0.1", 0))
@@ -373,15 +373,15 @@ def observed(do: Callable[[World], object], mechanism: str, folder: Path) -> dic
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read().decode()
+        outcome = pipe.read().decode()
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
-        said = signal.Signals(os.WTERMSIG(status)).name + (" with a core dump" if os.WCOREDUMP(status) else "")
+        outcome = signal.Signals(os.WTERMSIG(status)).name + (" with a core dump" if os.WCOREDUMP(status) else "")
     for one in (tcp, abstract, by_path, ours, theirs):
         one.close()
     content = file.read_bytes() if file.exists() else b""
     pages = [content[start : start + mmap.PAGESIZE] for start in range(0, 3 * mmap.PAGESIZE, mmap.PAGESIZE)]
-    return {"said": said or "ended", "pages": [max(page, default=None) for page in pages], "bytes": len(content)}
+    return {"outcome": outcome or "ended", "pages": [max(page, default=None) for page in pages], "bytes": len(content)}
 
 
 if __name__ == "__main__":

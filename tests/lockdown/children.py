@@ -13,7 +13,7 @@ from mindie_mm.lockdown import lock_in
 
 
 def in_locked_child(do: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """What `do` returns in a locked-in child, and what is noticed about the child. Raises if it does not end well."""
+    """Return the result of `do` in a locked-in child, and observations about the child. The child must succeed."""
     num_threads, modules = len([*Path("/proc/self/task").iterdir()]), {*sys.modules}
     reading, writing = os.pipe()
     pid = os.fork()
@@ -30,8 +30,8 @@ def in_locked_child(do: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
             os._exit(status)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
+        data = pipe.read()
     _, status = os.waitpid(pid, 0)
     assert status == 0, status
-    result, noticed = pickle.loads(said)
+    result, noticed = pickle.loads(data)
     return result, noticed

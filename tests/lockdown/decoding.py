@@ -27,7 +27,7 @@ MEL = MelSettings(rate=16_000, num_bins=80, window=400, hop=160, max_samples=480
 
 
 def digest_of(kind: str, data: bytes) -> str:
-    """A digest of all arrays that are made of a medium, or the error that refuses it."""
+    """Return a digest of all arrays of a medium, or the error that refuses the medium."""
     try:
         with under(MediaCaps()):
             arrays = {"picture": _of_picture, "video": _of_video, "sound": _of_sound}[kind](data)

@@ -1,4 +1,4 @@
-"""Media of every format, codec and container, harmless and hostile, by kind and name."""
+"""Valid and hostile media of every format, codec and container, by kind and name."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def _sounds() -> Iterator[Sample]:
 
 def _hostile() -> Iterator[Sample]:
     for attacks in _ATTACKS:
-        for name, made in attacks.items():
-            yield "picture", name, (made[0] if isinstance(made, tuple) else made)()
+        for name, attack in attacks.items():
+            yield "picture", name, (attack[0] if isinstance(attack, tuple) else attack)()
     for name, make in clips.BROKEN_VIDEOS.items():
         yield "video", name, make()
     for name, make in clips.BROKEN_SOUNDS.items():

@@ -1,4 +1,4 @@
-"""A process that has warmed up and is locked in decodes everything to the same arrays as any other."""
+"""Tests that a warm, locked-in process decodes all media to the same arrays as any other process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def media() -> list[Sample]:
 
 
 def run(module: str, given: object, *arguments: object) -> Any:
-    """What the module says in a process with the environment of decoders."""
+    """Run a module in a process with the environment of decoders, and return its result."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, input=pickle.dumps(given), stdout=subprocess.PIPE, check=True, env=environment)
@@ -38,13 +38,13 @@ def run(module: str, given: object, *arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def locked(media):
-    """Digests of the media, and what was noticed about the process that made them."""
+    """Return digests of the media, and observations about the process that decoded them."""
     return run("tests.lockdown.decoding", media)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A folder with a small checkpoint for each contract of a family."""
+    """Return a folder with a small checkpoint for each contract of a family."""
     folder = tmp_path_factory.mktemp("families")
     for path in sorted((Path(__file__).parents[1] / "models").glob("test_*.py")):
         module = importlib.import_module(f"tests.models.{path.stem}")
@@ -56,22 +56,24 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_warm_process_has_one_thread_and_imports_nothing_late(locked):
     _, noticed = locked
     assert noticed == {"threads": 1, "locks": str(support()), "imported late": set()}
 
 
 @pytest.mark.parametrize("kind", ["picture", "video", "sound"])
-def test_media_decode_to_the_same_arrays_as_outside(media, locked, kind):
+def test_media_decode_to_the_same_arrays_as_without_locks(media, locked, kind):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's about hostile pictures
+        warnings.simplefilter("ignore")  # Pillow warns about hostile pictures
         expected = {name: digest_of(kind, data) for one, name, data in media if one == kind}
     found = {name: digest for (one, name, _), digest in zip(media, locked[0], strict=True) if one == kind}
     assert found == expected
     assert sum(len(digest) == 64 for digest in found.values()) > 30, "most are decoded, not refused"
 
 
-def test_the_processor_of_each_family_makes_the_same_arrays_as_outside(checkpoints):
+@pytest.mark.slow
+def test_each_familys_processor_gives_the_same_arrays_as_without_locks(checkpoints):
     given = {"image": encoded(photograph()), "video": encode_video(moving_frames(12)), "audio": speech()}
     found, noticed, expected = run("tests.lockdown.families", given, checkpoints)
     assert found == expected

@@ -1,4 +1,4 @@
-"""What a locked-in process cannot do, by each mechanism alone and by all of them, as root and as an ordinary user."""
+"""Tests of the acts that a locked-in process cannot do, per mechanism, as root and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ STOPPED: dict[str, dict[str, str]] = {
     "map_executable_memory": {"seccomp": EPERM},
     "make_memory_executable": {"seccomp": EPERM},
 }
-"""How each mechanism alone stops an act. Together, seccomp comes first, because it sees a system call first."""
+"""Error by which each mechanism alone stops an act. Together, seccomp acts first, before a system call runs."""
 NEEDED_ABI = {
     "connect_by_tcp": 4,
     "listen_on_tcp": 4,
     "connect_to_an_abstract_socket": 6,
     "signal_its_parent": 6,
 }
-"""Versions of Landlock that know these rights."""
+"""First version of Landlock's ABI that can forbid the act."""
 ON_X86 = ("call_by_the_second_interface", "call_as_another_architecture")
 GUARDED = ("trace_its_parent", "read_its_parents_memory", "raise_the_limit_of_memory")
-"""Acts that some machines forbid to everybody."""
+"""Acts that some machines forbid to all processes."""
 CASES = [
-    *((name, mechanism, said) for name, stops in STOPPED.items() for mechanism, said in stops.items()),
+    *((name, mechanism, outcome) for name, stops in STOPPED.items() for mechanism, outcome in stops.items()),
     *((name, "all", stops.get("seccomp", stops.get("limits"))) for name, stops in STOPPED.items()),
     *((name, "none", "ended" if name.startswith("execute") else "done") for name in STOPPED),
     *((name, mechanism, "SIGSYS") for name in ON_X86 for mechanism in ("seccomp", "all")),
@@ -72,7 +72,7 @@ CASES = [
 
 @cache
 def outcomes(user: int) -> dict[tuple[str, str], dict[str, object]]:
-    """How each case ended, as `user`. One process forks a child for each."""
+    """Return the outcome of each case as `user`. One process forks a child per case."""
     pairs = [case[:2] for case in CASES]
     command = [sys.executable, "-m", "tests.lockdown.acts", str(user)]
     done = subprocess.run(command, input=json.dumps(pairs), check=True, stdout=subprocess.PIPE, text=True, timeout=300)
@@ -80,7 +80,7 @@ def outcomes(user: int) -> dict[tuple[str, str], dict[str, object]]:
 
 
 def require(name: str, mechanism: str) -> None:
-    """Skip a case if this machine lacks what it is about."""
+    """Skip a case whose mechanism or interface this machine lacks."""
     found = support()
     if mechanism == "all" and found.missing:
         pytest.skip("; ".join(found.missing))
@@ -94,22 +94,22 @@ def require(name: str, mechanism: str) -> None:
 
 
 @pytest.mark.parametrize("user", USERS)
-@pytest.mark.parametrize(("name", "mechanism", "said"), CASES)
-def test_each_act_is_stopped_by_the_mechanism_that_should_stop_it(name, mechanism, said, user):
+@pytest.mark.parametrize(("name", "mechanism", "outcome"), CASES)
+def test_each_act_is_stopped_by_its_mechanism(name, mechanism, outcome, user):
     require(name, mechanism)
     found = outcomes(user)[name, mechanism]
-    if name in GUARDED and mechanism == "none" and found["said"] != said:
-        pytest.skip(f"this machine forbids it to everybody: {found['said']}")
-    assert str(found["said"]).startswith(said)
+    if name in GUARDED and mechanism == "none" and found["outcome"] != outcome:
+        pytest.skip(f"this machine forbids it to everybody: {found['outcome']}")
+    assert str(found["outcome"]).startswith(outcome)
     if mechanism == "all":
         block = 7 if name in {"write_its_block", "write_behind_its_block"} else 0
         assert (found["pages"], found["bytes"]) == ([0, block, 0], 3 * mmap.PAGESIZE)
-        assert "core dump" not in str(found["said"])
+        assert "core dump" not in str(found["outcome"])
 
 
 @pytest.mark.parametrize("user", USERS)
 def test_without_a_lock_the_acts_reach_the_file(user):
-    """The file that locked-in processes leave as it is."""
+    """Change the file, which locked-in processes leave unchanged."""
     grown = outcomes(user)["grow_a_received_file", "none"]
     assert grown["bytes"] == 2**20
     assert outcomes(user)["write_to_a_received_descriptor", "none"]["pages"] == [ord("a"), 0, 0]

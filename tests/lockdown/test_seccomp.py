@@ -1,4 +1,4 @@
-"""The filter, run by a small interpreter of BPF for both architectures. The kernel runs that of this machine alone."""
+"""Tests of the seccomp filters in a BPF interpreter. The kernel runs only the filter of its own architecture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WITH_ARGUMENTS: list[tuple[str, Sequence[int], bool]] = [
 
 
 def action(machine: str, number: int, arguments: Sequence[int] = (), architecture: str = "") -> int:
-    """What the filter of `machine` says of a system call of `architecture`."""
+    """Return the action of the filter of `machine` for a system call of `architecture`."""
     words = [number, ARCHITECTURES[architecture or machine], 0, 0]
     for argument in [*arguments, *[0] * 6][:6]:
         words += [argument % 2**32, argument >> 32]
@@ -72,13 +72,13 @@ def test_calls_that_are_not_listed_are_refused(machine):
 
 @pytest.mark.parametrize(("name", "arguments", "allowed"), WITH_ARGUMENTS)
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_arguments_decide(machine, name, arguments, allowed):
+def test_arguments_decide_whether_a_call_is_allowed(machine, name, arguments, allowed):
     number = number_of(name, machine)
     assert number is not None
     assert action(machine, number, arguments) == (ALLOWED if allowed else REFUSED)
 
 
-def test_other_architectures_and_the_second_interface_of_x86_64_end_the_process():
+def test_calls_of_other_architectures_and_of_x32_kill_the_process():
     assert action("x86_64", 0, architecture="aarch64") == KILLED
     assert action("aarch64", 63, architecture="x86_64") == KILLED
     assert action("x86_64", 0x40000000 | 39) == KILLED
@@ -88,7 +88,7 @@ def test_other_architectures_and_the_second_interface_of_x86_64_end_the_process(
     ("machine", "header"),
     [("x86_64", "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "/usr/include/asm-generic/unistd.h")],
 )
-def test_numbers_are_those_of_the_kernels_headers(machine, header):
+def test_system_call_numbers_match_the_kernels_headers(machine, header):
     if not (path := Path(header)).exists():
         pytest.skip(f"no {path}: the headers of the kernel are not installed")
     found = {

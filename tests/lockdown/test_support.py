@@ -1,7 +1,7 @@
-"""The report of what holds, in processes whose kernel lacks a mechanism.
+"""Tests of the report of locks on a kernel that lacks a mechanism.
 
-A seccomp filter of this test makes the calls of a mechanism fail, as an older kernel, a boot without Landlock or the
-profile of a container does.
+A seccomp filter of the test makes the calls of a mechanism fail, like an older kernel, a boot without Landlock or a
+container's profile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ print(json.dumps([found.held, found.missing, held == found, calls, files]))
 
 
 def lacking(name: str, number: int) -> tuple[Locks, bool, str, str]:
-    """What a process reports in which the system call `name` fails with `number`."""
+    """Return the report of a process in which the system call `name` fails with `number`."""
     command = [sys.executable, "-c", PROCESS, name, str(number)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     held, missing, same, calls, files = json.loads(done.stdout)
@@ -61,7 +61,7 @@ def lacking(name: str, number: int) -> tuple[Locks, bool, str, str]:
         (errno.EPERM, "the container forbids it"),
     ],
 )
-def test_without_landlock_the_others_stay(number, reason):
+def test_without_landlock_the_other_locks_stay(number, reason):
     locks, same, calls, files = lacking("landlock_create_ruleset", number)
     assert str(locks) == f"decoders are sandboxed by seccomp and resource limits; Landlock is missing: {reason}"
     assert (same, calls, files) == (True, "refused", "refused")
@@ -69,14 +69,14 @@ def test_without_landlock_the_others_stay(number, reason):
 
 @pytest.mark.skipif(bool(ALL.missing), reason="; ".join(ALL.missing))
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.EPERM])
-def test_without_seccomp_the_others_stay(number):
+def test_without_seccomp_the_other_locks_stay(number):
     locks, same, calls, files = lacking("seccomp", number)
     assert str(locks).startswith("decoders are sandboxed by Landlock (ABI ")
     assert "and resource limits; seccomp is missing: " in str(locks)
     assert (same, calls, files) == (True, "made", "refused")
 
 
-def test_limits_alone_are_said_to_be_alone():
+def test_the_report_says_when_resource_limits_are_the_only_lock():
     assert str(Locks(("resource limits",), ("a", "b"))) == "decoders are sandboxed by resource limits only; a; b"
 
 
@@ -98,7 +98,7 @@ def test_the_kernel_confirms_the_locks():
     assert 2**30 < data < 2**30 + 2**28
 
 
-def test_asking_locks_nothing():
+def test_support_does_not_lock_the_process():
     before = locks_of_this_process()
     assert support() == ALL
     assert locks_of_this_process() == before

@@ -1,3 +1,5 @@
+"""Tests of audio decoding."""
+
 import base64
 import io
 import struct
@@ -60,7 +62,7 @@ def decode(data: bytes, max_samples: int = 60 * RATE) -> np.ndarray:
     return open_audio(data).decode(RATE, max_samples)
 
 
-def test_speech_is_decoded_as_the_reference_does():
+def test_speech_is_equal_to_the_reference():
     data = speech()
     assert EncodedAudio.open(data).rate == SPEECH_RATE
     assert np.array_equal(decode(data), reference(data))
@@ -87,13 +89,13 @@ def test_lossy_files_are_near_the_reference(file_format, subtype, tolerance, rat
 
 @pytest.mark.parametrize("channels", [7, 8, 9, 32])
 @pytest.mark.parametrize(("subtype", "tolerance"), [("VORBIS", 1e-6), ("OPUS", 0.005)])
-def test_many_channels_that_decode_to_a_plane_each(subtype, tolerance, channels):
+def test_many_planar_channels_are_near_the_reference(subtype, tolerance, channels):
     check_near_the_reference(tone(1.3, 48_000, 200, channels), 48_000, "OGG", subtype, tolerance)
 
 
 @pytest.mark.parametrize("layout", ["stereo", "5.1", "7.1"])
 @pytest.mark.parametrize(("container", "codec"), [("caf", "pcm_s16be"), ("aiff", "pcm_s16be"), ("w64", "pcm_s16le")])
-def test_containers_that_say_where_the_channels_stand(container, codec, layout):
+def test_containers_with_a_channel_layout_are_equal_to_the_reference(container, codec, layout):
     samples = tone(0.7, RATE, 200, av.AudioLayout(layout).nb_channels)
     data = encode_with_ffmpeg(samples, RATE, container, codec, layout)
     for _ in range(5):
@@ -104,7 +106,8 @@ def check_near_the_reference(samples: np.ndarray, rate: int, file_format: str, s
     data = encode_sound(samples, rate, file_format, subtype)
     found, expected = decode(data), reference(data)
     assert len(found) == len(expected)
-    assert np.sqrt(np.mean((found - expected) ** 2)) <= tolerance  # two decoders, of opus at two rates
+    # The two decoders differ, and decode Opus at different rates.
+    assert np.sqrt(np.mean((found - expected) ** 2)) <= tolerance
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def check_near_the_reference(samples: np.ndarray, rate: int, file_format: str, s
         ("au", "pcm_mulaw"),
     ],
 )
-def test_files_that_libsndfile_does_not_read(container, codec):
+def test_formats_that_libsndfile_cannot_read_are_decoded(container, codec):
     samples = tone(1.5, 48_000)
     found = decode(encode_with_ffmpeg(samples, 48_000, container, codec))
     original = audio._resample(samples, 48_000, RATE, 60 * RATE)
@@ -198,13 +201,13 @@ def film(container: str, pictures: str, sounds: str) -> bytes:
     return file.getvalue()
 
 
-def test_the_sound_of_a_video_file():
+def test_a_video_without_sound_is_refused():
     silent = encode_video(moving_frames(4))
     with pytest.raises(MediaError, match="no audio stream"):
         open_audio(silent)
 
 
-def test_the_default_track_is_taken():
+def test_the_default_track_is_decoded():
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
         commentary, sound = (output.add_stream("pcm_s16le", rate=RATE, layout="mono") for _ in range(2))
@@ -219,14 +222,14 @@ def test_the_default_track_is_taken():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("sample", [1e300, -1e39, np.nan, np.inf])
 @pytest.mark.parametrize("channels", [1, 2])
-def test_samples_that_are_no_numbers_are_refused_without_a_warning(channels, sample):
+def test_samples_beyond_float32_are_refused_without_a_warning(channels, sample):
     data = encode_sound(np.full((100, channels), sample), RATE, "WAV", "DOUBLE")
     with pytest.raises(MediaError, match="the audio clip has a sample of amplitude"):
         decode(data)
 
 
 @pytest.mark.parametrize("rate", [RATE, 44_100])
-def test_what_lies_behind_the_limit_is_not_decoded(rate):
+def test_samples_beyond_the_limit_are_not_decoded(rate):
     data = encode_sound(tone(9.0, rate), rate, "WAV", "FLOAT")
     found = decode(data, max_samples=5 * RATE + 7)
     assert len(found) == 5 * RATE + 7
@@ -239,7 +242,7 @@ LYRICS = b"LYRICSBEGININD0000200" + b"000021LYRICS200" + b"TAG" + bytes(125)
 
 
 @pytest.mark.parametrize("behind", [b"\0", bytes(4096), b"helloworld", LYRICS])
-def test_what_stands_behind_an_mp3_is_passed_over(behind):
+def test_bytes_after_an_mp3_are_ignored(behind):
     data = encode_sound(tone(2.0, 44_100), 44_100, "MP3", "MPEG_LAYER_III")
     whole = open_audio(data).decode(44_100, 10**6)
     found = open_audio(data + behind).decode(44_100, 10**6)
@@ -250,7 +253,7 @@ def test_what_stands_behind_an_mp3_is_passed_over(behind):
 
 
 @pytest.mark.parametrize(("container", "codec", "frame"), [("mp3", "mp3", 1152), ("adts", "aac", 1024)])
-def test_a_stream_without_a_container_goes_on_behind_damage(container, codec, frame):
+def test_a_stream_without_a_container_continues_after_damage(container, codec, frame):
     data = encode_with_ffmpeg(tone(2.0, 48_000), 48_000, container, codec)
     whole = open_audio(data).decode(48_000, 10**6)
     for damaged in (data[:-100], data[:9000] + b"junk" * 80 + data[9000:], data + data):
@@ -259,14 +262,14 @@ def test_a_stream_without_a_container_goes_on_behind_damage(container, codec, fr
     assert len(found) > 1.9 * len(whole), "one behind the other"
 
 
-def test_a_damaged_file_in_a_container_is_broken():
+def test_a_damaged_file_in_a_container_is_refused():
     data = bytearray(encode_with_ffmpeg(tone(2.0, 48_000), 48_000, "mp4", "aac"))
     data[9000:9200] = b"junk" * 50
     with pytest.raises(MediaError, match=r"the audio clip is broken: only [0-9]+ samples could be decoded"):
         decode(bytes(data))
 
 
-def test_samples_handed_in():
+def test_given_samples_are_resampled_from_their_rate():
     samples = tone(1.0, 48_000)
     assert np.array_equal(open_audio(samples).decode(RATE, 500), samples[:500])
     data = encode_sound(samples, 48_000, "WAV", "FLOAT")
@@ -275,7 +278,7 @@ def test_samples_handed_in():
         open_audio(data, 16_000)
 
 
-def test_arrays_are_samples():
+def test_only_one_dimensional_float_arrays_are_samples():
     (media,) = parse_inputs([{"audio": tone(0.1).astype(np.float64), "sampling_rate": 8000}])
     assert isinstance(media, Media)
     assert media.options.sampling_rate == 8000
@@ -285,7 +288,7 @@ def test_arrays_are_samples():
             read_source(Media("audio", wrong))
 
 
-def test_caps_hold_before_decoding():
+def test_caps_are_checked_before_decoding():
     data = encode_sound(tone(3.0), RATE)
     with (
         under(MediaCaps(max_audio_seconds=2.5)),
@@ -308,13 +311,13 @@ def test_caps_hold_before_decoding():
     ],
     ids=["caf", "mov", "matroska"],
 )
-def test_sound_that_states_no_rate_is_said_to(data: bytes, rate: bytes):
+def test_sound_without_a_sampling_rate_is_refused(data: bytes, rate: bytes):
     assert rate in data
     with pytest.raises(MediaError, match=r"audio stream of the file has no sampling rate"):
         open_audio(data.replace(rate, bytes(len(rate))))
 
 
-def test_a_small_file_that_is_hours_of_sound_is_refused_at_once():
+def test_a_small_file_that_claims_hours_of_sound_is_refused():
     silence = encode_with_ffmpeg(np.zeros(20 * 48_000, np.float32), 48_000, "ogg", "libopus")
     last = bytearray(silence[silence.rindex(b"OggS") :])  # this page states how many samples the file has
     last[6:14] = struct.pack("<q", 48_000 * 3600 * 5)
@@ -326,7 +329,7 @@ def test_a_small_file_that_is_hours_of_sound_is_refused_at_once():
         open_audio(claim)
 
 
-def test_decoding_ends_at_the_cap_of_samples():
+def test_decoding_stops_at_the_cap_of_samples():
     with (
         under(MediaCaps(max_audio_samples=RATE)),
         pytest.raises(LimitExceeded, match="more samples than the limit of 16000"),
@@ -334,7 +337,7 @@ def test_decoding_ends_at_the_cap_of_samples():
         decode(encode_sound(tone(3.0), RATE))
 
 
-def test_decoding_is_under_the_caps_of_opening(monkeypatch):
+def test_a_clip_is_decoded_under_the_caps_it_was_opened_with(monkeypatch):
     limits = []
 
     def recorded(data: bytes, formats: Sequence[str], max_pixels: int) -> InputContainer:
@@ -373,7 +376,7 @@ def test_samples_that_overflow_are_refused(value):
         np.random.default_rng(0).bytes(5000),
     ],
 )
-def test_what_is_no_sound_is_refused(data):
+def test_data_without_sound_is_refused(data):
     with pytest.raises((MediaError, LimitExceeded)):
         decode(data)
 
@@ -397,7 +400,7 @@ def test_a_clip_without_samples_is_refused():
 
 
 def ogg_check(page: bytes) -> int:
-    """The CRC-32 of an Ogg page, whose own place is zero."""
+    """Return the CRC-32 of an Ogg page whose own checksum field is zero."""
     check = 0
     for byte in page:
         check ^= byte << 24
@@ -407,7 +410,7 @@ def ogg_check(page: bytes) -> int:
 
 
 def wav_header(rate: int, channels: int) -> bytes:
-    """Of a file of 8-bit samples."""
+    """Return the header of a WAV file of 8-bit samples."""
     return (
         b"RIFF" + struct.pack("<I", 10_000) + b"WAVEfmt "
         + struct.pack("<IHHIIHH", 16, 1, channels, rate, rate * channels, channels, 8)

@@ -1,4 +1,4 @@
-"""Decoding that nobody waits for any more."""
+"""Tests of cancelled decoding."""
 
 import threading
 
@@ -13,7 +13,7 @@ from tests.sound_samples import encode_sound, tone
 
 
 @pytest.mark.parametrize("form", ["encoded", "handed in"])
-def test_decoding_a_video_ends_between_two_frames(form: str) -> None:
+def test_a_cancelled_video_stops_between_two_frames(form: str) -> None:
     frames, given_up = moving_frames(30), threading.Event()
     video = open_video(encode_video(frames) if form == "encoded" else frames, None)
     with cancellation.until(given_up):
@@ -25,14 +25,14 @@ def test_decoding_a_video_ends_between_two_frames(form: str) -> None:
     assert len(list(video.decode(range(30)))) == 30
 
 
-def test_decoding_a_sound_ends() -> None:
+def test_a_cancelled_sound_stops() -> None:
     clip, given_up = open_audio(encode_sound(tone(1.0), 16_000)), threading.Event()
     given_up.set()
     with cancellation.until(given_up), pytest.raises(RequestAborted, match="was aborted"):
         clip.decode(16_000, 16_000)
 
 
-def test_another_thread_goes_on() -> None:
+def test_cancellation_does_not_affect_another_thread() -> None:
     given_up = threading.Event()
     given_up.set()
     with cancellation.until(given_up):

@@ -41,7 +41,7 @@ def cut_out() -> Image.Image:
 
 
 def composed(rgba: Image.Image, background: tuple[int, int, int]) -> np.ndarray:
-    """Blend as `rgba_to_rgb` of vLLM and `to_rgb` of qwen-vl-utils do."""
+    """Blend the picture with the background as `rgba_to_rgb` of vLLM and `to_rgb` of qwen-vl-utils do."""
     rgb = Image.new("RGB", rgba.size, background)
     rgb.paste(rgba, mask=rgba.split()[3])
     return np.asarray(rgb)
@@ -123,8 +123,8 @@ def test_the_transparent_colour_of_a_16_bit_png_is_matched():
 
 @pytest.mark.parametrize("colour", [(0, 0), (0, 0, 256), (0, -1, 0), "white", (0.5, 0, 0), None])
 def test_a_background_that_is_not_three_bytes_is_refused(colour):
-    said = r"rgba_background_color is .*; it must be a list of 3 elements, each an integer from 0 to 255"
-    with pytest.raises(InputError, match=said):
+    message = r"rgba_background_color is .*; it must be a list of 3 elements, each an integer from 0 to 255"
+    with pytest.raises(InputError, match=message):
         MediaCaps(rgba_background_color=colour)
 
 

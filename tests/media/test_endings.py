@@ -1,4 +1,4 @@
-"""Which endings are media, held to the formats that are read, and the page's list to that."""
+"""Tests of file name endings against the supported formats and the list of the web page."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ def of_kind(kind):
     return [ending for endings in ENDINGS[kind].values() for ending in endings.split()]
 
 
-def test_each_format_that_is_read_has_an_ending_and_no_other_has():
+def test_exactly_the_supported_formats_have_endings():
     assert {*ENDINGS["image"]} == {*image.FORMATS}
     assert {*ENDINGS["video"]} == {*video.CONTAINERS}
     assert {*ENDINGS["audio"]} <= {*audio.CONTAINERS} <= {*ENDINGS["audio"], *ENDINGS["video"]}
 
 
-def test_pictures_end_as_pillow_says():
+def test_image_endings_equal_those_of_pillow():
     Image.init()
     known = {ending for ending, name in Image.registered_extensions().items() if name in image.FORMATS}
     assert known == {*of_kind("image")}
 
 
 @pytest.mark.parametrize("kind", ENDINGS)
-def test_an_ending_is_of_one_kind_in_any_case(kind):
+def test_an_upper_case_ending_has_the_same_kind(kind):
     for ending in of_kind(kind):
         assert kind_of(f"a/b.tar{ending.upper()}") == kind
 
 
 @pytest.mark.parametrize("name", ["jpg", ".jpg", "a.jpg/b", "a.jpg.txt", "a.txt", "a."])
-def test_names_of_no_medium(name):
+def test_a_name_without_a_media_ending_has_no_kind(name):
     assert kind_of(name) is None
 
 
-def test_the_end_of_a_name():
+def test_ending_of_returns_the_lower_case_suffix():
     assert [ending_of(name) for name in ("a/b.c.JPG", "a.b/c", ".hidden")] == [".jpg", "", ""]
 
 
-def test_the_page_has_the_same():
+def test_the_web_page_has_the_same_endings():
     found = re.findall(r"(\w+): /\\\.\(([a-z0-9|]+)\)\$/i", PAGE.read_text())
     assert {kind: {f".{ending}" for ending in endings.split("|")} for kind, endings in found} == {
         kind: {*of_kind(kind)} for kind in ENDINGS

@@ -1,4 +1,4 @@
-"""Fetching media: what is fetched, and everything that is refused. Loopback servers only."""
+"""Tests of media fetches from loopback servers, and of refused URLs and responses."""
 
 import asyncio
 import gzip
@@ -157,7 +157,7 @@ async def get(url: str, **changes: object) -> bytes:
     return await fetch(url, **(settings | changes))
 
 
-async def test_gives_the_body(server: str) -> None:
+async def test_returns_the_body(server: str) -> None:
     assert await get(f"{server}/media") == BODY
 
 
@@ -178,12 +178,12 @@ async def test_refuses_private_addresses_by_default(server: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://127.0.0.1/x", "http://a:b@127.0.0.1/", "http:///x"])
-async def test_judges_redirects_as_the_first_url(server: str, url: str) -> None:
+async def test_checks_a_redirect_like_the_first_url(server: str, url: str) -> None:
     with pytest.raises(MediaError):
         await get(f"{server}/to?url={url}")
 
 
-async def test_judges_redirects_by_the_domain_list(server: str) -> None:
+async def test_checks_a_redirect_against_the_domain_list(server: str) -> None:
     url = server.replace("127.0.0.1", "localhost")
     with pytest.raises(MediaError, match="localhost is not one of the allowed"):
         await get(f"{server}/to?url={url}/media", allowed_domains=("127.0.0.1",))
@@ -194,18 +194,18 @@ async def test_stops_reading_at_the_limit(server: str) -> None:
         await get(f"{server}/endless", max_bytes=1000)
 
 
-async def test_refuses_by_announced_length(server: str) -> None:
+async def test_refuses_an_announced_length_above_the_limit(server: str) -> None:
     with pytest.raises(LimitExceeded, match="announced 10240 bytes"):
         await get(f"{server}/media", max_bytes=10_239)
     assert await get(f"{server}/media", max_bytes=10_240) == BODY
 
 
-async def test_ends_in_time(server: str) -> None:
+async def test_stops_at_the_timeout(server: str) -> None:
     with pytest.raises(MediaError, match=r"longer than the limit of 0\.2 s"):
         await get(f"{server}/stalling", timeout_s=0.2)
 
 
-async def test_refuses_other_statuses(server: str) -> None:
+async def test_refuses_an_error_status(server: str) -> None:
     with pytest.raises(MediaError, match="status 404"):
         await get(f"{server}/missing")
 
@@ -248,7 +248,7 @@ async def test_decodes_the_named_content_encodings(server: str, name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("invalid gzip", "not valid gzip"),
         ("invalid deflate", "not valid deflate"),
@@ -266,8 +266,8 @@ async def test_decodes_the_named_content_encodings(server: str, name: str) -> No
         ("a gzip of empty members", f"gzip body has {MAX_MEMBERS + 1} members; the limit is {MAX_MEMBERS}"),
     ],
 )
-async def test_refuses_content_encodings(server: str, name: str, said: str) -> None:
-    with pytest.raises((MediaError, LimitExceeded), match=said):
+async def test_refuses_invalid_content_encodings(server: str, name: str, message: str) -> None:
+    with pytest.raises((MediaError, LimitExceeded), match=message):
         await get(f"{server}/encoded?name={quote(name)}")
 
 
@@ -283,24 +283,24 @@ async def test_spend_counts_the_bytes_that_decoding_adds(server: str) -> None:
     assert sum(spent) == len(BODY)
 
 
-async def test_refuses_a_dead_port() -> None:
+async def test_refuses_a_closed_port() -> None:
     with pytest.raises(MediaError, match="the connection failed"):
         await get("http://127.0.0.1:1/")
 
 
 @pytest.mark.parametrize("domain", ["127.0.0.1", "0.0.1"])
-async def test_the_domain_list_takes_subdomains(server: str, domain: str) -> None:
+async def test_the_domain_list_includes_subdomains(server: str, domain: str) -> None:
     assert await get(f"{server}/media", allowed_domains=("example.org", domain)) == BODY
 
 
-async def test_the_domain_list_takes_no_suffix_of_a_name(server: str) -> None:
+async def test_the_domain_list_does_not_match_part_of_a_label(server: str) -> None:
     with pytest.raises(MediaError, match="not one of the allowed"):
         await get(f"{server}/media", allowed_domains=("7.0.0.1",))
 
 
 @pytest.mark.parametrize("domain", ["bücher.example", "Bücher.example", "xn--bcher-kva.example", "bücher.example."])
 @pytest.mark.parametrize("host", ["bücher.example", "XN--BCHER-KVA.example.", "a.bücher.example"])
-def test_the_domain_list_takes_a_name_in_either_spelling(domain: str, host: str) -> None:
+def test_the_domain_list_matches_unicode_and_punycode_names(domain: str, host: str) -> None:
     assert checked_url(f"http://{host}/a", [domain]).raw_path == "/a"
     with pytest.raises(MediaError, match="not one of the allowed"):
         checked_url("http://a-bücher.example/a", [domain])
@@ -309,7 +309,7 @@ def test_the_domain_list_takes_a_name_in_either_spelling(domain: str, host: str)
 @pytest.mark.parametrize(
     "domain", ["example.org", "a-b.c_d.example", "हिन्दी.भारत", "bu\u0308cher.de", "中文.com", "10.0.0.5", "::1"]
 )
-def test_domains_that_hosts_can_be_below(domain: str) -> None:
+def test_valid_domains_are_accepted(domain: str) -> None:
     assert encoded_domain(domain).isascii()
 
 
@@ -320,9 +320,9 @@ def test_domains_that_hosts_can_be_below(domain: str) -> None:
         *("[::1]", "ü" * 64 + ".de", "xn--ü.de", "."),
     ],
 )
-def test_domains_that_no_host_can_be_below(domain: str) -> None:
-    said = f"allowed_media_domains has {re.escape(repr(domain))}; it must be a host name"
-    with pytest.raises(InputError, match=said):
+def test_invalid_domains_are_refused(domain: str) -> None:
+    message = f"allowed_media_domains has {re.escape(repr(domain))}; it must be a host name"
+    with pytest.raises(InputError, match=message):
         encoded_domain(domain)
 
 
@@ -365,7 +365,7 @@ def test_domains_that_no_host_can_be_below(domain: str) -> None:
         "http://" + "a" * 5000,
     ],
 )
-async def test_refuses(url: str) -> None:
+async def test_refuses_private_and_invalid_urls(url: str) -> None:
     with pytest.raises((MediaError, LimitExceeded)) as caught:
         await get(url, allow_private=False, timeout_s=2)
     assert len(str(caught.value)) < 300
@@ -389,5 +389,5 @@ async def test_refuses(url: str) -> None:
         ("198.18.0.1", False),
     ],
 )
-def test_public(address: str, public: bool) -> None:
+def test_only_public_addresses_are_public(address: str, public: bool) -> None:
     assert is_public(address) is public

@@ -106,8 +106,8 @@ def test_deep_grey_is_scaled(most, shift):
 def test_caps_are_checked_before_decoding(name):
     image = open_image(FILES[name])
     pixels = image.height * image.width
-    said = f"{image.width}x{image.height} = {pixels} pixels; the limit is {pixels - 1}" if pixels > 1 else ""
-    with under(MediaCaps(max_image_pixels=pixels - 1)), pytest.raises(LimitExceeded, match=said):
+    message = f"{image.width}x{image.height} = {pixels} pixels; the limit is {pixels - 1}" if pixels > 1 else ""
+    with under(MediaCaps(max_image_pixels=pixels - 1)), pytest.raises(LimitExceeded, match=message):
         open_image(FILES[name])
     with under(MediaCaps(max_request_pixels=pixels - 1)), pytest.raises(LimitExceeded, match="the request's images"):
         open_image(FILES[name])

@@ -1,3 +1,5 @@
+"""Tests of image decoding and resizing."""
+
 import io
 import struct
 import tracemalloc
@@ -29,7 +31,7 @@ def test_jpegs_decode_as_pillow_decodes_them(name, data):
 
 
 @pytest.mark.parametrize("name", PHOTOGRAPHS)
-def test_photographs_as_png_and_webp(name):
+def test_lossless_formats_decode_as_in_load_image(name):
     for file_format, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("BMP", {}), ("TIFF", {}), ("GIF", {})):
         data = encoded(photograph(name, (120, 80)), file_format, **options)
         assert np.array_equal(EncodedImage.open(data).decode(), load_image(data)), file_format
@@ -76,14 +78,14 @@ def test_a_jpeg_cut_in_its_header_is_refused(cut):
         open_image(encoded(photograph(size=(50, 30)))[:cut]).decode()
 
 
-def test_pixels_are_passed_on():
+def test_an_array_is_returned_unchanged():
     pixels = np.asarray(photograph(size=(20, 10)))
     image = open_image(pixels)
     assert (image.height, image.width) == (10, 20)
     assert image.decode() is pixels
 
 
-def test_the_pixel_cap_reads_only_the_header():
+def test_the_pixel_cap_is_checked_from_the_header_alone():
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
@@ -101,7 +103,7 @@ def test_the_pixel_cap_reads_only_the_header():
 
 
 def test_the_pixels_of_a_request_are_counted_before_any_is_decoded():
-    """Also where asking for the orientation would decode them all: of a PNG."""
+    """Count first even when a query for the orientation would decode the pixels, as for a PNG."""
     picture = photograph(size=(300, 200))
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -120,13 +122,13 @@ def test_the_pixels_of_a_request_are_counted_before_any_is_decoded():
                 open_image(encoded(picture))
 
 
-def test_pixels_handed_in_are_not_counted_as_decoded():
+def test_given_pixels_are_not_counted_as_decoded():
     with under(MediaCaps(max_request_pixels=1)):
         assert open_image(np.asarray(photograph(size=(300, 200)))).height == 200
 
 
-def test_what_a_request_may_hold_by_default():
-    """32 photographs of 12 megapixels; 2,048 frames of 640x480."""
+def test_the_default_caps_allow_a_large_request():
+    """Accept 32 photographs of 12 megapixels, or 2,048 frames of 640x480."""
     for count, pixels in ((32, 4032 * 3024), (2048, 640 * 480)):
         taken = Work(MediaCaps())
         for _ in range(count):
@@ -137,7 +139,7 @@ def test_what_a_request_may_hold_by_default():
     "data",
     [b"", b"GIF89a", b"not an image at all", b"\xff\xd8\xff\xe0" + bytes(100), b"%PDF-1.4", b"<svg/>", b"P7 2 2 255 "],
 )
-def test_what_is_no_image_is_refused(data):
+def test_data_without_an_image_is_refused(data):
     with pytest.raises(MediaError, match="cannot be read as an image"):
         EncodedImage.open(data)
 
@@ -152,7 +154,7 @@ def test_a_truncated_image_is_refused(file_format):
 
 
 @pytest.mark.parametrize("size", [(56, 84), (84, 56), (28, 28), (280, 140), (333, 77)])
-def test_resize_is_torchvisions(size):
+def test_resize_equals_the_bicubic_interpolation_of_torch(size):
     pixels = np.asarray(photograph(size=(201, 150)))
     tensor = torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous()
     expected = torch.nn.functional.interpolate(
@@ -166,7 +168,7 @@ def test_an_unchanged_size_is_not_resized():
     assert resize(pixels, 28, 56) is pixels
 
 
-def test_pil_images_are_made_upright():
+def test_pil_images_are_rotated_upright():
     image = photograph(size=(40, 20))
     exif = Image.Exif()
     exif[0x0112] = 8
@@ -175,7 +177,7 @@ def test_pil_images_are_made_upright():
 
 
 def test_the_header_of_a_png_is_read_without_its_pixels():
-    """Else planning a prompt would hold every picture of it in memory at once."""
+    """Decode no pixels while a prompt is planned, so that its pictures are never all in memory at once."""
     out = io.BytesIO()
     Image.new("RGB", (3000, 2000)).save(out, "PNG")
     opened = open_image(out.getvalue())
@@ -188,8 +190,8 @@ def test_the_header_of_a_png_is_read_without_its_pixels():
     assert peak < 10**6
 
 
-def test_what_was_decoded_is_not_kept():
-    """A prompt's pictures are decoded one after another, and each is planned before the first one is."""
+def test_a_decoded_picture_is_not_kept():
+    """Close each picture after decoding, because a prompt opens all its pictures before it decodes the first."""
     picture = open_image(encoded(Image.new("RGB", (64, 48), "red"), "PNG"))
     assert isinstance(picture, EncodedImage)
     assert picture.decode().shape == (48, 64, 3)
@@ -197,7 +199,7 @@ def test_what_was_decoded_is_not_kept():
         picture.file.tobytes()
 
 
-def test_decoding_in_threads_leaves_the_process_its_warnings():
+def test_decoding_in_threads_leaves_the_warning_filters_unchanged():
     data = encoded(Image.new("RGB", (64, 48), "red"), "PNG")
     before = [*warnings.filters]
 

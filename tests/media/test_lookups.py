@@ -1,4 +1,4 @@
-"""Names are resolved beside each other: one whose nameserver says nothing holds up no other for long."""
+"""Tests of concurrent name lookups, in which a silent nameserver must not delay other names for long."""
 
 import asyncio
 import socket
@@ -27,7 +27,10 @@ BODY = b"a picture"
 
 
 class Names:
-    """What getaddrinfo finds: those under .dead nothing until they are let go, those under .live this machine."""
+    """A fake getaddrinfo.
+
+    Names under .dead hang until `go` is set. Names under .live resolve to this machine.
+    """
 
     def __init__(self, system: Any) -> None:
         self._system = system
@@ -45,7 +48,7 @@ class Names:
         return self._system("127.0.0.1" if host.endswith((".dead", ".live")) else host, *args, **kwargs)
 
     async def wait_for(self, num_lookups: int) -> None:
-        """Until so many more have begun."""
+        """Wait until `num_lookups` more lookups have begun."""
         for _ in range(num_lookups):
             assert await asyncio.to_thread(self._begun.acquire, timeout=300)
 
@@ -83,8 +86,8 @@ async def test_an_address_comes_from_the_lookup(names: Names) -> None:
         await get("a.live", allow_private=False)
 
 
-def test_names_that_hang_delay_no_other(names: Names) -> None:
-    """Of two requests, also when their fetches were given up."""
+def test_hanging_names_do_not_delay_other_names(names: Names) -> None:
+    """Hang the names of two requests, also after their fetches were given up."""
 
     async def media(request: web.Request) -> web.Response:
         return web.Response(body=BODY)
@@ -111,7 +114,7 @@ def test_names_that_hang_delay_no_other(names: Names) -> None:
     uvloop.run(run())
 
 
-async def test_a_request_has_its_share(names: Names, tmp_path: Path) -> None:
+async def test_the_lookups_of_one_request_are_limited(names: Names, tmp_path: Path) -> None:
     policy = MediaPolicy(ServiceConfig(allow_private_media=True, max_concurrent_fetches=64))
 
     async def request(name: str) -> None:
@@ -127,7 +130,7 @@ async def test_a_request_has_its_share(names: Names, tmp_path: Path) -> None:
     assert len(names.asked) == 12
 
 
-async def test_lookups_have_a_limit_together(names: Names) -> None:
+async def test_all_lookups_together_are_limited(names: Names) -> None:
     tasks = [asyncio.create_task(get(f"a.{i}.dead")) for i in range(70)]
     await names.wait_for(64)
     assert len(names.asked) == 64
@@ -136,7 +139,7 @@ async def test_lookups_have_a_limit_together(names: Names) -> None:
     assert len(names.asked) == 70
 
 
-def test_a_lookup_that_hangs_does_not_keep_the_process() -> None:
+def test_a_hanging_lookup_does_not_keep_the_process_alive() -> None:
     program = """
 import asyncio, socket, threading
 from mindie_mm.settings.config import ServiceConfig

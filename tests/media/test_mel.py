@@ -1,3 +1,5 @@
+"""Tests of log-mel spectrograms against WhisperFeatureExtractor."""
+
 import numpy as np
 import pytest
 from transformers import WhisperFeatureExtractor
@@ -12,7 +14,10 @@ LENGTHS = [1, 2, 160, 161, 320, 321, 5000, 70_001, 5 * RATE - 401, 5 * RATE - 1,
 
 
 def both(samples: np.ndarray, further: int = 2, **settings: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ours and the reference's, float32 [bins, frames]: those that it masks in, and `further` ones of its padding."""
+    """Return our spectrogram and the reference's, float32 [bins, frames].
+
+    Both hold the frames that the reference's attention mask keeps, and `further` frames of its padding.
+    """
     extractor = WhisperFeatureExtractor(**{"chunk_length": 5, **settings})
     expected = extractor(samples, sampling_rate=RATE, return_attention_mask=True, return_tensors="np")
     ours = MelSettings.read(extractor.to_dict(), "test")
@@ -30,37 +35,37 @@ def test_spectrograms_equal_the_references(length, bins):
     assert np.abs(ours - expected).max() <= 1e-6
 
 
-def test_speech():
+def test_a_spectrogram_of_speech_equals_the_reference():
     samples = open_audio(speech()).decode(RATE, 30 * RATE)
     ours, expected = both(samples, chunk_length=30, feature_size=128)
     assert np.abs(ours - expected).max() <= 1e-6
 
 
 @pytest.mark.parametrize("samples", [np.zeros(4000, np.float32), tone(0.5) * 1000, tone(0.5) * 1e-6])
-def test_silence_and_unscaled_samples(samples):
+def test_silence_and_unscaled_samples_equal_the_reference(samples):
     ours, expected = both(samples)
     assert np.abs(ours - expected).max() <= 1e-6
 
 
-def test_the_loudest_frame_is_found_behind_those_asked_for():
+def test_the_loudest_frame_may_follow_the_requested_frames():
     samples = np.concatenate([tone(0.02), np.ones(1, np.float32)])  # its last window reaches beyond the last frame
     for further in (0, 1, 7):
         ours, expected = both(samples, further)
         assert np.abs(ours - expected).max() <= 1e-6
 
 
-def test_read_only_samples():
+def test_read_only_samples_are_accepted():
     samples = tone(0.3)
     samples.flags.writeable = False
     assert np.isfinite(both(samples)[0]).all()
 
 
-def test_other_windows_and_hops():
+def test_other_windows_and_hops_equal_the_reference():
     ours, expected = both(tone(1.0), n_fft=512, hop_length=128)
     assert np.abs(ours - expected).max() <= 1e-6
 
 
 @pytest.mark.parametrize("option", [{"dither": 0.1}, {"padding_value": 1.0}])
-def test_what_is_not_served_is_refused(option):
+def test_an_unsupported_option_is_refused(option):
     with pytest.raises(UnsupportedCheckpoint, match=next(iter(option))):
         MelSettings.read(option, "test")

@@ -1,4 +1,4 @@
-"""Cutting a picture into patches, and putting it together again."""
+"""Tests of cutting pictures into patches and joining the patches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def picture(rows: int, columns: int, patch: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("patch", "merge", "rows", "columns"), SIZES)
-def test_patches_stand_in_the_order_in_which_a_tower_merges_them(patch, merge, rows, columns):
+def test_patches_are_in_the_order_in_which_a_tower_merges_them(patch, merge, rows, columns):
     rgb = picture(rows, columns, patch)
     patches = np.empty((rows * columns, patch, patch, 3), np.uint8)
     patchify(rgb, patches, patch, merge)
@@ -31,8 +31,8 @@ def test_patches_stand_in_the_order_in_which_a_tower_merges_them(patch, merge, r
 
 
 @pytest.mark.parametrize(("patch", "merge", "rows", "columns"), SIZES)
-def test_they_can_be_written_among_others(patch, merge, rows, columns):
-    """Every second one, as the first of two frames that make one temporal patch."""
+def test_patches_can_be_written_into_a_strided_array(patch, merge, rows, columns):
+    """Write every second patch, as for the first of two frames that make one temporal patch."""
     rgb = picture(rows, columns, patch)
     together, apart = np.zeros((2, rows * columns, 2, patch, patch, 3), np.uint8)
     patchify(rgb, together[:, 0], patch, merge)
@@ -46,8 +46,8 @@ def test_they_can_be_written_among_others(patch, merge, rows, columns):
 
 
 @pytest.mark.parametrize(("patch", "merge", "rows", "columns"), SIZES)
-def test_together_again_they_are_the_picture(patch, merge, rows, columns):
+def test_unpatchify_restores_the_picture(patch, merge, rows, columns):
     rgb = picture(rows, columns, patch)
     patches = np.empty((rows * columns, patch, patch, 3), np.uint8)
-    patchify(rgb[:, ::-1][:, ::-1], patches, patch, merge)  # of a view, too
+    patchify(rgb[:, ::-1][:, ::-1], patches, patch, merge)  # accepts a view too
     assert np.array_equal(unpatchify(patches, rows, columns, merge), rgb)

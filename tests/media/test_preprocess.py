@@ -1,4 +1,4 @@
-"""The steps of transformers' image processors, and what of them is served."""
+"""Tests of the steps of transformers' image processors and of their supported settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BICUBIC = RESAMPLES[3]
 
 
 @pytest.mark.parametrize(
-    ("steps", "made"),
+    ("steps", "expected"),
     [
         (Preprocess(Size(20, 30), BICUBIC), (20, 30)),
         (Preprocess(Size(shortest_edge=20), BICUBIC), None),
@@ -23,22 +23,22 @@ BICUBIC = RESAMPLES[3]
     ],
     ids=["fixed", "by an edge", "cropped", "padded", "not resized"],
 )
-def test_what_is_made_of_every_picture_is_known_where_it_is_one_size(steps, made):
+def test_output_size_is_known_if_all_pictures_become_one_size(steps, expected):
     sizes = {steps.apply(np.zeros((height, width, 3), np.uint8)).shape[:2] for height, width in ((40, 50), (60, 33))}
-    assert steps.output_size == made
-    assert sizes == {made} if made else len(sizes) == 2
+    assert steps.output_size == expected
+    assert sizes == {expected} if expected else len(sizes) == 2
 
 
 @pytest.mark.parametrize(
-    ("made", "named"), [(None, "several sizes"), ((20, 30), r"\(20, 30\), but the tower takes squares of 20")]
+    ("size", "named"), [(None, "several sizes"), ((20, 30), r"\(20, 30\), but the tower takes squares of 20")]
 )
-def test_other_sizes_than_the_towers_are_refused(made, named):
+def test_an_output_size_other_than_the_towers_is_refused(size, named):
     check_output_size((20, 20), 20, "here")
     with pytest.raises(UnsupportedCheckpoint, match=rf"here: images are resized to {named}"):
-        check_output_size(made, 20, "here")
+        check_output_size(size, 20, "here")
 
 
-def test_a_setting_is_refused_where_it_is_another_one():
+def test_a_setting_with_an_unsupported_value_is_refused():
     check_settings({"stated": 1, "null": None}, {"stated": 1, "null": 2, "left out": 3, "none": None}, "here")
     with pytest.raises(UnsupportedCheckpoint, match="here: stated is 0; only 1 is supported"):
         check_settings({"stated": 0}, {"stated": 1}, "here")

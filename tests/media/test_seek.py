@@ -1,3 +1,5 @@
+"""Tests of seeking to sampled frames."""
+
 from dataclasses import replace
 
 import numpy as np
@@ -37,8 +39,8 @@ def clip(kind: str, container: str = "mp4", moments: list[int] | None = None) ->
     return encode_video(moving_frames(NUM_FRAMES), container=container, codec=codec, options=options, moments=moments)
 
 
-def found(data: bytes, indices: list[int] = INDICES) -> int:
-    """How many frames seeking finds; it is asserted that all are those of decoding the whole."""
+def num_sought(data: bytes, indices: list[int] = INDICES) -> int:
+    """Assert that sought frames equal those of a whole decode, and return the number of frames that seeking gives."""
     video = EncodedVideo.open(data)
     indices = [index for index in indices if index < video.num_frames]
     whole = list(replace(video, keyframes=None).decode(range(video.num_frames)))
@@ -53,13 +55,13 @@ def found(data: bytes, indices: list[int] = INDICES) -> int:
 @pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
 @pytest.mark.parametrize("kind", CODECS)
-def test_frames_are_those_of_decoding_the_whole(kind, container, num_threads):
+def test_sought_frames_equal_those_of_a_whole_decode(kind, container, num_threads):
     if (kind, container) == ("vp8", "mp4"):
         pytest.skip("MP4 has no VP8")
     usual = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        assert found(clip(kind, container)) == len(INDICES)
+        assert num_sought(clip(kind, container)) == len(INDICES)
     finally:
         torch.set_num_threads(usual)
 
@@ -75,25 +77,25 @@ def test_frames_are_those_of_decoding_the_whole(kind, container, num_threads):
     ],
     ids=["edited", "before zero", "fragmented", "without an index"],
 )
-def test_so_they_are_of_files_that_were_cut_or_streamed(kind, change):
+def test_sought_frames_of_cut_and_streamed_files_equal_a_whole_decode(kind, change):
     indices = [1, 30, 47]
-    assert found(change(clip(kind)), indices) == len(indices)
+    assert num_sought(change(clip(kind)), indices) == len(indices)
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_so_they_are_of_variable_rate(container):
+def test_sought_frames_of_variable_rate_equal_a_whole_decode(container):
     moments = np.cumsum(np.random.default_rng(0).integers(1, 30, NUM_FRAMES)).tolist()
-    assert found(clip("h264", container, moments)) == len(INDICES)
+    assert num_sought(clip("h264", container, moments)) == len(INDICES)
 
 
 @pytest.mark.parametrize("kind", ONLY_THE_WHOLE)
-def test_what_has_no_point_to_begin_at_is_decoded_whole(kind):
-    assert found(clip(kind)) == found(clip(kind, "matroska")) == 0
+def test_a_video_without_a_place_to_start_is_decoded_whole(kind):
+    assert num_sought(clip(kind)) == num_sought(clip(kind, "matroska")) == 0
 
 
 @pytest.mark.parametrize("container", ["mpegts", "flv", "avi"])
-def test_what_has_no_index_is_decoded_whole(container):
-    assert found(clip("h264", container)) == 0
+def test_a_container_without_an_index_is_decoded_whole(container):
+    assert num_sought(clip("h264", container)) == 0
 
 
 def test_frames_near_each_other_are_not_sought():
@@ -108,8 +110,8 @@ def test_frames_near_each_other_are_not_sought():
 
 
 @pytest.mark.parametrize("times", [0, 1])
-def test_where_keyframes_mislead_the_whole_is_decoded(times):
-    """They are none, as a container may lie; or nothing is shown at their times."""
+def test_a_video_with_misleading_keyframes_is_decoded_whole(times):
+    """List keyframes that are ordinary frames, as a container may do, or times at which no frame is shown."""
     video = EncodedVideo.open(clip("h264"))
     assert video.keyframes is not None
     misled = replace(video, keyframes=Keyframes(video.keyframes.times + times, np.arange(NUM_FRAMES)))
@@ -117,8 +119,8 @@ def test_where_keyframes_mislead_the_whole_is_decoded(times):
     assert all(map(np.array_equal, misled.decode(INDICES), replace(video, keyframes=None).decode(INDICES)))
 
 
-def test_frames_that_are_decoded_are_known_before():
-    """Of groups of 12: up to the frame from its keyframe, or on from the frame before, whichever is nearer."""
+def test_num_decoded_counts_from_the_nearer_start():
+    """Count from the keyframe or from the previous sampled frame, whichever is nearer, in groups of 12 frames."""
     groups = Keyframes(np.arange(NUM_FRAMES), np.arange(0, NUM_FRAMES, 12))
     assert groups.num_decoded([95]) == 12
     assert groups.num_decoded([84]) == 1

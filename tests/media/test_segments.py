@@ -1,4 +1,4 @@
-"""Real cameras' and programs' files of many segments are accepted; what a few bytes make of hours is not."""
+"""Tests that real files of many segments are accepted and that small files cannot demand hours of decoding."""
 
 import struct
 from functools import cache
@@ -17,20 +17,23 @@ SOS = b"\xff\xda"
 
 
 def turned(data: bytes, *entries: bytes) -> bytes:
-    """A JPEG with an EXIF of orientation 6 behind other entries of 12 bytes, and 60 bytes that they may point to."""
+    """Return a JPEG whose EXIF has orientation 6 after other entries.
+
+    Each entry has 12 bytes and may point to the 60 bytes after the entries.
+    """
     orientation = struct.pack("<HHII", 0x0112, 3, 1, 6)
     exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", 1 + len(entries)) + b"".join(entries) + orientation
     return pictures.behind_start(data, pictures.segment(0xE1, exif + bytes(64)))
 
 
 def scans_in(noise: int, num_bytes: int) -> bytes:
-    """Bytes like those of a film or a raw picture: many of them look like a scan."""
+    """Return bytes with many scan markers, as in a film or a raw picture."""
     random = np.random.default_rng(noise).integers(0, 256, num_bytes, np.uint8).tobytes()
     return b"".join(random[at : at + 1000] + SOS for at in range(0, num_bytes, 1000))
 
 
 def chunked_png(image: Image.Image, num_bytes: int) -> bytes:
-    """A PNG whose pixels are cut into chunks of so many bytes."""
+    """Return a PNG whose pixel data is cut into chunks of `num_bytes` bytes."""
     data = encoded(image, "PNG")
     head, pixels, place = data[:33], b"", 33
     while data[place + 4 : place + 8] != b"IEND":
@@ -44,7 +47,7 @@ def chunked_png(image: Image.Image, num_bytes: int) -> bytes:
 
 @cache
 def good() -> dict[str, bytes]:
-    image = photograph("coffee.png", (1500, 1000))  # of which 161 scans would pass
+    image = photograph("coffee.png", (1500, 1000))  # 161 scans of this size would pass
     jpeg, progressive = encoded(image, quality=92), encoded(image, progressive=True)
     pages = [photograph("chelsea.png", (90, 60)), photograph("rocket.jpg", (90, 60))]
     profile = np.random.default_rng(5).integers(0, 256, 3_000_000, np.uint8).tobytes()
@@ -79,7 +82,7 @@ def good() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", good())
-def test_good_files_of_many_parts_are_decoded_as_load_image_does(name):
+def test_valid_files_of_many_parts_decode_as_in_load_image(name):
     data = good()[name]
     assert np.array_equal(open_image(data).decode(), load_image(data))
     assert np.array_equal(EncodedImage.open(data).decode(), load_image(data))
@@ -93,7 +96,7 @@ def test_good_files_of_many_parts_are_decoded_as_load_image_does(name):
         struct.pack("<HHII", 0x0106, 2, 30, 40),  # the colours as text
     ],
 )
-def test_a_badly_typed_exif_entry_keeps_no_picture_from_being_turned(entry):
+def test_a_badly_typed_exif_entry_does_not_prevent_rotation(entry):
     image = photograph("rocket.jpg", (50, 30))
     plain, data = encoded(image), turned(encoded(image), entry)
     opened = open_image(data)
@@ -101,18 +104,18 @@ def test_a_badly_typed_exif_entry_keeps_no_picture_from_being_turned(entry):
     assert np.array_equal(opened.decode(), np.rot90(open_image(plain).decode(), -1))
 
 
-def test_a_turned_picture_of_good_exif_is_as_load_image_turns_it():
+def test_a_rotated_picture_with_valid_exif_equals_load_image():
     data = turned(encoded(photograph("rocket.jpg", (50, 30))), struct.pack("<HHII", 0x010F, 2, 4, 0x004D4D4D))
     assert np.array_equal(open_image(data).decode(), load_image(data))
 
 
 @pytest.mark.parametrize("size", [(12000, 14900), (64, 48), (4000, 3000)])
 def test_progressive_photographs_of_any_size_pass(size):
-    """With the most scans that encoders write: 10 of libjpeg, up to 14 of others, 18 of four colours."""
+    """Accept the most scans that encoders write: 10 by libjpeg, up to 14 by others, 18 for four colours."""
     check_scans((SOS + b"\0\x08") * 18, *size)
 
 
-def test_the_limit_of_scans_is_by_size_above_the_common_number():
+def test_the_limit_of_scans_depends_on_the_size():
     for width, height, most in ((12000, 14900, MAX_SCANS), (2000, 2000, 63), (1000, 1000, 237), (64, 48, 18724)):
         check_scans(SOS * most, width, height)
         with pytest.raises(
@@ -122,14 +125,14 @@ def test_the_limit_of_scans_is_by_size_above_the_common_number():
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", SOS, b"x" + SOS, SOS * 3 + b"\xff", b"\xff" * 5 + b"\xda" * 5])
-def test_scan_markers_count_at_even_places_and_at_odd_ones(data):
+def test_scan_markers_count_at_even_and_odd_offsets(data):
     with pytest.raises(LimitExceeded, match=f"has {20 + data.count(SOS) + 1} scans"):
         check_scans(SOS * 21 + data, 10_000, 10_000)
     with pytest.raises(LimitExceeded, match=f"has {20 + data.count(SOS) + 1} scans"):
         check_scans(data + b"xx" + SOS * 21, 10_000, 10_000)
 
 
-def test_without_up_to_end_what_follows_the_end_counts():
+def test_scans_after_the_end_count_without_up_to_end():
     data = encoded(photograph(size=(40, 20))) + SOS * MAX_SCANS
     check_scans(data, 5000, 5000, up_to_end=True)
     with pytest.raises(LimitExceeded, match=f"has {MAX_SCANS + 1} scans"):
@@ -137,23 +140,23 @@ def test_without_up_to_end_what_follows_the_end_counts():
 
 
 @pytest.mark.parametrize("odd", [b"\xff\2", b"\xff\xbf", b"\xff\xf0", b"\xff\xc8", b"\xff\xd8"])
-def test_behind_a_marker_that_libjpeg_does_not_take_every_scan_counts(odd):
+def test_every_scan_counts_after_a_marker_that_libjpeg_rejects(odd):
     data = encoded(photograph(size=(40, 20)))
     with pytest.raises(LimitExceeded, match=f"has {MAX_SCANS + 1} scans"):
         check_scans(data[:-2] + odd + data[-2:] + SOS * MAX_SCANS, 5000, 5000, up_to_end=True)
 
 
 @pytest.mark.parametrize("name", [*pictures.SCANS, *pictures.PARTS])
-def test_too_many_are_refused_before_anything_is_decoded(name):
-    """How soon, and with how much memory, tests/attacks says."""
+def test_too_many_scans_or_parts_are_refused_before_decoding(name):
+    """Refuse the file; tests/attacks checks the time and the memory that the refusal takes."""
     data = (pictures.SCANS | pictures.PARTS)[name]()
-    said = r"has \d+ scans; the limit is \d+" if name in pictures.SCANS else rf"or more .*; the limit is {MAX_PARTS}"
-    with pytest.raises(LimitExceeded, match=said):
+    message = r"has \d+ scans; the limit is \d+" if name in pictures.SCANS else rf"or more .*; the limit is {MAX_PARTS}"
+    with pytest.raises(LimitExceeded, match=message):
         open_image(data)
 
 
 @pytest.mark.parametrize("size", [(16, 16), (200, 200), (2000, 2000)])
-def test_as_many_scans_as_the_limit_are_taken(size):
+def test_as_many_scans_as_the_limit_are_decoded(size):
     most = MAX_SCAN_PIXELS // ((size[0] + 64) * (size[1] + 64))
     assert open_image(pictures.refined(*size, most - 20)).decode().shape == (size[1], size[0], 3)
 
@@ -182,7 +185,7 @@ def test_the_head_of_a_jpeg_ends_at_its_first_scan():
 
 
 @pytest.mark.parametrize("at", range(4, 60))
-def test_cut_files_of_every_format_pass_the_count(at):
-    """What is broken is the decoder's to refuse."""
+def test_truncated_files_of_every_format_pass_the_count(at):
+    """Leave the refusal of broken files to the decoder."""
     for file_format in ("JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"):
         check_parts(encoded(pictures.small(), file_format)[:at])

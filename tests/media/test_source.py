@@ -1,3 +1,5 @@
+"""Tests of media sources: paths, URLs, base64, pipes and objects."""
+
 import base64
 import io
 import os
@@ -21,7 +23,7 @@ DATA = encoded(photograph(size=(40, 30)))
 BASE64 = base64.b64encode(DATA).decode()
 
 
-def test_every_way_to_name_the_same_bytes(tmp_path):
+def test_every_kind_of_source_gives_the_same_bytes(tmp_path):
     file = tmp_path / "a picture.jpg"
     file.write_bytes(DATA)
     for source in (
@@ -62,7 +64,7 @@ def test_white_space_in_base64_is_ignored(before, spaced, monkeypatch):
         read_source(Media("image", source))
 
 
-def test_source_path(tmp_path):
+def test_source_path_returns_the_path_of_a_local_file(tmp_path):
     file = tmp_path / "a b.jpg"
     assert source_path(Media("image", str(file))) == file
     assert source_path(Media("image", file.as_uri())) == file
@@ -70,7 +72,7 @@ def test_source_path(tmp_path):
         assert source_path(Media("image", source)) is None
 
 
-def test_pixels():
+def test_pixels_are_returned_as_arrays():
     image = photograph(size=(20, 10))
     array = np.asarray(image)
     for source in (image, array, torch.from_numpy(array.copy())):
@@ -89,7 +91,7 @@ def test_pixels():
         ("video", np.zeros((10, 20, 3), np.uint8)),
     ],
 )
-def test_other_pixels_are_refused(kind, array):
+def test_pixels_of_another_shape_or_dtype_are_refused(kind, array):
     with pytest.raises(InputError, match=r"must be uint8 \["):
         read_source(Media(kind, array))
 
@@ -118,7 +120,7 @@ class Unreadable:
     ],
     ids=["truncated", "closed", "bfloat16", "grad", "lazy"],
 )
-def test_what_was_handed_in_and_cannot_be_read(kind, source, message):
+def test_an_unreadable_object_is_refused(kind, source, message):
     with pytest.raises(MediaError, match=message) as caught:
         read_source(Media(kind, source))
     assert len(str(caught.value)) < 300
@@ -126,7 +128,7 @@ def test_what_was_handed_in_and_cannot_be_read(kind, source, message):
         read_source(Media("video", (DATA, source)))
 
 
-def test_memory_that_runs_out_stays_what_it_is():
+def test_a_memory_error_is_passed_on():
     class Large:
         def __array__(self, *_args, **_kwargs):
             raise MemoryError
@@ -135,8 +137,8 @@ def test_memory_that_runs_out_stays_what_it_is():
         read_source(Media("image", Large()))
 
 
-async def test_urls_are_fetched_behind_the_fence_even_inside_an_event_loop():
-    """Loopback is never public, so what comes back is the fence's own refusal."""
+async def test_urls_are_checked_inside_an_event_loop_too():
+    """Expect the refusal of a private address, because loopback is never public."""
     with pytest.raises(MediaError, match=r"not public|public address"):
         read_source(Media("image", "http://127.0.0.1:9/a.jpg"))
 
@@ -158,7 +160,7 @@ async def test_urls_are_fetched_behind_the_fence_even_inside_an_event_loop():
         ("file://[elsewhere/a.png", "the file: URL is not valid"),
     ],
 )
-def test_bad_sources(source, message):
+def test_a_bad_source_is_refused(source, message):
     with pytest.raises(InputError, match=message) as caught:
         read_source(Media("image", source))
     assert len(str(caught.value)) < 400
@@ -191,13 +193,13 @@ def test_a_pipe_is_read_to_its_end(pipe):
 
 @pytest.fixture
 def silent_url():
-    """An address where somebody listens and says nothing."""
+    """Yield a URL whose server accepts a connection and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/picture.png"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "url"])
-def test_a_source_that_gives_nothing_is_left_as_soon_as_nobody_waits_for_it(kind, pipe, silent_url, monkeypatch):
+def test_reading_a_silent_source_stops_when_its_request_is_aborted(kind, pipe, silent_url, monkeypatch):
     monkeypatch.setattr(fetch, "is_public", lambda _: True)
     given_up, began = threading.Event(), time.monotonic()
     timer = threading.Timer(0.2, given_up.set)
@@ -209,7 +211,7 @@ def test_a_source_that_gives_nothing_is_left_as_soon_as_nobody_waits_for_it(kind
     timer.join()
 
 
-def test_a_pipe_that_stands_still_is_not_waited_for(pipe, monkeypatch):
+def test_reading_a_stalled_pipe_stops_at_the_timeout(pipe, monkeypatch):
     monkeypatch.setattr("mindie_mm.media.source.FETCH_TIMEOUT_S", 0.1)
     with pytest.raises(MediaError, match=f"{pipe} is a pipe or a device that did not end within 0.1 s"):
         read_source(Media("image", str(pipe)))
@@ -219,13 +221,13 @@ def test_a_pipe_that_stands_still_is_not_waited_for(pipe, monkeypatch):
             read_source(Media("image", str(pipe)))
 
 
-def test_a_device_without_an_end_is_capped(monkeypatch):
+def test_an_endless_device_is_capped(monkeypatch):
     monkeypatch.setattr("mindie_mm.media.source.MAX_SOURCE_BYTES", 100)
     with pytest.raises(LimitExceeded, match="the limit is 100"):
         read_source(Media("image", "/dev/zero"))
 
 
-def test_frames_are_read_each_as_an_image(tmp_path):
+def test_each_frame_is_read_as_an_image(tmp_path):
     (tmp_path / "video").mkdir()
     file, array = tmp_path / "video" / "1.jpg", np.zeros((30, 40, 3), np.uint8)
     file.write_bytes(DATA)
@@ -253,7 +255,7 @@ def test_a_bad_frame_is_named(frame, message):
         read_source(Media("video", (DATA, frame)))
 
 
-def test_bytes_of_frames_are_capped_together(monkeypatch):
+def test_the_bytes_of_all_frames_are_capped_together(monkeypatch):
     monkeypatch.setattr("mindie_mm.media.source.MAX_SOURCE_BYTES", 3 * len(DATA))
     assert len(read_source(Media("video", (DATA,) * 3))) == 3
     with pytest.raises(LimitExceeded, match=f"the video's frames have more bytes than the limit of {3 * len(DATA)}"):

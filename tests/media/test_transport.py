@@ -1,4 +1,4 @@
-"""Transport streams: the same frames however their packets lie, and few programs."""
+"""Tests of transport streams with various packet layouts, and of the limit on program lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindie_mm.media.video.encoded_video import CONTAINERS, EncodedVideo
 from tests.media_samples import encode_video, moving_frames
 from tests.transport_samples import EMPTY, PACKET_BYTES, begun, listed, lists, spaced
 
-SAID = f"^the container repeats its program list more often than the limit of {MAX_LISTS} times$"
+MESSAGE = f"^the container repeats its program list more often than the limit of {MAX_LISTS} times$"
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,13 @@ def half(stream: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("lay", LAID.values(), ids=LAID)
-def test_packets_however_they_lie(clip: bytes, lay: Callable[[bytes], bytes]) -> None:
+def test_every_packet_layout_decodes_to_the_same_frames(clip: bytes, lay: Callable[[bytes], bytes]) -> None:
     video, laid = EncodedVideo.open(clip), EncodedVideo.open(lay(clip))
     assert (laid.num_frames, laid.fps, laid.height, laid.width) == (6, video.fps, video.height, video.width)
     assert np.array_equal(list(laid.decode(range(6))), list(video.decode(range(6))))
 
 
-def test_what_is_handed_on(clip: bytes) -> None:
+def test_whole_packets_strips_regular_layouts_only(clip: bytes) -> None:
     assert whole_packets(clip) is clip
     *in_order, out_of_order = (lay(clip) for lay in LAID.values())
     assert [whole_packets(laid) for laid in in_order] == [clip] * 3
@@ -49,24 +49,24 @@ def test_what_is_handed_on(clip: bytes) -> None:
 
 
 @pytest.mark.parametrize("lay", LAID.values(), ids=LAID)
-def test_lists_of_programs_are_counted(clip: bytes, lay: Callable[[bytes], bytes]) -> None:
+def test_too_many_program_lists_are_refused(clip: bytes, lay: Callable[[bytes], bytes]) -> None:
     own = clip[clip.index(b"G\x40\0") :][:PACKET_BYTES]
     with open_container(lay(clip + lists(MAX_LISTS - 2) + own * 1000), CONTAINERS, 10**6) as container:
         assert container.streams.video
     for flood in (lists(MAX_LISTS), lists(2) * (MAX_LISTS // 2)):
         for stream in (clip + flood, flood + clip):
-            with pytest.raises(LimitExceeded, match=SAID):
+            with pytest.raises(LimitExceeded, match=MESSAGE):
                 EncodedVideo.open(lay(stream))
 
 
-def test_lists_within_other_packets_are_none(clip: bytes) -> None:
+def test_program_lists_inside_other_packets_do_not_count(clip: bytes) -> None:
     filled = b"".join(EMPTY[:4] + listed(range(at, at + 40))[: PACKET_BYTES - 4] for at in range(2 * MAX_LISTS))
     assert EncodedVideo.open(clip + filled).num_frames == 6
-    with pytest.raises(LimitExceeded, match=SAID):
+    with pytest.raises(LimitExceeded, match=MESSAGE):
         whole_packets(spaced(filled, behind=b"junk!"))
 
 
-def test_streams_first_met_on_the_way_are_counted(clip: bytes) -> None:
+def test_streams_that_appear_late_are_counted(clip: bytes) -> None:
     with pytest.raises(
         LimitExceeded, match=r"^the container has more streams than the limit of 64, or needs more memory"
     ):

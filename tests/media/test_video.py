@@ -1,3 +1,5 @@
+"""Tests of video decoding."""
+
 import io
 import struct
 import threading
@@ -37,7 +39,7 @@ CONTAINERS = [
 
 
 @pytest.mark.parametrize(("container", "codec"), CONTAINERS)
-def test_sampled_frames_are_those_of_a_plain_decode(container, codec):
+def test_sampled_frames_equal_those_of_a_plain_decode(container, codec):
     data = encode_video(moving_frames(24), fps=8, container=container, codec=codec)
     video = EncodedVideo.open(data)
     assert (video.height, video.width, video.num_frames, video.fps) == (84, 112, 24, 8.0)
@@ -46,7 +48,7 @@ def test_sampled_frames_are_those_of_a_plain_decode(container, codec):
 
 
 SHORT_GROUPS = {"g": "10", "bf": "3", "x264-params": "scenecut=0"}
-"""A keyframe each 10 frames, so that FFmpeg's index leaves out groups that an edit list hides."""
+"""A keyframe every 10 frames, so that FFmpeg's index omits groups that an edit list hides."""
 
 
 @contextmanager
@@ -60,7 +62,7 @@ def _on_threads(num_threads: int) -> Iterator[None]:
 
 
 def _decoded(data, num_threads=1):
-    """Count, rate and all frames of `data`; those frames are what a plain decode gives."""
+    """Assert that all frames of `data` equal those of a plain decode, and return their count and rate."""
     with _on_threads(num_threads):
         video = EncodedVideo.open(data)
         frames = np.stack(list(video.decode(range(video.num_frames))))
@@ -85,7 +87,7 @@ def _clip(container="mp4", codec="libx264", options=None, **more):
     ],
     ids=["copied from 0.5 s", "copied from 2.5 s", "without its end", "without its beginning", "its middle"],
 )
-def test_frames_that_an_edit_list_hides_do_not_count(change, num_frames, num_threads):
+def test_frames_hidden_by_an_edit_list_do_not_count(change, num_frames, num_threads):
     assert _decoded(change(_clip()), num_threads) == (num_frames, 10.0)
 
 
@@ -98,7 +100,7 @@ def test_an_edited_video_that_is_truncated_is_refused():
 
 
 @pytest.mark.parametrize("codec", ["mpeg4", "mjpeg"])
-def test_an_avi_repeats_frames_by_empty_chunks(codec):
+def test_empty_chunks_of_an_avi_do_not_count_as_frames(codec):
     moments = [0, 1, 2, 10, 11, 12, 20, 21, 22, 23]
     data = encode_video(moving_frames(10), container="avi", codec=codec, moments=moments)
     assert _decoded(data) == (10, 10 / 2.4)
@@ -108,7 +110,7 @@ def test_an_avi_repeats_frames_by_empty_chunks(codec):
             EncodedVideo.open(data[: int(len(data) * share)])
 
 
-def test_a_sample_of_no_bytes_is_no_frame():
+def test_an_empty_sample_does_not_count_as_a_frame():
     data = encode_video(moving_frames(6), codec="mpeg4")
     sizes = data.index(b"stsz") + 12
     fifth, last = struct.unpack_from(">II", data, sizes + 16)
@@ -118,7 +120,7 @@ def test_a_sample_of_no_bytes_is_no_frame():
 
 @pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
-def test_a_stream_that_begins_between_keyframes_begins_with_one(share, num_threads):
+def test_a_stream_cut_between_keyframes_starts_at_the_next_keyframe(share, num_threads):
     data = _clip("mpegts")
     cut = data[: 2 * 188] + data[188 * int(len(data) // 188 * share) :]
     num_frames, fps = _decoded(cut, num_threads)
@@ -135,8 +137,8 @@ def test_a_stream_that_begins_between_keyframes_begins_with_one(share, num_threa
         ("mpeg2video", {"g": "10", "bf": "2"}),
     ],
 )
-def test_frames_that_refer_to_what_was_cut_off_do_not_count(codec, options, num_threads):
-    """Such a file begins with a keyframe, but some that are shown before it come behind."""
+def test_frames_whose_references_were_cut_off_do_not_count(codec, options, num_threads):
+    """Cut at a keyframe that is followed by frames shown before it."""
     data = _clip(codec=codec, options=options)
     with av.open(io.BytesIO(data)) as container:
         keys = [place for place, packet in enumerate(container.demux(video=0)) if packet.is_keyframe]
@@ -152,31 +154,31 @@ def test_frames_before_the_first_keyframe_do_not_count(container):
 
 
 MOTION_THEN_STILL = [*range(20), *range(20, 220, 10)]
-"""Moments of 40 frames that are shown for 21.1 s, as a screen is recorded; the last one for 0.1 s."""
+"""Times of 40 frames that last 21.1 s in all, as in a screen recording; the last frame lasts 0.1 s."""
 
 
 @pytest.mark.parametrize(
     ("container", "codec"),
     [*CONTAINERS[:4], ("mpegts", "libx264"), ("flv", "libx264"), ("asf", "wmv2")],
 )
-def test_frames_of_variable_rate_have_that_of_their_times(container, codec):
+def test_a_variable_rate_follows_from_the_frame_times(container, codec):
     data = encode_video(moving_frames(40), container=container, codec=codec, moments=MOTION_THEN_STILL)
     assert _decoded(data) == (40, pytest.approx(40 / 21.1, rel=0.05))  # the last frame of an MP4 lasts longer
     with under(MediaCaps(max_video_seconds=20)), pytest.raises(LimitExceeded, match=r"2[12]\.\d s; the limit is 20 s"):
         EncodedVideo.open(data)
 
 
-def test_frames_of_no_stated_rate_have_that_of_their_times():
-    """As browsers record: each frame has its time, and nothing in the file says more."""
+def test_a_missing_rate_follows_from_the_frame_times():
+    """Read a recording of a browser, in which only the times of the frames give the rate."""
     data = encode_video(moving_frames(40), container="webm", codec="libvpx", moments=[3 * i + i % 3 for i in range(40)])
-    begin = data.index(b"\x23\xe3\x83\x84")  # the duration that frames have by default
+    begin = data.index(b"\x23\xe3\x83\x84")  # the default duration of a frame
     data = data[:begin] + b"\xec\x86" + bytes(6) + data[begin + 8 :]
     with av.open(io.BytesIO(data)) as container:
         assert container.streams.video[0].average_rate is None
     assert EncodedVideo.open(data).fps == pytest.approx(40 / 11.7, rel=0.01)
 
 
-def test_where_times_go_back_or_jump_the_stated_rate_holds():
+def test_the_stated_rate_is_used_if_frame_times_jump():
     data = _clip("mpegts")
     assert _decoded(data + data) == (80, 10.0)
     jump = encode_video(moving_frames(40), container="mpegts", moments=[*range(20), *range(1000, 1020)])
@@ -205,7 +207,7 @@ def test_frames_are_upright(degrees, container):
 
 
 @pytest.mark.parametrize("num_streams", [64, 65])
-def test_streams_are_counted(num_streams):
+def test_more_than_64_streams_are_refused(num_streams):
     file = io.BytesIO()
     with av.open(io.BytesIO(_clip())) as source, av.open(file, "w", format="mp4") as target:
         streams = [target.add_stream_from_template(source.streams.video[0]) for _ in range(num_streams)]
@@ -220,7 +222,7 @@ def test_streams_are_counted(num_streams):
             EncodedVideo.open(file.getvalue())
 
 
-def test_a_preview_beside_the_film_is_passed_over():
+def test_a_preview_stream_is_ignored():
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
         preview, film = output.add_stream("mjpeg", rate=1), output.add_stream("libx264", rate=10)
@@ -238,19 +240,19 @@ def test_a_preview_beside_the_film_is_passed_over():
 
 @pytest.mark.parametrize("codec", ["mpeg1video", "mpeg2video"])
 @pytest.mark.parametrize("container", ["mpeg", "vob"])
-def test_program_streams(container, codec):
+def test_program_streams_are_decoded(container, codec):
     assert _decoded(_clip(container, codec, fps=25)) == (40, 25.0)
 
 
-def test_frames_that_are_not_to_be_shown_do_not_count():
+def test_hidden_frames_do_not_count():
     data = encode_video(moving_frames(8), container="webm", codec="libvpx")
     assert _decoded(data) == (8, 10.0)
     third = video_packets(data)[3]
-    hidden = data.replace(third, bytes([third[0] & ~0x10]) + third[1:])  # as those that others refer to alone
+    hidden = data.replace(third, bytes([third[0] & ~0x10]) + third[1:])  # a frame that is only a reference
     assert _decoded(hidden) == (7, 7 / 0.8)
 
 
-def test_threads_of_a_damaged_hevc_do_not_wait_for_each_other():
+def test_a_damaged_hevc_does_not_deadlock_the_decoder_threads():
     data = encode_video(moving_frames(6, 64, 48), codec="libx265", options={"x265-params": "log-level=none"})
     parameters = bytes.fromhex("4401c173d089")
     assert parameters in data, "the encoder's picture parameter set, of which one bit is changed"
@@ -284,8 +286,8 @@ def test_frames_of_another_size_are_scaled(num_threads, monkeypatch):
     assert np.abs(frames[6:] - halves).mean() < 4
 
 
-@pytest.mark.parametrize(("times", "said"), [(1, "116x84 = 9744 pixels; the limit is 9408"), (5, "broken")])
-def test_frames_above_the_limit_are_not_scaled(times, said):
+@pytest.mark.parametrize(("times", "message"), [(1, "116x84 = 9744 pixels; the limit is 9408"), (5, "broken")])
+def test_frames_above_the_limit_are_not_scaled(times, message):
     frames = moving_frames(3), moving_frames(3, 116).repeat(times, 1).repeat(times, 2)
     videos = (encode_video(pixels, container="webm", codec="libvpx") for pixels in frames)
     with under(MediaCaps(max_video_pixels=9408)):
@@ -293,12 +295,12 @@ def test_frames_above_the_limit_are_not_scaled(times, said):
     if times == 1:
         assert len(list(video.decode([0, 2]))) == 2
     for indices in ([0, 5], [0, 2])[:times]:  # FFmpeg refuses frames far above the limit, and the end is decoded too
-        with pytest.raises((LimitExceeded, MediaError), match=said):
+        with pytest.raises((LimitExceeded, MediaError), match=message):
             list(video.decode(indices))
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska", "avi", "mpegts", "asf"])
-def test_sound_beside_the_frames_is_passed_over(container):
+def test_the_sound_of_a_video_is_ignored(container):
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         video, sound = output.add_stream("mpeg4", rate=10), output.add_stream("mp2", rate=44_100, layout="mono")
@@ -313,14 +315,14 @@ def test_sound_beside_the_frames_is_passed_over(container):
     assert _decoded(file.getvalue())[0] == 20
 
 
-def test_frames_are_passed_on():
+def test_given_frames_are_returned_unchanged():
     frames = moving_frames(5)
     video = open_video(frames, None)
     assert (video.height, video.width, video.num_frames, video.fps) == (84, 112, 5, None)
     assert np.array_equal(np.stack(list(video.decode([1, 4]))), frames[[1, 4]])
 
 
-def test_frames_may_be_pictures_each():
+def test_frames_may_be_encoded_pictures():
     frames = moving_frames(3)
     pictures = (frames[0], *(encoded(Image.fromarray(frame), "PNG") for frame in frames[1:]))
     video = open_video(pictures, 1.5)
@@ -329,7 +331,7 @@ def test_frames_may_be_pictures_each():
 
 
 def test_decoded_frames_are_not_kept():
-    """Pillow keeps the pixels of a picture with the picture."""
+    """Release each picture after decoding, because Pillow keeps its pixels with the picture."""
     data = encoded(photograph(size=(1000, 1000)), "PNG")
     video = open_video((data,) * 20, None)
     before = psutil.Process().memory_info().rss
@@ -348,16 +350,16 @@ def test_decoded_frames_are_not_kept():
         ([(40, 30), b"no picture"], MediaError, "frame 1: the 10 bytes cannot be read as an image"),
     ],
 )
-def test_caps_hold_for_frames_before_decoding(frames, error, message):
-    made = [one if isinstance(one, bytes) else encoded(photograph(size=one), "PNG") for one in frames]
+def test_caps_on_given_frames_are_checked_before_decoding(frames, error, message):
+    pictures = [one if isinstance(one, bytes) else encoded(photograph(size=one), "PNG") for one in frames]
     with (
         under(MediaCaps(max_video_pixels=2000, max_image_pixels=100_000, max_video_frames=4)),
         pytest.raises(error, match=message),
     ):
-        open_video(tuple(made), None)
+        open_video(tuple(pictures), None)
 
 
-def test_frames_last_as_long_as_their_rate_says():
+def test_the_duration_of_given_frames_follows_from_their_rate():
     with under(MediaCaps(max_video_seconds=10)):
         assert open_video(moving_frames(5), 0.5).num_frames == 5
         with pytest.raises(LimitExceeded, match=r"lasts 12\.5 s; the limit is 10 s"):
@@ -371,12 +373,12 @@ def test_a_broken_frame_is_named():
         list(video.decode([0, 1]))
 
 
-def test_an_encoded_video_has_its_own_rate():
+def test_a_rate_given_for_an_encoded_video_is_refused():
     with pytest.raises(InputError, match="sample_fps is 2, but an encoded video has its own rate"):
         open_video(encode_video(moving_frames(4)), 2.0)
 
 
-def test_caps_hold_before_decoding():
+def test_caps_are_checked_before_decoding():
     data = encode_video(moving_frames(30), fps=10)
     for caps, message in (
         (MediaCaps(max_video_pixels=9407), "112x84 = 9408 pixels; the limit is 9407"),
@@ -387,8 +389,8 @@ def test_caps_hold_before_decoding():
             EncodedVideo.open(data)
 
 
-def test_what_videos_take_is_counted_before_decoding():
-    """Frames between those taken, and all videos of a request; another request begins anew."""
+def test_the_decoded_pixels_of_videos_are_counted_before_decoding():
+    """Count the skipped frames and all videos of a request; a new request starts at zero."""
     data = encode_video(moving_frames(30), fps=10)
     caps = MediaCaps(max_request_video_pixels=9408 * 40)
     with under(caps):
@@ -401,20 +403,20 @@ def test_what_videos_take_is_counted_before_decoding():
         EncodedVideo.open(data).count([0, 9, 29])
 
 
-def test_frames_handed_in_are_counted_as_pictures():
+def test_given_frames_are_counted_as_pictures():
     frames = tuple(encoded(photograph(size=(40, 30)), "PNG") for _ in range(5))
     with under(MediaCaps(max_request_pixels=4800)), pytest.raises(LimitExceeded, match=r"frame 4: .* 6000 pixels"):
         open_video(frames, None)
 
 
-def test_an_hour_of_video_is_within_what_a_request_may_take_by_default():
-    """1080p at 30 frames a second, every one of them decoded."""
+def test_the_default_caps_allow_an_hour_of_video():
+    """Accept 1080p at 30 frames per second with every frame decoded."""
     Work(MediaCaps()).add_video(3600 * 30 * 1920 * 1080)
 
 
-def test_decoding_is_under_the_caps_of_opening():
+def test_a_video_is_decoded_under_the_caps_it_was_opened_with():
     data = encode_video(moving_frames(4), fps=10)
-    with under(MediaCaps(max_video_pixels=9408)):  # 112x96 are coded
+    with under(MediaCaps(max_video_pixels=9408)):  # the coded size is 112x96
         video = EncodedVideo.open(data)
     with under(MediaCaps(max_video_pixels=9407)):
         assert len(list(video.decode([0, 3]))) == 2
@@ -430,7 +432,7 @@ def test_decoding_is_under_the_caps_of_opening():
         b"\x00\x00\x00\x18ftypmp42" + bytes(100),
     ],
 )
-def test_what_is_no_video_is_refused(data):
+def test_data_without_a_video_is_refused(data):
     with pytest.raises(MediaError, match="cannot be read as a video"):
         EncodedVideo.open(data)
 

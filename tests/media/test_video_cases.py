@@ -1,4 +1,4 @@
-"""Tests of videos with misleading headers. Frame count, rate and orientation must be those that FFmpeg decodes."""
+"""Tests of videos with misleading headers, whose frame count, rate and orientation must be as FFmpeg decodes them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def plain(data: bytes) -> np.ndarray:
 
 
 def assert_counted(data: bytes, num_frames: int, fps: float) -> EncodedVideo:
-    """Assert the frame count and rate. All frames must decode, and the last frame must also decode alone."""
+    """Assert the frame count and rate.
+
+    All frames must decode, and the last frame must also decode alone.
+    """
     video = EncodedVideo.open(data)
     assert (video.num_frames, video.fps) == (num_frames, fps)
     found = np.stack(list(video.decode(range(num_frames))))
@@ -67,7 +70,7 @@ def test_every_file_has_an_expectation():
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_frame_count_and_rate(name):
+def test_frame_count_and_rate_are_as_expected(name):
     assert_counted(case(name), *RIGHT[name])
 
 
@@ -93,7 +96,7 @@ def test_two_fields_count_as_one_frame(container):
 
 
 def test_fields_after_whole_frames_are_found():
-    """The last frames of the file are coded as whole frames. This test moves them to the start."""
+    """Move the last frames of the file, which are coded as whole frames, to the start."""
     late = repacked(case("paff.ts"), "matroska", lambda packets: packets[30:] + packets[:30])
     with av.open(io.BytesIO(late)) as container:
         num_packets = sum(1 for packet in container.demux(video=0) if packet.size)
@@ -164,7 +167,7 @@ def test_an_unfinished_avi_is_counted(stated, riff):
 @pytest.mark.parametrize("stated", [25, 30, 50])
 @pytest.mark.parametrize("real", [Fraction(25), Fraction(2947, 100), Fraction(30_000, 1001), Fraction(30)])
 def test_the_rate_of_matroska_follows_the_times_and_not_the_default_duration(real, stated):
-    """The stated rate is returned exactly if the times, which are whole milliseconds, match it."""
+    """Return the stated rate exactly if the times, which are whole milliseconds, match it."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
         stream = output.add_stream("libx264", rate=stated)
@@ -257,7 +260,7 @@ DAMAGES = {
     ],
 )
 def test_a_damaged_tail_gives_one_result_for_all_samplings(container, codec, options, damage):
-    """Every sampling sees the same frame count and can decode its frames, or every sampling is refused."""
+    """Give every sampling the same frame count and decodable frames, or refuse every sampling."""
     data = encode_video(moving_frames(20), 25, container, codec, QUIET if codec == "libx265" else {})
     data = remux(data, container=container, options=options) if options else data
     for size in (1, 7, 40, 300):
@@ -296,7 +299,7 @@ def taken(data: bytes, indices: Sequence[int]) -> int:
 
 
 def test_damage_in_the_middle_is_refused():
-    """A damaged tail may be omitted, but frames follow this damage."""
+    """Refuse the video, because frames follow the damage and only a damaged tail may be omitted."""
     data = encode_video(moving_frames(120), options={"g": "10", "movflags": "faststart"})
     with av.open(io.BytesIO(data)) as container:
         entry = [*container.streams.video[0].index_entries][30]

@@ -1,7 +1,7 @@
-"""What every family is held against: a family's test is a subclass of FamilyContract.
+"""Contract of every model family. The tests of a family are a subclass of FamilyContract.
 
-The subclass says how to write a small random checkpoint, what the reference is, and which prompts to try; text only,
-one item, two items of different size, an extreme aspect ratio, and mixed modalities where the family has them.
+The subclass writes a small random checkpoint, makes the reference and lists prompts. The prompts are text alone, one
+item, two items of different size, an extreme aspect ratio, and mixed modalities where the family has them.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ NUM_TOKENS = 16
 
 
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """Random pixels, uint8 [height, width, 3]: a resize that differs in anything shows."""
+    """Return random pixels, uint8 [height, width, 3]. Random pixels reveal any difference between two resizes."""
     return np.random.default_rng([height, width, seed]).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def clip(frames: int, height: int, width: int, seed: int = 0) -> np.ndarray:
-    """Random frames, uint8 [frames, height, width, 3]."""
+    """Return random frames, uint8 [frames, height, width, 3]."""
     shape = (frames, height, width, 3)
     return np.random.default_rng([*shape, seed]).integers(0, 256, shape, dtype=np.uint8)
 
@@ -82,11 +82,11 @@ PICTURES: Mapping[str, Items] = {
     "two images": [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
     "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}],
 }
-"""Prompts for a family that takes any pictures, and several of them."""
+"""Prompts for a family that accepts several pictures of any size."""
 
 
 def run(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) -> tuple[dict[int, list[int]], dict]:
-    """The output tokens of each prompt, all of them running at once; and the errors."""
+    """Run all prompts at once and return the output tokens and the errors by the prompt's index."""
     outputs: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
     errors: dict[int, Failure] = {}
     params = SamplingParams(temperature=0, **settings)
@@ -101,7 +101,10 @@ def run(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) ->
 
 
 def likeliest(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) -> list[list[list[int]]]:
-    """For each prompt, at each of its tokens, itself, which rules may have forced, and the five likeliest."""
+    """Return, for each prompt and each output token, the chosen token and the five likeliest.
+
+    A family's rules may force a token that is not among the five.
+    """
     found: list[list[list[int]]] = [[] for _ in prompts]
     params = SamplingParams(temperature=0, logprobs=5, **settings)
     for i, ids in enumerate(prompts):
@@ -119,33 +122,33 @@ FILES: Mapping[str, Callable[[np.ndarray], bytes]] = {
     "video": lambda frames: encode_video(frames[:, : frames.shape[1] // 2 * 2, : frames.shape[2] // 2 * 2]),
     "audio": lambda samples: encode_sound(samples, 16_000),
 }
-"""Writers of the prompts' arrays as files."""
+"""Functions that write an item's array as a file, by kind."""
 
 
 def as_file(kind: str, data: np.ndarray | str) -> bytes:
-    """An item's array, or its file, as a file's bytes."""
+    """Return an item's array, or the file at its path, as a file's bytes."""
     return Path(data).read_bytes() if isinstance(data, str) else FILES[kind](data)
 
 
 def answer(url: str, items: Items, count: int) -> list[int]:
-    """What a service generates greedily for media given as files' bytes, sent as data: URLs; and no error."""
+    """Return the tokens that a service generates greedily. Media are files' bytes and are sent as data: URLs."""
     inputs = [
         {kind: value if kind == "text" else "data:;base64," + base64.b64encode(value).decode()}
         for item in items
         for kind, value in item.items()
     ]
     body = {"inputs": inputs, "chat_template": False, "parameters": {"max_new_tokens": count, "details": True}}
-    said = httpx2.post(f"{url}/infer", json=body, timeout=300).json()
-    assert "details" in said, said
-    found: list[int] = said["details"]["generated_token_ids"]
+    reply = httpx2.post(f"{url}/infer", json=body, timeout=300).json()
+    assert "details" in reply, reply
+    found: list[int] = reply["details"]["generated_token_ids"]
     return found
 
 
 class Reference:
-    """transformers' model and processor over a checkpoint; a family whose processor is called otherwise overrides."""
+    """Model and processor of transformers over a checkpoint. Override `inputs` for processors with other arguments."""
 
     markers: ClassVar[Mapping[str, str]] = {}
-    """What stands for an item of each kind in the processor's text."""
+    """Text that marks an item of each kind in the processor's input."""
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.model = model.eval()
@@ -158,7 +161,7 @@ class Reference:
         )
 
     def inputs(self, items: Items) -> Mapping[str, torch.Tensor]:
-        """The processor's batch of one for a `List[Dict]`: input_ids [1, T] among others."""
+        """Return the processor's batch of one for a `List[Dict]`. It has input_ids [1, T], among others."""
         images = [Image.fromarray(item["image"]) for item in items if "image" in item]
         videos = [item["video"] for item in items if "video" in item]
         given = {"images": images, "videos": videos}
@@ -172,14 +175,14 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, items: Items) -> torch.Tensor:
-        """float32 [T, vocabulary]."""
+        """Return the logits, float32 [T, vocabulary]."""
         return self.model(**self.inputs(items)).logits[0].float()
 
     def in_bfloat16(self) -> Reference | None:
-        """It with weights in bfloat16; None where there is no model but golden data."""
+        """Return the reference with bfloat16 weights, or None if it is golden data without a model."""
         half = copy(self)
         half.model = deepcopy(self.model)
-        # As transformers loads it: what no checkpoint stores, such as rotary frequencies, stays float32.
+        # transformers keeps buffers that no checkpoint stores, such as rotary frequencies, in float32.
         for weight in half.model.state_dict(keep_vars=True).values():
             if weight.is_floating_point():
                 weight.data = weight.data.bfloat16()
@@ -188,14 +191,14 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, items: Items, count: int) -> list[int]:
-        """Greedy tokens."""
+        """Return greedy tokens."""
         inputs = self.inputs(items)
         out = self.model.generate(**inputs, max_new_tokens=count, do_sample=False)
         return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 class Remembered:
-    """A reference that computes the logits and the tokens of the same items once. Many tests compare with them."""
+    """Reference that computes the logits and tokens of the same items once. Many tests compare with them."""
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
@@ -213,12 +216,12 @@ class Remembered:
     def _once(self, items: Items, compute: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
         key = compute.__name__, id(items), arguments, tuple(settings.items())
         if key not in self._found:
-            self._found[key] = items, compute(items, *arguments, **settings)  # the items live on, and keep their id
+            self._found[key] = items, compute(items, *arguments, **settings)  # keeps the items alive, so ids are unique
         return self._found[key][1]
 
 
 def _floats_in_bfloat16(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Not every tower converts the pixels that it is given."""
+    """Convert floating-point inputs to bfloat16, because some towers do not convert their pixels."""
     return args, {
         name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in kwargs.items()
@@ -226,7 +229,7 @@ def _floats_in_bfloat16(module: torch.nn.Module, args: tuple[Any, ...], kwargs: 
 
 
 def items_of(prompt: Prompt) -> list[list[int]]:
-    """The ids of each of its items, and of what frames it."""
+    """Return the ids of each item, with the tokens that frame it."""
     return [prompt.plain_ids[span.start - span.lead : span.stop + span.tail].tolist() for span in prompt.spans]
 
 
@@ -237,7 +240,7 @@ EXTREMES = ((1, 1), (1, 2), (2, 1), (1, 60), (60, 1), (1, 1100), (1100, 1), (2, 
 class ExtremeShapes:
     """Further tests for families that cut pictures into tiles. Subclasses also derive from FamilyContract."""
 
-    def test_narrow_pictures_equal_the_processors_or_are_refused_if_it_fails(
+    def test_narrow_pictures_equal_the_references_or_are_refused_if_the_reference_fails(
         self: Any, reference: Reference, model: Model, tokenizer: Tokenizer, path_file: Path
     ) -> None:
         num_same = 0
@@ -258,7 +261,7 @@ class ExtremeShapes:
 
 
 def without_settings(path: Path, out: Path) -> Path:
-    """A copy of the checkpoint `path` without weights and without any file of preprocessing settings."""
+    """Copy the checkpoint `path` without its weights and preprocessing settings."""
     out.mkdir()
     for file in path.iterdir():
         if file.suffix in {".json", ".jinja", ".model", ".tiktoken"} and not file.name.endswith(
@@ -269,52 +272,52 @@ def without_settings(path: Path, out: Path) -> Path:
 
 
 def without_weights(path: Path, out: Path) -> Path:
-    """A copy of the checkpoint `path` without weights."""
+    """Copy the checkpoint `path` without its weights."""
     return shutil.copytree(path, out, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
 
 
 class FamilyContract:
-    """Subclasses are named Test<Family>."""
+    """Contract of a family. Subclasses are named Test<Family>."""
 
     name: ClassVar[str]
-    """The family's: its file's."""
+    """Name of the family, which is its file's name."""
     prompts: ClassVar[Mapping[str, Items]]
-    """At least one with no media, named `text`."""
+    """Prompts by name. The one named `text` has no media."""
     tolerance: ClassVar[float] = 1e-4
-    """fp32, the largest difference of any logit."""
+    """Largest allowed difference of any float32 logit."""
     bf16_tolerance: ClassVar[float] = 0.15
-    """bfloat16, the largest difference of any logit, in standard deviations of the reference's logits.
+    """Largest allowed difference of any bfloat16 logit, in standard deviations of the reference's logits.
 
-    Or twice what the reference itself is off in bfloat16, where that is more: only golden data need another value.
+    Twice the reference's own bfloat16 error is allowed if that is larger. Only golden data need another value.
     """
     num_tokens: ClassVar[int] = NUM_TOKENS
-    """Greedy tokens that are compared; golden data can have fewer."""
+    """Number of greedy tokens to compare. Golden data may have fewer."""
     unspelled: ClassVar[bool] = False
-    """Whether the prompt's text names no items: the family inserts them."""
+    """Whether the family inserts the items itself, so that the prompt's text does not mention them."""
     settings_file: ClassVar[str | None] = "preprocessor_config.json"
-    """File that the preprocessing settings are in, where no other has them; None if config.json has them."""
+    """File to name when no preprocessing settings exist. None if config.json holds them."""
 
     @classmethod
     def write_checkpoint(cls, out: Path) -> None:
-        """Writes a small random checkpoint into the empty directory `out`, seeded."""
+        """Write a small random checkpoint, seeded, into the empty directory `out`."""
         raise NotImplementedError
 
     @classmethod
     def make_reference(cls, path: Path) -> Reference:
-        """The reference over the checkpoint, fp32."""
+        """Return the float32 reference over the checkpoint."""
         raise NotImplementedError
 
     def assert_arrays(self, expected: Mapping[str, torch.Tensor], items: Sequence[MediaItem], model: Model) -> None:
-        """What lies in shared memory is, normalised as the tower does it, the processor's own output `expected`."""
+        """Assert that the normalised arrays in shared memory equal the processor's output `expected`."""
         assert torch.equal(torch.cat([model.normalized(item).cpu() for item in items]), expected["pixel_values"])
 
     def assert_refused(self, path: Path, named: str) -> None:
-        """The family's processor does not serve the checkpoint `path`, and `named` is in what it says of that."""
+        """Assert that the family's processor refuses the checkpoint `path` with a message that matches `named`."""
         with pytest.raises(UnsupportedCheckpoint, match=named):
             family_named(self.name).processor(Checkpoint.open(path))
 
     def assert_weights_refused(self, path: Path, out: Path, change: Callable[[Any], object], named: str) -> None:
-        """With its weights changed by `change`, which is given them by name, the checkpoint `path` is not loaded."""
+        """Assert that the checkpoint is refused once `change` has edited its weights by name."""
         shutil.copytree(path, out, dirs_exist_ok=True)
         weights = load_file(path / "model.safetensors")
         change(weights)
@@ -335,15 +338,15 @@ class FamilyContract:
         assert sorted(named) == sorted(f"{section}.widht" for section in found)
 
     def assert_same(self, path: Path, reference: Reference, path_file: Path) -> None:
-        """Ids, arrays and logits of a checkpoint of other settings, `path`, are what `reference` makes of it."""
+        """Assert that ids, arrays and logits of the checkpoint `path` equal those of `reference`."""
         model = load_model(path, device="cpu", dtype="float32")
         with Tokenizer.from_pretrained(path) as tokenizer:
             tokenized = {name: self.tokenize(tokenizer, name, items, path_file) for name, items in self.prompts.items()}
-            self.test_ids_and_arrays_equal_the_processors(reference, model, tokenized)
+            self.test_ids_and_arrays_equal_the_references(reference, model, tokenized)
             self.test_logits_equal_the_references(reference, model, tokenized)
 
     def assert_a_slot_for_each_feature(self, processor: Processor, kind: Kind, plan: Plan) -> None:
-        """What `plan` and `spelling` say of an item is one and the same."""
+        """Assert that `spelling` has as many slots as `plan` has features."""
         token = processor.placeholders[kind].token
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         assert spelling is not None, (kind, plan.num_features, plan.grid)
@@ -352,14 +355,14 @@ class FamilyContract:
         assert slots == plan.num_features, f"{kind} of grid {plan.grid}: {slots} slots, {plan.num_features} features"
 
     def tokenize(self, tokenizer: Tokenizer, name: str, items: Items, path_file: Path) -> torch.Tensor:
-        """The prompt `name`, or one whose `items` have other media in the same places; chat families override."""
+        """Tokenize the prompt `name`, whose media `items` may replace. Chat families override this method."""
         return tokenizer.tokenize(items, path_file)
 
     def engine(self, model: Any, **settings: Any) -> BaseEngine:
         return Engine(model, EngineConfig(**settings))
 
     def logits(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
-        """What is compared with the reference's, on the host."""
+        """Return the logits to compare with the reference's, on the host."""
         return model.logits(ids).cpu()
 
     @pytest.fixture(scope="class")
@@ -400,19 +403,19 @@ class FamilyContract:
     def tokenized(
         cls, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """The prompts, in shared memory that no test releases."""
+        """Yield the tokenized prompts, in shared memory that no test may release."""
         path_file = tmp_path_factory.mktemp(f"{cls.name}-prompts") / "shm_name.txt"
         yield {name: cls().tokenize(tokenizer, name, items, path_file) for name, items in cls.prompts.items()}
         release(path_file)
 
-    def test_is_found_by_its_config(self, path):
+    def test_config_json_selects_the_family(self, path):
         family = family_of(Checkpoint.open(path))
         assert family is family_named(self.name)
         assert family.reference
         assert {kind for items in self.prompts.values() for item in items for kind in item} >= set(family.kinds)
 
     def test_missing_preprocessing_settings_are_named(self, path, tmp_path):
-        """No family's defaults stand in for a file that is missing, broken, or without the part that is needed."""
+        """Refuse a settings file that is missing, broken or incomplete instead of using defaults."""
         if (file := self.settings_file) is None:
             return
         out = without_settings(path, tmp_path / "other")
@@ -456,7 +459,7 @@ class FamilyContract:
         (out / "processor_config.json").write_text(json.dumps(parts))
         self.assert_refused(out, "Zz(ImageProcessor|FeatureExtractor)")
 
-    def test_ids_and_arrays_equal_the_processors(self, reference, model, tokenized):
+    def test_ids_and_arrays_equal_the_references(self, reference, model, tokenized):
         for name, items in self.prompts.items():
             expected = reference.inputs(items)
             ids = tokenized[name]
@@ -471,15 +474,15 @@ class FamilyContract:
             expected = reference.logits(items)
             assert (self.logits(model, tokenized[name]) - expected).abs().max() <= self.tolerance, name
 
-    def test_pictures_move_the_logits(self, model, tokenizer, path_file):
-        """Where they do not, no test of the logits could fail."""
+    def test_pictures_change_the_logits(self, model, tokenizer, path_file):
+        """If pictures do not change the logits, no other test of the logits can fail."""
         if "image" not in family_named(self.name).kinds:
             return
         prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
         first, second = (self.logits(model, tokenizer.tokenize(items, path_file))[-1] for items in prompts)
         assert (first - second).abs().max() > 100 * self.tolerance
 
-    def test_a_flat_batch_of_all_in_two_orders(self, reference, model, tokenized):
+    def test_logits_of_a_flat_batch_equal_the_references_in_any_order(self, reference, model, tokenized):
         names = [*self.prompts]
         expected = {name: reference.logits(self.prompts[name]) for name in names}
         for order in (names, names[::-1]):
@@ -500,7 +503,7 @@ class FamilyContract:
         for i, name in enumerate(names):
             assert outputs[i] == expected[name], name
 
-    def test_preempted_sequences_come_to_the_same_tokens(self, reference, model, tokenized):
+    def test_preempted_sequences_generate_the_same_tokens(self, reference, model, tokenized):
         spec, longest = model.spec, max(len(ids) for ids in tokenized.values())
         blocks = -(-(longest + self.num_tokens) // 4) + 4
         config = EngineConfig(
@@ -511,9 +514,9 @@ class FamilyContract:
         for i, items in enumerate(self.prompts.values()):
             assert outputs[i] == reference.generate(items, self.num_tokens)
 
-    def test_recorded_decode_steps_come_to_the_same_tokens(self, device, model, tokenized, recorded, caplog):
-        """No number that Python took from one step is in a later one; and none goes unrecorded without a word."""
-        if not kind_of(model.spec.device).records:  # on the CPU `recorded` does
+    def test_recorded_decode_steps_generate_the_same_tokens(self, device, model, tokenized, recorded, caplog):
+        """Replay recorded steps without a stale value from Python, and log every step that cannot be recorded."""
+        if not kind_of(model.spec.device).records:  # on the CPU the `recorded` fixture enables recording
             pytest.skip(f"nothing is recorded on {device}")
         eager, graphs = (self.engine(model, enforce_eager=eager) for eager in (True, False))
         expected = run(eager, [*tokenized.values()], max_tokens=self.num_tokens)
@@ -526,7 +529,7 @@ class FamilyContract:
 
     def test_a_decode_step_waits_for_the_device_once(self, path, device, tokenized, waits):
         engine = self.engine(load_model(path, device=device, dtype="bfloat16"))
-        run(engine, [*tokenized.values()], max_tokens=2)  # an operator is tried, with a wait, where it is first used
+        run(engine, [*tokenized.values()], max_tokens=2)  # the first use of an operator tries it, with a wait
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         for i, ids in enumerate(tokenized.values()):
             assert engine.add(Add(str(i), ids.numpy().tobytes(), params)) is None
@@ -542,12 +545,11 @@ class FamilyContract:
         assert len(found) >= 5
         assert found == [1] * len(found)
 
-    def test_bfloat16(self, path, device, reference, tokenized):
-        """As near to float32 as the reference is in bfloat16."""
+    def test_bfloat16_logits_are_as_near_as_the_references(self, path, device, reference, tokenized):
         model, half = load_model(path, device=device, dtype="bfloat16"), reference.in_bfloat16()
         for name, items in self.prompts.items():
             expected = reference.logits(items)
-            # A family may bar tokens: their logits are the smallest number, in either dtype.
+            # A family may mask tokens. Their logits are the smallest number in either dtype.
             open_ = expected > -1e30
             scale = expected[open_].std()
             found = ((self.logits(model, tokenized[name]) - expected)[open_].abs().max() / scale).item()
@@ -555,8 +557,8 @@ class FamilyContract:
             assert own <= 0.5, f"{name}: in bfloat16 the reference is off by {own:.3f}, and says nothing"
             assert found <= max(self.bf16_tolerance, 2 * own), f"{name}: {found:.3f}; the reference itself {own:.3f}"
 
-    def test_tokens_generated_in_bfloat16(self, path, device, model, tokenized):
-        """Those of float32, up to one where others are nearly as good: it is among the likeliest there."""
+    def test_tokens_generated_in_bfloat16_are_among_the_likeliest(self, path, device, model, tokenized):
+        """Compare up to the first token that differs from float32. It must be among the likeliest tokens there."""
         if device == "cpu":
             pytest.skip("the CPU computes in float32; the fused operators of others do not")
         half = load_model(path, device=device, dtype="bfloat16")
@@ -568,7 +570,7 @@ class FamilyContract:
             token, likely = next(((token, likely) for token, likely in pairs if token != likely[0]), (None, [None]))
             assert token in likely, name
 
-    def test_embeddings_in_place_of_media(self, model, tokenizer, tokenized, path_file):
+    def test_embeddings_in_place_of_media_give_the_same_logits(self, model, tokenizer, tokenized, path_file):
         for name, items in self.prompts.items():
             media = model.read(tokenized[name].numpy())
             features = [feature.cpu().numpy() for item in media for feature in model.encode([item])]
@@ -581,8 +583,8 @@ class FamilyContract:
             logits = self.logits(model, ids)
             assert (logits - self.logits(model, tokenized[name])).abs().max() <= self.tolerance, name
 
-    def test_embeddings_that_no_tower_made_are_refused(self, model, processor, tokenizer, tokenized, path_file):
-        """Of another width, or a number of rows that does not fit their grid, or of more dimensions."""
+    def test_embeddings_of_a_wrong_shape_are_refused(self, model, processor, tokenizer, tokenized, path_file):
+        """Refuse features of another width, another number of rows than their grid needs, or more dimensions."""
         assert processor.feature_width == model.spec.hidden_size + model.spec.extra_width
         for name, items in self.prompts.items():
             kinds = [kind for item in items for kind in item if kind in KINDS]
@@ -599,9 +601,7 @@ class FamilyContract:
                 with pytest.raises(InputError, match="must be a numpy array"):
                     Embeddings(np.zeros((1, rows, width), np.float32), shape.grid)
 
-    def test_a_prompt_given_as_ids_is_the_same_as_its_text(
-        self, path, model, reference, tokenizer, tokenized, path_file
-    ):
+    def test_a_prompt_given_as_ids_equals_its_text(self, path, model, reference, tokenizer, tokenized, path_file):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         for name, items in self.prompts.items():
             texts = [item for item in items if "text" in item] if self.unspelled else items
@@ -624,7 +624,7 @@ class FamilyContract:
             )
             assert prompt.ids.tolist() == encode(text, add_special_tokens=False)["input_ids"]
 
-    def test_ids_whose_placeholders_are_not_the_medias_are_refused(self, path, reference, tokenizer, path_file):
+    def test_ids_whose_placeholders_do_not_match_the_media_are_refused(self, path, reference, tokenizer, path_file):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         for items in self.prompts.values():
             media = [item for item in items if "text" not in item]
@@ -648,7 +648,7 @@ class FamilyContract:
                 assert len(prompt) <= limit
                 assert len(model.read(prompt.ids)) == len(prompt.spans)
 
-    def test_truncation_leaves_nothing_of_an_item_and_the_opening(self, path, processor, tokenizer, path_file):
+    def test_truncation_keeps_the_opening_and_no_part_of_a_removed_item(self, path, processor, tokenizer, path_file):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         kinds = family_named(self.name).kinds
         placeholders = [processor.placeholders[kind] for kind in kinds]
@@ -657,7 +657,7 @@ class FamilyContract:
         control |= {index for placeholder in placeholders for index in placeholder.control_ids}
         for name, items in self.prompts.items():
             whole = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items)), path_file)
-            # What stands around every prompt, whatever its items.
+            # Tokens that surround every prompt, whatever its items.
             around = {*encode("")["input_ids"], *processor.frame([], len(whole.spans))}
             first, last = whole.opening
             if (bos := encode.bos_token_id) in whole.plain_ids:
@@ -675,8 +675,8 @@ class FamilyContract:
                 front = prompt.plain_ids[: spans[0].start - spans[0].lead] if spans else prompt.plain_ids
                 assert not (control - around) & {*front.tolist()}, (name, limit)
 
-    def test_the_text_that_spells_an_item_goes_with_it(self, path, model, processor, tokenizer, path_file):
-        """Also where a text spells control tokens, and is encoded in pieces."""
+    def test_the_text_around_an_item_belongs_to_its_span(self, path, model, processor, tokenizer, path_file):
+        """Include the framing text in the span even if a text spells control tokens and is encoded in pieces."""
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         spelled = encode.convert_ids_to_tokens(processor.placeholders[family_named(self.name).kinds[0]].token)
         for name, items in self.prompts.items():
@@ -691,13 +691,14 @@ class FamilyContract:
                     parts = text.split(encode.convert_ids_to_tokens(span.token))
                     lead = encode.decode(prompt.ids[span.start - span.lead : span.start])
                     tail = encode.decode(prompt.ids[span.stop : span.stop + span.tail])
-                    # Blanks can be shared with what stands beside the item.
+                    # An item may share blanks with its neighbours.
                     assert lead.strip().endswith(parts[0].strip()), (name, lead)
                     assert tail.strip().startswith(parts[-1].strip()), (name, tail)
 
+    @pytest.mark.slow  # the shorter suite tests placement in tests/nn
     @pytest.mark.parametrize("what", ["vision", "projector"])
-    def test_parts_have_a_precision_of_their_own(self, what, path, device, model, tokenized):
-        """Those that the family names; where it names none, the setting is refused."""
+    def test_parts_can_have_their_own_precision(self, what, path, device, model, tokenized):
+        """Convert the parts that the family names. Refuse the setting if the family names none."""
         half = {what: Placement(device, bits=16)}
         if not (names := getattr(model.traits, f"{what}_parts")):
             with pytest.raises(
@@ -720,8 +721,7 @@ class FamilyContract:
             self.assert_a_slot_for_each_feature(processor, kind, plan)
 
     @pytest.mark.parametrize("encoded", [True, False], ids=["encoded", "frames"])
-    def test_options_of_a_video_are_obeyed(self, encoded, processor, tokenizer, path_file):
-        """Or refused, never passed over."""
+    def test_video_options_are_obeyed_or_refused(self, encoded, processor, tokenizer, path_file):
         if "video" not in family_named(self.name).kinds:
             return
         frames = moving_frames(20)
@@ -754,7 +754,7 @@ class FamilyContract:
                 tokenizer.tokenize([{"video": data, name: bound}], path_file)
 
     def test_frames_sampled_from_videos_of_any_length_equal_the_references(self, reference, processor, monkeypatch):
-        """Indices past the last frame, which the reference may return, do not occur."""
+        """Equal the reference's frames, without the indices past the last frame that it may return."""
         if "video" not in family_named(self.name).kinds:
             return
         video = EncodedVideo.open(encode_video(moving_frames(3, 48, 32)))
@@ -773,15 +773,15 @@ class FamilyContract:
                 taken = literal_eval(re.search(r"\[.*?\]", plan.settings)[0])
                 assert taken == sorted(taken), case
                 assert 0 <= taken[0] <= taken[-1] < total, case
-                if "num_frames" in options:  # rounded to pairs
+                if "num_frames" in options:  # the number is rounded to pairs
                     assert abs(len(taken) - options["num_frames"]) <= 1, case
                 elif not options and not theirs.do_sample_frames:
                     continue
-                with suppress(ValueError, TypeError, ZeroDivisionError):  # more frames than the video has, or none
+                with suppress(ValueError, TypeError, ZeroDivisionError):  # too many frames, or none
                     expected = theirs.sample_frames(VideoMetadata(total, rate, duration=total / rate), **options)
                     within = [index for index in expected.tolist() if index < total]
                     if "num_frames" in options and len(within) < len(taken):
-                        continue  # the reference refuses more frames than the rate yields
+                        continue  # the reference refuses more frames than its rate yields
                     assert taken == within, case
                     num_compared += 1
         assert num_compared > 100
@@ -799,7 +799,7 @@ class FamilyContract:
                     assert taken[-1] < total
 
     def test_a_damaged_tail_does_not_affect_sampling(self, processor, tokenizer, path_file):
-        """The file is sampled as if its last frames did not exist, whether they would be sampled or not."""
+        """Sample the file as if its damaged last frames did not exist, whether or not they would be sampled."""
         if "video" not in family_named(self.name).kinds:
             return
         data, whole = (CASES / "last_byte_missing.mp4").read_bytes(), encode_video(moving_frames(47, 48, 32), fps=25)
@@ -810,7 +810,7 @@ class FamilyContract:
             assert taken == literal_eval(re.search(r"\[.*?\]", expected.settings)[0])
             assert len(tokenizer.tokenize([{"video": data, **options}, {"text": "Hm?"}], path_file))
 
-    def test_what_a_request_takes_to_decode_is_counted_as_it_is_planned(self, processor):
+    def test_planning_counts_the_pixels_that_a_request_decodes(self, processor):
         image, clip = encoded(photograph(size=(300, 200))), encode_video(moving_frames(20), fps=10)
         for kind, data, most in (
             ("image", image, MediaCaps(max_request_pixels=59_999)),
@@ -821,8 +821,8 @@ class FamilyContract:
                     processor.plan(Media(kind, data), data, {kind: 1})
 
     @pytest.mark.parametrize("rate", [0.5, 3.0, 24.0])
-    def test_frames_handed_in_are_all_taken_at_their_rate(self, rate, reference, model, tokenizer, path_file):
-        """As one array, or as a list of pictures."""
+    def test_given_frames_are_all_used_at_their_rate(self, rate, reference, model, tokenizer, path_file):
+        """Use all frames of an array and of a list of pictures."""
         if "video" not in family_named(self.name).kinds:
             return
         frames = moving_frames(5, 48, 32)
@@ -840,8 +840,8 @@ class FamilyContract:
             assert plain_ids(ids.numpy(), items).tolist() == expected["input_ids"][0].tolist()
             self.assert_arrays(expected, items, model)
 
-    def test_preprocessing_fills_its_arrays(self, processor):
-        """Shared memory is handed out as an earlier item left it."""
+    def test_preprocessing_overwrites_every_byte_of_its_arrays(self, processor):
+        """Shared memory holds an earlier item's bytes when it is allocated."""
 
         def written(media: Media, fill: int) -> dict[str, bytes]:
             plan = processor.plan(media, read_source(media), Counter([media.kind]))
@@ -862,9 +862,9 @@ class FamilyContract:
                     processor, media.kind, processor.plan(media, read_source(media), counts)
                 )
 
-    @pytest.mark.slow  # the families whose tests call it have it in the shorter suite
-    def test_it_is_served(self, path, device, model, tokenizer, path_file, tmp_path):
-        """All prompts at once over HTTP, their media as files, come to what the model generates here."""
+    @pytest.mark.slow  # the shorter suite tests serving with the families that call this test
+    def test_served_tokens_equal_the_models(self, path, device, model, tokenizer, path_file, tmp_path):
+        """Serve all prompts at once over HTTP, with media as files, and compare with tokens generated here."""
         prompts = [
             [
                 {kind: value if kind == "text" else as_file(kind, value) for kind, value in item.items()}

@@ -1,7 +1,8 @@
-"""Golden data: a checkpoint made again from its seed, prompts, and what the original implementation computed.
+"""Golden data: a checkpoint rebuilt from its seed, prompts, and results of the original implementation.
 
-A folder holds the checkpoint's own files but for its weights; `weights.json`, how these were drawn; `cases.json` and
-`cases.npz`, the prompts, their ids, the last hidden states, which the checkpoint's head makes logits of, and tokens.
+A folder holds the checkpoint's files without its weights. `weights.json` describes how the weights were drawn.
+`cases.json` and `cases.npz` hold the prompts with their ids, last hidden states and tokens. The checkpoint's head turns
+the hidden states into logits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Case:
 
 
 def cases(folder: Path, items: Any) -> dict[str, Case]:
-    """The folder's prompts by name; `items` makes the List[Dict] of one from its entry and its pictures' paths."""
+    """Return the folder's prompts by name. `items` makes a List[Dict] from a prompt's entry and its pictures' paths."""
     arrays = np.load(folder / "cases.npz")
     found = json.loads((folder / "cases.json").read_text()).items()
     return {
@@ -44,7 +45,7 @@ def cases(folder: Path, items: Any) -> dict[str, Case]:
 
 
 def drawn_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights that `weights.json` describes: normal numbers of one generator, tensor after tensor."""
+    """Draw the weights that `weights.json` describes, in order, from one generator of normal numbers."""
     recipe = json.loads((folder / "weights.json").read_text())
     generator = torch.Generator().manual_seed(recipe["seed"])
     weights = {}
@@ -56,7 +57,7 @@ def drawn_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def write_checkpoint(folder: Path, out: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    """The folder's checkpoint with `weights`, into the directory `out`."""
+    """Write the folder's checkpoint with `weights` into the directory `out`."""
     for file in folder.iterdir():
         if file.suffix in {".json", ".tiktoken"} and file.stem not in {"weights", "cases", "strings"}:
             shutil.copyfile(file, out / file.name)
@@ -64,10 +65,10 @@ def write_checkpoint(folder: Path, out: Path, weights: Mapping[str, torch.Tensor
 
 
 class GoldenReference:
-    """The golden data behind the face of a model and its processor."""
+    """Golden data with the interface of a Reference."""
 
     def __init__(self, found: Mapping[str, Case], head: torch.Tensor, token: int) -> None:
-        """`head` is the weight that makes logits of hidden states; `token` the placeholder's id."""
+        """Keep the cases. `head` turns hidden states into logits. `token` is the placeholder's id."""
         self.cases = found
         self.head = head
         self.token = token
@@ -76,7 +77,7 @@ class GoldenReference:
         return next(case for case in self.cases.values() if case.items is items)
 
     def text(self, items: Items) -> str:
-        """The whole prompt, its pictures not expanded."""
+        """Return the whole prompt with its pictures not expanded."""
         raise NotImplementedError
 
     def inputs(self, items: Items) -> Mapping[str, Any]:
@@ -84,12 +85,12 @@ class GoldenReference:
         return {"input_ids": case.input_ids[None], "case": case}
 
     def logits(self, items: Items) -> torch.Tensor:
-        """float32 [T, vocabulary]."""
+        """Return the logits, float32 [T, vocabulary]."""
         return self.case(items).hidden @ self.head.T
 
     def in_bfloat16(self) -> None:
-        """There is none."""
+        """Return None, because golden data have no model."""
 
     def generate(self, items: Items, count: int) -> list[int]:
-        """Greedy tokens."""
+        """Return greedy tokens."""
         return self.case(items).about["generated"][:count]

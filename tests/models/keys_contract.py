@@ -1,6 +1,6 @@
-"""What every family with layers of its own is held against: each key of the original configuration is changed in turn.
+"""Contract of every family with its own layers: each key of the original configuration is changed in turn.
 
-A key is honoured as the original code does, refused by its name, or without effect.
+A key must be honoured as in the original code, be refused by name, or have no effect.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import Model
 
 IDS = torch.arange(3, 40)
-"""A prompt of text."""
+"""A text prompt."""
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `config` with other values; `section.key` names a key of a section."""
+    """Return a copy of `config` with `changes`. `section.key` names a key of a section."""
     other: dict[str, Any] = json.loads(json.dumps(config))
     for name, value in changes.items():
         *sections, key = name.split(".")
@@ -41,7 +41,7 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def names(keys: Keys, prefix: str = "") -> Iterator[str]:
-    """Yield the names of all keys, those of a section as `section.key`."""
+    """Yield the names of all keys. A section's key is named `section.key`."""
     for name in (*keys.read, *keys.only, *keys.unused):
         yield f"{prefix}{name}"
     for name, section in keys.sections.items():
@@ -49,7 +49,7 @@ def names(keys: Keys, prefix: str = "") -> Iterator[str]:
 
 
 def served_values(keys: Keys, prefix: str = "") -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the names of keys that are served at some values alone, and these values."""
+    """Yield the names of keys that allow only certain values, with these values."""
     for name, served in keys.only.items():
         yield f"{prefix}{name}", served
     for name, section in keys.sections.items():
@@ -57,7 +57,7 @@ def served_values(keys: Keys, prefix: str = "") -> Iterator[tuple[str, tuple[Any
 
 
 def mistyped_values(keys: Keys, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield the names of keys that are honoured, and values of other types than theirs."""
+    """Yield the names of honoured keys with values of the wrong type."""
     for name, default in keys.read.items():
         kind = default.kind if isinstance(default, Required | Nullable) else type(default)
         values: list[Any] = ["8", {"a": 8}, float("nan")]
@@ -70,18 +70,18 @@ def mistyped_values(keys: Keys, prefix: str = "") -> Iterator[tuple[str, list[An
 
 
 def keys_of(family: str) -> Keys:
-    """The keys that a family says it knows."""
+    """Return the keys that a family declares."""
     keys: Keys = importlib.import_module(family_named(family).__module__).KEYS
     return keys
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm of all these decoders."""
+    """Apply the RMS norm of these decoders."""
     return weight * (hidden * (hidden.square().mean(-1, keepdim=True) + eps).rsqrt())
 
 
 def turned(heads: torch.Tensor, base: float) -> torch.Tensor:
-    """[heads, tokens, width], halves as pairs, turned by the tokens' indices."""
+    """Apply rotary embeddings to heads [heads, tokens, width], whose halves form the pairs."""
     width = heads.shape[-1]
     angles = torch.outer(torch.arange(heads.shape[1]).float(), base ** -(torch.arange(0, width, 2) / width))
     first, second = heads.chunk(2, -1)
@@ -90,28 +90,28 @@ def turned(heads: torch.Tensor, base: float) -> torch.Tensor:
 
 
 def layer_of(weights: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The weights whose names begin with `prefix`, by the rest of their names."""
+    """Return the weights whose names begin with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
 class KeysContract:
-    """The subclass writes a small checkpoint, and computes the logits of `IDS` in plain PyTorch."""
+    """Contract of a family's keys. The subclass computes a small checkpoint's logits of `IDS` in plain PyTorch."""
 
     name: ClassVar[str]
     refused: ClassVar[Mapping[str, Any]]
-    """Keys with a value that is not served."""
+    """Keys with an unsupported value."""
     honoured: ClassVar[Mapping[str, Any]]
-    """Keys with another value, or with changes of several keys, of which `reference` computes the logits."""
+    """Keys with another value, or with changes of several keys. `reference` computes their logits."""
     towers: ClassVar[Mapping[str, Mapping[str, Any]]]
-    """Keys of what sees pictures, with changes by which the features differ."""
+    """Keys of the vision tower, with changes that must change the features."""
     unused: ClassVar[Mapping[str, Any]]
-    """Keys that have no effect, with a value that is not the default."""
+    """Keys without effect, with a value other than the default."""
     sizes: ClassVar[frozenset[str]]
-    """Keys that the shapes of the weights are held against, or that other tests change."""
+    """Keys that are checked against the shapes of the weights, or that other tests change."""
 
     @classmethod
     def write_checkpoint(cls, out: Path) -> None:
-        """Writes a small checkpoint into the directory `out`."""
+        """Write a small checkpoint into the directory `out`."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
@@ -122,15 +122,15 @@ class KeysContract:
         return out
 
     def reference(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor:
-        """float32 [tokens, vocabulary] of `IDS`; `config` has all keys that matter."""
+        """Return the logits of `IDS`, float32 [tokens, vocabulary]. `config` has all keys that matter."""
         raise NotImplementedError
 
     def weights(self, path: Path) -> Mapping[str, torch.Tensor]:
-        """The checkpoint's weights by their names."""
+        """Return the checkpoint's weights by name."""
         return load_file(path / "model.safetensors")
 
     def features(self, model: Model) -> torch.Tensor:
-        """What the tower gives for some picture."""
+        """Return the tower's features of some picture."""
         raise NotImplementedError
 
     @classmethod
@@ -155,18 +155,18 @@ class KeysContract:
         tried = {*self.refused, *self.honoured, *self.towers, *self.unused, *self.sizes}
         assert tried - HOUSEKEEPING >= {*names(keys_of(self.name))} - HOUSEKEEPING
 
-    def test_the_reference_is_the_models(self, path: Path, base: Model) -> None:
+    def test_the_reference_equals_the_model(self, path: Path, base: Model) -> None:
         expected = self.reference(self.weights(path), Checkpoint.open(path).config)
         assert (base.logits(IDS) - expected).abs().max() <= 1e-4
 
-    def test_values_that_are_not_served_are_refused_by_name(self, path: Path) -> None:
+    def test_unsupported_values_are_refused_by_name(self, path: Path) -> None:
         family, served = family_named(self.name), []
         for name, value in self.refused.items():
             try:
                 family.processor(self.checkpoint(path, {name: value}))
                 served.append(name)
             except UnsupportedCheckpoint as error:
-                assert f"{name} is {value!r}" in str(error)  # noqa: PT017 - one test for all keys
+                assert f"{name} is {value!r}" in str(error)  # noqa: PT017 - one test covers all keys
         assert not served
 
     def test_values_of_another_type_are_refused_by_name(self, path: Path) -> None:
@@ -176,7 +176,7 @@ class KeysContract:
                 with pytest.raises(UnsupportedCheckpoint, match=re.escape(f"{name} is {value!r}; it must be ")):
                     family.processor(self.checkpoint(path, {name: value}))
 
-    def test_keys_are_honoured_as_the_original_does(self, path: Path, base: Model) -> None:
+    def test_keys_are_honoured_as_in_the_original(self, path: Path, base: Model) -> None:
         own = base.logits(IDS)
         for name, value in self.honoured.items():
             changes = value if isinstance(value, dict) else {name: value}
@@ -195,7 +195,7 @@ class KeysContract:
         assert torch.equal(other.logits(IDS), base.logits(IDS))
         assert torch.equal(self.features(other), self.features(base))
 
-    def test_a_null_is_the_same_as_no_key_unless_true_is_needed(self, path: Path) -> None:
+    def test_null_equals_a_missing_key_unless_true_is_needed(self, path: Path) -> None:
         family = family_named(self.name)
         for name, served in served_values(keys_of(self.name)):
             other = self.checkpoint(path, {name: None})

@@ -1,4 +1,4 @@
-"""Small checkpoints quantised by bitsandbytes, and the same weights as plain numbers."""
+"""Small checkpoints quantised by bitsandbytes, with the same weights as plain numbers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Weights = dict[str, torch.Tensor]
 
 
 def pack(folder: Path, settings: Mapping[str, Any], is_packed: Callable[[str, torch.Tensor], bool]) -> Weights:
-    """Quantise the checkpoint `folder` in place, as `settings`, its quantization_config, say.
+    """Quantise the checkpoint `folder` in place. `settings` is its quantization_config.
 
     Returns:
-        All weights as plain numbers, those that are packed after their rounding.
+        All weights as plain numbers. Packed weights are rounded as their quantisation rounds them.
     """
     stored: Weights = {}
     plain: Weights = {}

@@ -1,4 +1,4 @@
-"""What every encoder-decoder is held against: the contract of families, where prompt and answer are apart."""
+"""Contract of every encoder-decoder: the families' contract for models whose prompt and answer are separate."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.models.contract import FamilyContract, Items, Reference, picture, run
 
 
 class Seq2SeqReference(Reference):
-    """A family whose whole model takes no text alone overrides `part`."""
+    """Reference of an encoder-decoder. Override `part` if the whole model does not accept text alone."""
 
     decoder_input_ids: ClassVar[Sequence[int]]
-    """Of the logits that are compared: the start token, and any others."""
+    """Decoder ids whose logits are compared: the start token, and any others."""
 
     def part(self, items: Items) -> Any:
-        """What generates."""
+        """Return the module that generates."""
         return self.model
 
     @torch.inference_mode()
     def answer_logits(self, items: Items, decoder_input_ids: Sequence[int]) -> torch.Tensor:
-        """float32 [n, vocabulary]."""
+        """Return the logits of the decoder ids, float32 [n, vocabulary]."""
         ids = torch.tensor([[*decoder_input_ids]])
         return self.part(items)(**self.inputs(items), decoder_input_ids=ids).logits[0].float()
 
@@ -53,7 +53,7 @@ class Seq2SeqReference(Reference):
 
 
 class Seq2SeqContract(FamilyContract):
-    """Subclasses are named Test<Family>; their references are Seq2SeqReferences."""
+    """Contract of an encoder-decoder. Subclasses are named Test<Family> and use a Seq2SeqReference."""
 
     def engine(self, model: Any, **settings: Any) -> Seq2SeqEngine:
         return Seq2SeqEngine(model, EngineConfig(**settings))
@@ -61,7 +61,7 @@ class Seq2SeqContract(FamilyContract):
     def logits(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model.logits(ids, torch.tensor([*self.decoder_input_ids])).cpu()
 
-    def test_a_flat_batch_of_all_in_two_orders(self, reference, model, tokenized):
+    def test_logits_of_a_flat_batch_equal_the_references_in_any_order(self, reference, model, tokenized):
         for names in ([*self.prompts], [*self.prompts][::-1]):
             engine = self.engine(model)
             params = SamplingParams(temperature=0, max_tokens=self.num_tokens, logprobs=0)
@@ -78,12 +78,12 @@ class Seq2SeqContract(FamilyContract):
                 chosen = expected.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
                 assert (torch.tensor([one.logprob for one in drawn]) - chosen).abs().max() <= self.tolerance, name
 
-    def test_recorded_decode_steps_come_to_the_same_tokens(self, recorded):
-        """None is recorded: keys and values grow by concatenation."""
+    def test_recorded_decode_steps_generate_the_same_tokens(self, recorded):
+        """Skip: keys and values grow by concatenation, so no step is recorded."""
         pytest.skip("an encoder-decoder has no paged cache")
 
-    def test_preempted_sequences_come_to_the_same_tokens(self, reference, model, tokenized):
-        """None is preempted: with room for one, the others wait for it."""
+    def test_preempted_sequences_generate_the_same_tokens(self, reference, model, tokenized):
+        """Make requests wait when the cache has room for one, because an encoder-decoder does not preempt."""
         longest = max(len(ids) for ids in tokenized.values())
         room = longest * model.prompt_token_bytes + self.num_tokens * model.spec.kv_token_bytes
         engine = self.engine(model, kv_cache_bytes=room, encoder_cache_bytes=1000)
@@ -138,9 +138,9 @@ class Seq2SeqContract(FamilyContract):
             assert outputs[i] == reference.generate(items, count, repetition_penalty=penalty), items
 
     def change_text_config(self, path: Path, **changes: Any) -> None:
-        """Change settings of generation that config.json has, in layouts that have them there."""
+        """Change generation settings in config.json, for layouts that have them there."""
 
-    def test_lengths_that_the_room_does_not_hold_are_refused_where_asked_for_and_else_told(self, model, caplog):
+    def test_lengths_beyond_the_cache_are_refused_if_requested_and_lowered_otherwise(self, model, caplog):
         caplog.set_level("INFO")
         each, own = model.prompt_token_bytes + model.spec.kv_token_bytes, model.spec.max_model_len
         with pytest.raises(DeviceError, match=f"a context of 10 tokens needs {10 * each} bytes .* for 9 tokens"):
@@ -153,13 +153,13 @@ class Seq2SeqContract(FamilyContract):
         assert (
             f"a context of {own} tokens needs {own * each} bytes of KV cache; the cache has {2 * each}" in caplog.text
         )
-        # More of the one where there is less of the other.
+        # Less of one length leaves room for more of the other.
         assert ready.max_model_len == 2 + model.spec.kv_token_bytes // model.prompt_token_bytes
         assert ready.max_output_len == 2 + model.prompt_token_bytes // model.spec.kv_token_bytes
         with pytest.raises(DeviceError, match="for 0 tokens"):
             self.engine(model, kv_cache_bytes=each - 1)
 
-    def test_room_is_given_back_on_every_way_out(self, model, tokenized):
+    def test_finished_and_aborted_requests_free_their_cache(self, model, tokenized):
         engine = self.engine(model, max_num_seqs=2)
         for i, ids in enumerate(tokenized.values()):
             params = SamplingParams(temperature=0, max_tokens=100 if i else 1, ignore_eos=True)
@@ -177,7 +177,7 @@ class Seq2SeqContract(FamilyContract):
         assert engine.stats.kv_cache_usage == 0
         assert not engine._decodings
 
-    def test_the_room_is_measured(self, model, device, processor):
+    def test_the_cache_size_is_measured(self, model, device, processor):
         config, opened = EngineConfig(max_num_seqs=2), open_device(device)
         room = kv_cache_bytes(model, processor, family_named(self.name).kinds, opened, config)
         assert room == useful_bytes(model, config), "a small model's sequences all fit"
@@ -185,7 +185,7 @@ class Seq2SeqContract(FamilyContract):
             kv_cache_bytes(model, processor, ("image",), opened, EngineConfig(kv_cache_bytes=2**60, max_num_seqs=10**9))
 
     def test_a_lost_block_fails_its_own_request_alone(self, model, tokenizer, path_file, tmp_path):
-        """And a picture that comes again is not encoded again."""
+        """Fail the request of the lost picture alone, and do not encode a repeated picture again."""
         engine = self.engine(model)
         params = SamplingParams(temperature=0, max_tokens=2)
         prompts = {
@@ -207,8 +207,8 @@ class Seq2SeqContract(FamilyContract):
             engine.step()
         assert engine.stats.kv_cache_usage == 0
 
-    def test_what_fails_in_the_decoder_fails_alone(self, model, tokenized):
-        """One sequence's cache is spoilt: its request fails, the other comes to the same tokens."""
+    def test_a_request_that_fails_in_the_decoder_fails_alone(self, model, tokenized):
+        """Fail the request whose cache is spoilt, and generate the same tokens for the other."""
         engine, params = self.engine(model), SamplingParams(temperature=0, max_tokens=4)
         ids = tokenized["text"].numpy().tobytes()
         outputs, errors = {"spoilt": [], "sound": []}, {}
@@ -226,7 +226,7 @@ class Seq2SeqContract(FamilyContract):
         alone, _ = run(self.engine(model), [tokenized["text"]], max_tokens=4)
         assert outputs["sound"] == alone[0]
 
-    def test_a_prompt_has_no_logprobs(self, model, tokenized):
+    def test_prompt_logprobs_are_refused(self, model, tokenized):
         _, errors = run(self.engine(model), [tokenized["text"]], max_tokens=2, prompt_logprobs=0)
         (error,) = errors.values()
         assert error.name == "InputError"

@@ -1,4 +1,4 @@
-"""Parts of small random checkpoints: a byte-level tokenizer, and a model of transformers' with seeded weights."""
+"""Parts of small random checkpoints: a byte-level tokenizer, and models of transformers with seeded weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CORPUS = ("What is in the image? Describe this picture. a red square, a blue cir
 
 
 def save_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) -> PreTrainedTokenizerFast:
-    """Writes a byte-level tokenizer of at most 400 tokens, the special ones first; `settings` as its class takes."""
+    """Write a byte-level tokenizer of at most 400 tokens, special tokens first. Its class takes `settings`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,18 +32,18 @@ def save_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) ->
 
 
 def save_unigram_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) -> PreTrainedTokenizerFast:
-    """The same of a Unigram model, as T5's is: blanks are pieces' first characters, special tokens are pieces too.
+    """Write a Unigram tokenizer like T5's, whose pieces begin with blanks and include the special tokens.
 
-    `special_tokens` has <unk>, and </s>, which stands behind every text.
+    `special_tokens` must have <unk> and </s>. The tokenizer appends </s> to every text.
     """
-    # Not trained: the trainer's pieces differ from run to run.
+    # The tokenizer is not trained, because a trainer's pieces differ from run to run.
     letters = ["▁", *string.ascii_letters, *string.digits, *string.punctuation]
     words = sorted({f"▁{word}" for text in CORPUS for word in text.split()})
     pieces = [(token, 0.0) for token in special_tokens]
     pieces += [(piece, -5.0 - index / 100) for index, piece in enumerate([*words, *letters])]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=special_tokens.index("<unk>")))
     tokenizer.add_special_tokens([*special_tokens])
-    tokenizer.normalizer = normalizers.NFKC()  # T5's own is much the same
+    tokenizer.normalizer = normalizers.NFKC()  # nearly the same as T5's own
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     end = ("</s>", special_tokens.index("</s>"))
@@ -54,14 +54,14 @@ def save_unigram_tokenizer(out: Path, special_tokens: Sequence[str], **settings:
 
 
 def changed(path: Path, out: Path, file: str, change: Mapping[str, Any]) -> Path:
-    """A copy of the checkpoint `path` whose `file`, such as config, has other values."""
+    """Copy the checkpoint `path` with other values in `file`, such as config."""
     shutil.copytree(path, out)
     save_json(out, **{file: json.loads((out / f"{file}.json").read_text()) | change})
     return out
 
 
 def without_token(path: Path, out: Path, token: str) -> Path:
-    """A copy of the checkpoint `path` whose tokenizer.json has another token in the place of `token`."""
+    """Copy the checkpoint `path` with another token in place of `token` in tokenizer.json."""
     shutil.copytree(path, out)
     described = json.loads((out / "tokenizer.json").read_text())
     (added,) = (added for added in described["added_tokens"] if added["content"] == token)
@@ -72,7 +72,7 @@ def without_token(path: Path, out: Path, token: str) -> Path:
 
 
 def save_model(out: Path, cls: type[Any], config: Any, eos: int | Sequence[int], pad: int, seed: int = 0) -> None:
-    """Writes a `cls` with random weights."""
+    """Write a `cls` with random weights."""
     torch.manual_seed(seed)
     model = cls(config)
     model.generation_config.eos_token_id = eos
@@ -81,6 +81,6 @@ def save_model(out: Path, cls: type[Any], config: Any, eos: int | Sequence[int],
 
 
 def save_json(out: Path, **files: Mapping[str, Any]) -> None:
-    """Writes each of `files`, such as preprocessor_config."""
+    """Write each of `files`, such as preprocessor_config."""
     for name, content in files.items():
         (out / f"{name}.json").write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""Checkpoints that bitsandbytes quantised, of families with layers of our own, beside their dequantised weights."""
+"""Tests of bitsandbytes checkpoints of families with their own layers, compared with their dequantised weights."""
 
 import json
 import re
@@ -34,7 +34,7 @@ FAMILIES = {
     "qwen_vl": (GOLDEN / "qwen_vl", r"transformer\.(h|visual)\..*(?<!in_proj_)"),
     "deepseek_vl2": (GOLDEN / "deepseek_vl2" / "latent", r"(vision|projector|language\.model\.layers)\..*(?<!gate\.)"),
 }
-"""For each family, its golden checkpoint, and a pattern of the weights that its authors' code has in linear layers."""
+"""Golden checkpoint of each family, and a pattern of the weights that the authors' code keeps in linear layers."""
 SETTINGS = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {
@@ -47,7 +47,7 @@ SETTINGS = {
 }
 TEXT = [{"text": "What is in the picture?"}]
 MEDIA = [{"text": "What is in "}, {"image": picture(20, 29)}, {"text": "?"}]
-# As published in the article's checkpoint: the layers of the decoder's blocks alone, in NF4 for float16.
+# The article's checkpoint has only the layers of the decoder's blocks in NF4, for float16.
 MOLMO_NF4 = {
     "_load_in_4bit": True,
     "bnb_4bit_compute_dtype": "float16",
@@ -74,7 +74,7 @@ def write(family, folder):
 
 
 def pair(family, settings, folder, pattern=None):
-    """The model with packed weights, and the one with the same numbers as plain weights."""
+    """Return the model with packed weights, and the model with the same numbers as plain weights."""
     packed, plain = folder / "packed", folder / "plain"
     write(family, packed)
     shutil.copytree(packed, plain)
@@ -85,7 +85,7 @@ def pair(family, settings, folder, pattern=None):
 
 
 def largest_difference(found, expected):
-    """In standard deviations of what is expected: these weights are larger than trained ones."""
+    """Return the largest difference in standard deviations, because these weights are larger than trained ones."""
     return ((found - expected).abs().max() / expected.std()).item()
 
 
@@ -95,7 +95,7 @@ def layers(model, kind):
 
 @pytest.fixture
 def tokenized(tmp_path):
-    """A function that makes ids of the prompts for a checkpoint."""
+    """Yield a function that tokenizes the prompts for a checkpoint."""
     with ExitStack() as stack:
         directory = stack.enter_context(request_directory(tmp_path / "spool"))
 
@@ -108,7 +108,7 @@ def tokenized(tmp_path):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_dequantised_weights_alone_and_in_a_batch(family, settings, tmp_path, tokenized):
+def test_logits_equal_those_of_the_dequantised_weights_alone_and_in_a_batch(family, settings, tmp_path, tokenized):
     packed, plain = pair(family, SETTINGS[settings], tmp_path)
     linears = layers(plain, torch.nn.Linear)
     kind = Linear8bit if settings == "int8" else Linear4bit
@@ -131,19 +131,19 @@ def test_logits_are_those_of_the_dequantised_weights_alone_and_in_a_batch(family
     assert [*tokens[0][0].values()] == alone
 
 
-def test_a_checkpoint_as_it_was_published(tmp_path, tokenized):
+def test_the_published_nf4_checkpoint_is_served(tmp_path, tokenized):
     packed, plain = pair("molmo", MOLMO_NF4, tmp_path, r"model\.transformer\.blocks\..*")
     names = [name for name in load_file(tmp_path / "packed" / "model.safetensors") if ".weight." in name]
     assert all(MOLMO_NF4_NAMES.fullmatch(name) for name in names)
     assert len(layers(packed, Linear4bit)) == len(names) / 3 == 4 * 3
     assert not [name for name in layers(packed, Linear4bit) if "blocks" not in name]
     for ids in tokenized(tmp_path / "packed"):
-        assert largest_difference(packed.logits(ids), plain.logits(ids)) <= 0.05  # it multiplies in float16
+        assert largest_difference(packed.logits(ids), plain.logits(ids)) <= 0.05  # the layers multiply in float16
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_layers_of_transformers_of_any_size_and_stored_in_16_bits(bits, random_checkpoint, tmp_path):
-    """bitsandbytes' kernel for AVX512-BF16 takes no layer of 144 outputs, nor one of 144 inputs."""
+def test_transformers_layers_of_any_size_stored_in_16_bits_are_served(bits, random_checkpoint, tmp_path):
+    """Serve a size that bitsandbytes' kernel for AVX512-BF16 lacks: 144 outputs or 144 inputs."""
     config = Qwen2VLConfig.from_pretrained(random_checkpoint)
     config.text_config.intermediate_size = 144
     settings = SETTINGS["nf4" if bits == 4 else "int8"]
@@ -167,7 +167,7 @@ def test_layers_of_transformers_of_any_size_and_stored_in_16_bits(bits, random_c
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_multiplies_in_the_dtype_that_the_checkpoint_names(dtype, tmp_path):
+def test_layers_multiply_in_the_dtype_that_the_checkpoint_names(dtype, tmp_path):
     packed, _ = pair("molmo", {**SETTINGS["nf4"], "bnb_4bit_compute_dtype": dtype}, tmp_path)
     assert {layer.compute_dtype for layer in packed.module.modules() if type(layer) is Linear4bit} == {
         getattr(torch, dtype)
@@ -189,7 +189,7 @@ PROJECTION = "model.transformer.blocks.0.att_proj"
 
 
 @pytest.mark.parametrize(
-    ("settings", "name", "change", "said"),
+    ("settings", "name", "change", "message"),
     [
         ("nf4", "weight.absmax", lambda _: None, "absmax"),
         ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda _: None, "quant_state"),
@@ -201,13 +201,13 @@ PROJECTION = "model.transformer.blocks.0.att_proj"
         ("int8", "weight", lambda numbers: numbers[:-1].clone(), "scales for"),
     ],
 )
-def test_spoiled_companions_are_named(settings, name, change, said, tmp_path):
+def test_a_layer_with_damaged_quantisation_data_is_named(settings, name, change, message, tmp_path):
     write("molmo", tmp_path / "packed")
     pack(tmp_path / "packed", SETTINGS[settings], lambda name, _: name == f"{PROJECTION}.weight")
     spoil(tmp_path / "packed", f"{PROJECTION}.{name}", change)
     with pytest.raises(UnsupportedCheckpoint, match=re.escape(PROJECTION)) as error:
         load_model(tmp_path / "packed", device="cpu")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert str(tmp_path) in str(error.value)
 
 
@@ -228,7 +228,7 @@ def test_weights_kept_for_training_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("settings", ["fp4", "int8"])
-def test_a_quantised_tower_stays_in_its_dtype(settings, tmp_path):
+def test_another_dtype_for_a_quantised_tower_is_refused(settings, tmp_path):
     write("molmo", tmp_path / "packed")
     pack(tmp_path / "packed", SETTINGS[settings], lambda name, _: name.endswith("resblocks.0.feed_forward.w1.weight"))
     with pytest.raises(InputError, match="quantised"):
@@ -247,7 +247,7 @@ def test_a_device_that_bitsandbytes_lacks_is_named(tmp_path):
     check_own_layers(Checkpoint.open(tmp_path / "packed"), NPU())
 
 
-def test_a_layer_of_8_bits_takes_any_float():
+def test_an_8_bit_layer_accepts_any_float_dtype():
     weight = torch.tensor([[127, -127], [1, 0]], dtype=torch.int8)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=dtype)

@@ -1,4 +1,4 @@
-"""BLIP-2 with OPT and with T5 beside transformers' own, on random weights."""
+"""Tests of BLIP-2 with OPT and with T5 against transformers, on random weights."""
 
 import unicodedata
 from typing import ClassVar
@@ -23,7 +23,7 @@ from tests.models.small_checkpoints import save_json, save_tokenizer, save_unigr
 from tests.transformers_reference import AutoTokenizer
 
 SIDE, QUERIES = 28, 6
-# Of the default range of weights, 1e-10 in the tower, no picture would make a difference.
+# With the default range of weights, the tower's outputs are near 1e-10 and pictures make no difference.
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -84,7 +84,7 @@ class Blip2Reference(Reference):
     @torch.inference_mode()
     def logits(self, items):
         inputs = self.inputs(items)
-        # The whole insists on pixels.
+        # The whole model requires pixels.
         whole = self.model if "pixel_values" in inputs else self.model.language_model
         return whole(**inputs).logits[0].float()
 
@@ -113,7 +113,7 @@ class TestBlip2(FamilyContract):
         tokenizer = save_tokenizer(
             out, ("</s>", "<pad>", "<image>"), bos_token="</s>", eos_token="</s>", pad_token="<pad>"
         )
-        # As OPT's: its BOS, which is its EOS too, stands in front of every text.
+        # OPT puts its BOS, which is also its EOS, in front of every text.
         bos = tokenizer.convert_tokens_to_ids("</s>")
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing("</s> $A", special_tokens=[("</s>", bos)])
         tokenizer.save_pretrained(out)
@@ -130,11 +130,11 @@ class TestBlip2(FamilyContract):
     def make_reference(cls, path):
         return Blip2Reference(path)
 
-    def test_one_image_a_prompt(self, tokenizer, path_file):
+    def test_a_second_image_is_refused(self, tokenizer, path_file):
         with pytest.raises(InputError, match="2 items of kind image; the model's limit is 1"):
             tokenizer.tokenize([{"image": picture(30, 30)}] * 2, path_file)
 
-    def test_a_chat_is_a_question(self, path, tokenizer, path_file):
+    def test_a_chat_becomes_a_question(self, path, tokenizer, path_file):
         content = [{"type": "text", "text": "what is it?"}, {"type": "image", "image": picture(30, 30)}]
         ids = tokenizer.tokenize_chat([{"role": "user", "content": content}], path_file)
         text = AutoTokenizer.from_pretrained(path)("Question: what is it? Answer:")["input_ids"]
@@ -147,7 +147,7 @@ class Blip2T5Reference(Blip2Reference, Seq2SeqReference):
     def part(self, items):
         return (
             self.model if any("image" in item for item in items) else self.model.language_model
-        )  # it insists on pixels
+        )  # the whole model requires pixels
 
     logits = Seq2SeqReference.logits
     generate = Seq2SeqReference.generate
@@ -175,7 +175,7 @@ class TestBlip2T5(Seq2SeqContract):
     def make_reference(cls, path):
         return Blip2T5Reference(path)
 
-    def test_it_is_an_encoder_decoder(self, model):
+    def test_the_model_is_an_encoder_decoder(self, model):
         assert isinstance(model, Seq2SeqModel)
         assert model.rules.start_token_id == 0
         assert model.spec.eos_token_ids == (1,)
@@ -183,9 +183,10 @@ class TestBlip2T5(Seq2SeqContract):
     @pytest.mark.parametrize("token", ["<pad>", "</s>", "<image>", "＜／s＞", "＜pad>", "<ｉmage＞"])  # noqa: RUF001
     @pytest.mark.parametrize("text", ["what is {}?", "{}{} {} a", "a{}", "{}"])
     def test_text_makes_no_control_token(self, token, text, path, tokenizer, path_file):
-        """Of a Unigram model they are pieces, and found in a text whether or not special tokens are recognised.
+        """Make no control token even where a Unigram tokenizer would.
 
-        Also in what the tokenizer makes one of, such as wide letters.
+        Such a tokenizer finds control tokens among its pieces, whether or not special tokens are recognised. It also
+        normalises wide letters into them.
         """
         reference, text = AutoTokenizer.from_pretrained(path), text.format(*[token] * 3)
         plain = unicodedata.normalize("NFKC", token)
@@ -193,10 +194,10 @@ class TestBlip2T5(Seq2SeqContract):
         *ids, end = tokenizer.tokenize([{"image": picture(30, 30)}, {"text": text}], path_file).tolist()[QUERIES:]
         assert end == 1
         assert not {0, 1, 3} & {*ids}
-        # Where a spelling is cut, a blank begins the second part, as it does behind a control token.
+        # A blank begins the second part of a split spelling, as it does behind a control token.
         assert reference.decode(ids).replace(" ", "") == unicodedata.normalize("NFKC", text).replace(" ", "")
 
-    def test_pictures_move_the_logits(self, model, tokenizer, path_file):
+    def test_pictures_change_the_logits(self, model, tokenizer, path_file):
         prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
         first, second = (self.logits(model, tokenizer.tokenize(items, path_file)) for items in prompts)
         assert (first - second).abs().max() > 100 * self.tolerance

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be served are refused at load, by what is wrong with them."""
+"""Tests that checkpoints which cannot be served are refused at load with the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST = "model.language_model.layers.0.self_attn.q_proj.weight"
 
 @pytest.fixture
 def copy(random_checkpoint, tmp_path):
-    """A copy of the random checkpoint, to be broken."""
+    """Return a copy of the random checkpoint that a test may break."""
     folder = tmp_path / "broken"
     shutil.copytree(random_checkpoint, folder)
     return folder
@@ -51,24 +51,24 @@ def names(folder: Path) -> list[str]:
 def refused(folder: Path) -> str:
     with pytest.raises(UnsupportedCheckpoint) as error:
         load_model(folder, device="cpu")
-    said = str(error.value)
-    assert str(folder) in said
-    return said
+    message = str(error.value)
+    assert str(folder) in message
+    return message
 
 
 def test_missing_weights_are_named(copy):
     gone = names(copy)[2:5]
     rewrite(copy, lambda weights: [weights.pop(name) for name in gone])
-    said = refused(copy)
-    assert "lacks 3 weights" in said
-    assert "layers.0" in said or "lm_head" in said or "embed" in said
+    message = refused(copy)
+    assert "lacks 3 weights" in message
+    assert "layers.0" in message or "lm_head" in message or "embed" in message
 
 
 def test_unexpected_weights_are_named(copy):
     rewrite(copy, lambda weights: weights.update({"model.adapter.weight": torch.zeros(2), "zeta": torch.zeros(2)}))
-    said = refused(copy)
-    assert "2 weights that its model does not have" in said
-    assert "model.adapter.weight" in said
+    message = refused(copy)
+    assert "2 weights that its model does not have" in message
+    assert "model.adapter.weight" in message
 
 
 @pytest.mark.parametrize("change", ["weight", "config"])
@@ -79,38 +79,38 @@ def test_shapes_that_do_not_fit_are_named(copy, change):
     else:
         text = json.loads((copy / "config.json").read_text())["text_config"]
         reconfigure(copy, text_config=text | {"intermediate_size": 96})
-    said = refused(copy)
-    assert "shape" in said
-    assert "q_proj" in said if change == "weight" else "mlp" in said
-    assert len(said) < 2000, said
+    message = refused(copy)
+    assert "shape" in message
+    assert "q_proj" in message if change == "weight" else "mlp" in message
+    assert len(message) < 2000, message
 
 
-def test_what_is_refused_is_refused_before_any_weight_is_read(copy):
+def test_a_checkpoint_is_refused_before_any_weight_is_read(copy):
     (copy / "model.safetensors").unlink()
     file = copy / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"do_resize": False}))
     assert "do_resize is False" in refused(copy)
 
 
-def test_no_weights_at_all(copy):
+def test_a_missing_weights_file_is_named(copy):
     (copy / "model.safetensors").unlink()
     assert "model.safetensors" in refused(copy)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x10", b"not a file of weights at all, and longer than a header"])
-def test_a_file_that_holds_no_weights(copy, content):
+def test_a_weights_file_without_weights_is_refused(copy, content):
     (copy / "model.safetensors").write_bytes(content)
     refused(copy)
 
 
-def test_a_file_that_is_cut(copy):
+def test_a_truncated_weights_file_is_refused(copy):
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     refused(copy)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
@@ -119,15 +119,15 @@ def test_a_file_that_is_cut(copy):
         (None, "no config.json"),
     ],
 )
-def test_configurations_that_cannot_be_read(copy, content, said):
+def test_an_unreadable_config_json_is_refused(copy, content, message):
     file = copy / "config.json"
     file.unlink() if content is None else file.write_text(content)
-    assert said in refused(copy)
-    with pytest.raises(UnsupportedCheckpoint, match=said):
+    assert message in refused(copy)
+    with pytest.raises(UnsupportedCheckpoint, match=message):
         Tokenizer.from_pretrained(copy)
 
 
-def test_a_name_on_a_hub_is_told_how_it_becomes_a_folder(tmp_path, monkeypatch):
+def test_a_hub_name_is_refused_with_the_download_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models/empty").mkdir(parents=True)
     with pytest.raises(UnsupportedCheckpoint, match=r"hf download Qwen/Qwen2-VL-2B --local-dir Qwen2-VL-2B$"):
@@ -138,24 +138,24 @@ def test_a_name_on_a_hub_is_told_how_it_becomes_a_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_tokenizer_that_cannot_be_read(copy, name):
+def test_an_unreadable_tokenizer_is_refused(copy, name):
     (copy / name).write_text("{")
     with pytest.raises(UnsupportedCheckpoint, match="tokenizer"):
         Tokenizer.from_pretrained(copy)
 
 
-def test_a_config_whose_sizes_contradict_themselves(copy):
+def test_contradictory_sizes_are_refused(copy):
     text = json.loads((copy / "config.json").read_text())["text_config"]
     reconfigure(copy, text_config=text | {"num_attention_heads": 3})
     refused(copy)
 
 
-def test_an_unknown_dtype(copy):
+def test_an_unknown_dtype_is_refused(copy):
     with pytest.raises(InputError, match="dtype is 'float8'"):
         load_model(copy, device="cpu", dtype="float8")
 
 
-def test_a_modality_that_the_family_lacks(copy, tmp_path):
+def test_a_modality_that_the_family_lacks_is_refused(copy, tmp_path):
     with (
         Tokenizer.from_pretrained(copy) as tokenizer,
         pytest.raises(InputError, match="does not accept audio inputs; it accepts image, video"),
@@ -187,7 +187,8 @@ for path in sys.argv[1:]:
 """
 
 
-def test_quantised_weights_whose_package_is_missing(random_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_quantised_weights_are_refused_if_the_package_is_missing(random_checkpoint: Path, tmp_path: Path) -> None:
     cases = [(method, nested) for method in NO_PACKAGE for nested in (False, True)]
     folders = [tmp_path / f"{method} {nested}" for method, nested in cases]
     for folder, (method, nested) in zip(folders, cases, strict=True):
@@ -195,21 +196,21 @@ def test_quantised_weights_whose_package_is_missing(random_checkpoint: Path, tmp
         settings = {"quantization_config": NO_PACKAGE[method][0]}
         text = json.loads((folder / "config.json").read_text())["text_config"]
         reconfigure(folder, **({"text_config": text | settings} if nested else settings))
-    # In a process that finds none of the packages, even if they are installed.
+    # The process finds none of the packages, even if they are installed.
     command = [sys.executable, "-c", LOAD_WITHOUT_PACKAGES, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    for said, (method, _) in zip(done.stdout.splitlines(), cases, strict=True):
-        assert f"quantised with '{method}', which cannot run here" in said, said
-        assert any(name in said for name in NO_PACKAGE[method][1].split("|")), said
+    for message, (method, _) in zip(done.stdout.splitlines(), cases, strict=True):
+        assert f"quantised with '{method}', which cannot run here" in message, message
+        assert any(name in message for name in NO_PACKAGE[method][1].split("|")), message
 
 
-def test_a_quantisation_that_nobody_knows(copy):
+def test_an_unknown_quantisation_is_refused(copy):
     reconfigure(copy, quantization_config={"quant_method": "abacus"})
-    said = refused(copy)
-    assert "quantised with 'abacus', which transformers does not support; it supports aqlm" in said
+    message = refused(copy)
+    assert "quantised with 'abacus', which transformers does not support; it supports aqlm" in message
 
 
-def test_layers_of_our_own_take_plain_weights(copy):
+def test_families_with_their_own_layers_refuse_quantised_weights(copy):
     refuse_quantized(Checkpoint.open(copy))
     reconfigure(copy, quantization_config={"quant_method": "gptq"})
     with pytest.raises(UnsupportedCheckpoint, match="supports only unquantised weights"):

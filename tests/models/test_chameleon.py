@@ -1,4 +1,4 @@
-"""Chameleon beside transformers' own, on random weights."""
+"""Tests of Chameleon against transformers, on random weights."""
 
 from typing import ClassVar
 
@@ -39,7 +39,7 @@ class Reference(BaseReference):
         )
 
     def in_bfloat16(self):
-        """None: of pixels that are rounded it makes other codes. The family's stay float32."""
+        """Return None, because rounded pixels give other image tokens. The family keeps pixels in float32."""
 
 
 class TestChameleon(FamilyContract):
@@ -87,8 +87,8 @@ class TestChameleon(FamilyContract):
     def make_reference(cls, path):
         return Reference(path)
 
-    def test_pictures_are_tokens_of_their_own(self, reference, model, tokenizer, path_file):
-        """The same ones for a picture alone and among others, and many of them: a test that could not fail is none."""
+    def test_pictures_become_the_references_image_tokens(self, reference, model, tokenizer, path_file):
+        """Encode a picture alone and in a batch to the same tokens. Tokens must vary, or the test could not fail."""
         pictures = [picture(50, 40), picture(33, 64)]
         ids = [tokenizer.tokenize([{"image": image}], path_file) for image in pictures]
         items = [item for each in ids for item in model.read(each.numpy())]
@@ -100,18 +100,18 @@ class TestChameleon(FamilyContract):
             assert torch.equal(model.encode([alone])[0], together)
             assert len(own.unique()) > 8
 
-    def test_pictures_are_the_same_tokens_in_sixteen_bits(self, path, device, model, tokenizer, path_file):
+    def test_image_tokens_are_the_same_in_bfloat16(self, path, device, model, tokenizer, path_file):
         half = load_model(path, device=device, dtype="bfloat16")
         items = model.read(tokenizer.tokenize(self.prompts["two images"], path_file).numpy())
         for full, rounded in zip(model.encode(items), half.encode(items), strict=True):
             assert torch.equal(full.to(torch.bfloat16), rounded)
 
-    def test_no_token_of_an_image_is_given_out(self, model, tokenizer, path_file):
+    def test_image_tokens_have_the_lowest_logits(self, model, tokenizer, path_file):
         logits = model.logits(tokenizer.tokenize(self.prompts["one image"], path_file))
         assert (logits[:, 400:] == torch.finfo(torch.float32).min).all()
         assert (logits[:, :400] > -1e6).all()
 
-    def test_chat_without_a_template_of_the_checkpoints(self, tokenizer, model, path_file):
+    def test_chat_works_without_a_template_in_the_checkpoint(self, tokenizer, model, path_file):
         image = picture(40, 40)
         message = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Hm?"}]}]
         chat, plain = tokenizer.tokenize_chat(message, path_file), [{"image": image}, {"text": "\nHm?"}]
@@ -137,5 +137,5 @@ class TestChameleon(FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)

@@ -1,4 +1,4 @@
-"""DeepSeek-VL beside transformers' own, on random weights."""
+"""Tests of DeepSeek-VL against transformers, on random weights."""
 
 from typing import ClassVar
 
@@ -76,7 +76,7 @@ class TestDeepseekVL(FamilyContract):
         for name in model._normalizations:
             assert torch.equal(torch.cat([model.normalized(item, name).cpu() for item in items]), expected[name])
 
-    def test_what_a_configuration_can_say(self, tmp_path, path_file):
+    def test_logits_under_other_settings_equal_the_references(self, tmp_path, path_file):
         write(tmp_path, {**PIXELS, "resample": 2, "do_normalize": False, "min_size": 9}, tie_word_embeddings=False)
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
@@ -92,5 +92,5 @@ class TestDeepseekVL(FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)

@@ -1,4 +1,4 @@
-"""DeepSeek-VL2 beside what the original implementation computes: tests/golden/deepseek_vl2."""
+"""Tests of DeepSeek-VL2 against results of the original implementation in tests/golden/deepseek_vl2."""
 
 import hashlib
 import itertools
@@ -30,7 +30,7 @@ ROLES = {"<|User|>": "user", "<|Assistant|>": "assistant"}
 
 
 def items_of(about, pictures):
-    """The items of all turns, one behind another."""
+    """Return the items of all turns in order."""
     images = iter(pictures)
     return [item for turn in about["conversation"] for item in turn_items(turn, images)]
 
@@ -77,21 +77,21 @@ class DeepseekVL2Contract(FamilyContract):
                 messages.append({"role": ROLES[turn["role"]], "content": content})
         return tokenizer.tokenize_chat(messages, path_file)
 
-    def test_recorded_decode_steps_come_to_the_same_tokens(self, device, path, tokenized, recorded, caplog):
-        """On a device that records, experts are joined."""
+    def test_recorded_decode_steps_generate_the_same_tokens(self, device, path, tokenized, recorded, caplog):
+        """Join the experts on a device that records."""
         model = load_model(path, device=device, dtype="float32")
         for part in model.module.modules():
             if isinstance(part, Experts):
                 part.join()
-        super().test_recorded_decode_steps_come_to_the_same_tokens(device, model, tokenized, recorded, caplog)
+        super().test_recorded_decode_steps_generate_the_same_tokens(device, model, tokenized, recorded, caplog)
 
-    def test_bfloat16(self, path, device, reference, tokenized):
-        """On average: where experts are nearly as good as others, a token takes others, and its logits are far off."""
+    def test_bfloat16_logits_are_as_near_as_the_references(self, path, device, reference, tokenized):
+        """Compare averages, because rounding may route a token to another expert with nearly the same score."""
         model = load_model(path, device=device, dtype="bfloat16")
         for name, items in self.prompts.items():
             expected = reference.logits(items)
             difference = (self.logits(model, tokenized[name]) - expected).abs().mean()
-            assert difference <= 0.06 * expected.std(), name  # measured: 0.026 to 0.044
+            assert difference <= 0.06 * expected.std(), name  # 0.026 to 0.044 were measured
 
     def assert_arrays(self, expected, items, model):
         case = expected["case"]
@@ -115,7 +115,7 @@ class TestDeepseekVL2(DeepseekVL2Contract):
     cases = cases(folder, items_of)
     prompts: ClassVar = {name: case.items for name, case in cases.items()}
 
-    def test_three_pictures_have_one_tile_each(self, tokenized, model):
+    def test_each_of_three_pictures_has_one_tile(self, tokenized, model):
         grids = {name: [item.shape.grid for item in model.read(ids.numpy())] for name, ids in tokenized.items()}
         assert grids["two_images_interleaved"] == [(1, 1), (2, 2)]
         assert grids["three_images_no_tiling"] == [(1, 1)] * 3
@@ -148,20 +148,20 @@ class TestDeepseekVL2(DeepseekVL2Contract):
 
     @pytest.mark.usefixtures("copied_workers")
     def test_answers_show_the_tags_of_places(self, path, tokenizer, tmp_path):
-        """The reference decodes special tokens, too, and reads the places from between them."""
+        """Decode special tokens, as the reference does to find the places between them."""
         tags = ["<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>"]
         assert tokenizer.shown_tokens == tags
         settings = {"spool": tmp_path / "spool", "arena_bytes": 2**25, "kv_cache_bytes": 2**25}
         with running_service(settings, tmp_path / "log", path) as running:
             for token, shown in [*enumerate(tags, IMAGE + 1), (IMAGE + 6, ""), (IMAGE + 7, ""), (EOS, "")]:
                 body = {"prompt": "a", "max_tokens": 1, "temperature": 0, "logit_bias": {token: 100}}
-                said = httpx2.post(f"{running.url}/v1/completions", json=body, timeout=300).json()
-                assert said["choices"][0]["text"] == shown
+                reply = httpx2.post(f"{running.url}/v1/completions", json=body, timeout=300).json()
+                assert reply["choices"][0]["text"] == shown
         with LLM(path) as llm:
             params = SamplingParams(max_tokens=2, temperature=0, logit_bias={IMAGE + 3: 100})
             assert llm.generate([[{"text": "a"}]], params)[0].text == "<|det|><|det|>"
 
-    def test_a_picture_too_long_for_a_view_is_refused(self, tokenizer, path_file):
+    def test_a_picture_too_long_for_any_view_is_refused(self, tokenizer, path_file):
         with pytest.raises(LimitExceeded, match="800x1 pixels; the longer side must be at most 768 times"):
             tokenizer.tokenize([{"image": picture(1, 800)}], path_file)
         assert len(tokenizer.tokenize([{"image": picture(1, 760)}], path_file)) > 200
@@ -175,7 +175,7 @@ class TestDeepseekVL2(DeepseekVL2Contract):
             ("vision_config", {"image_size": 512}, "image_size is 512"),
         ],
     )
-    def test_what_is_not_served_is_refused_by_name(self, section, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, section, change, named, path, tmp_path):
         shutil.copytree(path, tmp_path, dirs_exist_ok=True)
         config = json.loads((path / "config.json").read_text())
         config[section] |= change
@@ -192,7 +192,7 @@ class TestDeepseekVL2(DeepseekVL2Contract):
         ],
         ids=["missing", "unknown", "whose shape does not match"],
     )
-    def test_weights_that_do_not_fit_are_named(self, change, named, path, tmp_path):
+    def test_weights_that_do_not_fit_are_refused_by_name(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)
 
 
@@ -201,7 +201,7 @@ class TestLatentAttention(DeepseekVL2Contract):
     cases = cases(folder, items_of)
     prompts: ClassVar = {name: case.items for name, case in cases.items()}
 
-    def test_the_cache_keeps_one_latent_a_token(self, model):
+    def test_the_cache_keeps_one_latent_per_token(self, model):
         cache = model.spec.allocate_cache(2, 16)
         keys, values = cache.keys[0].shape, cache.values[0].shape
         assert (keys, values) == ((3, 16, 1, 16 + 32), (3, 16, 1, 32)), "two blocks, and one that pads"
@@ -213,7 +213,7 @@ class TestResolution:
     @pytest.mark.parametrize(
         ("size", "expected"),
         [
-            ((10, 10), (384, 384)),  # all keep every pixel: the least empty space
+            ((10, 10), (384, 384)),  # all views keep every pixel, so the one with the least padding is chosen
             ((384, 384), (384, 384)),
             ((400, 400), (768, 768)),
             ((760, 300), (768, 384)),
@@ -222,15 +222,15 @@ class TestResolution:
             ((300, 700), (384, 768)),
         ],
     )
-    def test_the_most_pixels_are_kept(self, size, expected):
+    def test_the_view_that_keeps_the_most_pixels_is_chosen(self, size, expected):
         assert best_canvas(*size, self.LISTED) == expected
 
 
 class TestGroups:
-    """Experts chosen by groups, which no golden checkpoint has: against the definition, token by token."""
+    """Tests of group-limited routing against its definition, token by token. No golden checkpoint has groups."""
 
     @pytest.mark.parametrize("method", ["noaux_tc", "group_limited_greedy"])
-    def test_only_the_best_groups_are_chosen_from(self, method):
+    def test_experts_come_from_the_best_groups_only(self, method):
         torch.manual_seed(0)
         config = {"n_routed_experts": 12, "hidden_size": 8, "topk_method": method, "scoring_func": "sigmoid"}
         gate = Gate({**config, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "norm_topk_prob": True})
@@ -251,7 +251,7 @@ class TestGroups:
 
 
 class TestExperts:
-    """Off the host, tokens find their experts without its help: to the same as where it sorts them."""
+    """Tests that routing on a device, without the host's help, gives the same result as sorting on the host."""
 
     WAYS = ("sorted", "gathered", "all")
 
@@ -265,7 +265,7 @@ class TestExperts:
         return experts
 
     @pytest.mark.parametrize(("rows", "way"), [(1, "gathered"), (2, "all"), (256, "all"), (257, "sorted")])
-    def test_rows_go_the_cheapest_way(self, rows, way, experts, monkeypatch):
+    def test_the_cheapest_way_is_chosen_for_a_number_of_rows(self, rows, way, experts, monkeypatch):
         hidden, taken = torch.randn(rows, 16), []
         expected = experts(hidden)
         experts.join()
@@ -276,17 +276,17 @@ class TestExperts:
         assert taken == [way]
 
     @pytest.mark.parametrize("way", WAYS)
-    def test_each_token_passes_its_own_experts(self, way, experts):
+    def test_each_token_uses_its_own_experts(self, way, experts):
         hidden = torch.randn(5, 16)
         chosen = torch.tensor([[11, 0, 4], [4, 5, 6], [0, 1, 2], [11, 10, 9], [4, 0, 11]])
         expected = torch.stack(
             [torch.stack([experts.experts[e](row) for e in own]) for row, own in zip(hidden, chosen, strict=True)]
         )
-        experts.experts[3].down_proj.weight.fill_(torch.inf)  # of an expert that nobody asks for nothing is seen
+        experts.experts[3].down_proj.weight.fill_(torch.inf)  # an unused expert must not affect the result
         experts.join()
         torch.testing.assert_close(getattr(experts, way)(hidden, chosen), expected, rtol=1e-4, atol=1e-4)
 
-    def test_weights_that_are_joined_keep_their_names(self, experts):
+    def test_joined_weights_keep_their_names(self, experts):
         before = {name: weight.clone() for name, weight in experts.state_dict().items()}
         experts.join()
         after = experts.state_dict()

@@ -1,4 +1,4 @@
-"""Each key of DeepSeek-VL2's configuration is honoured, refused by name or without effect."""
+"""Tests of each key of DeepSeek-VL2's configuration."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ def fed_forward(hidden, part, name):
 
 
 def chosen_experts(scores, part, config):
-    """int64 [tokens, experts of each]."""
+    """Return the experts of each token, int64 [tokens, experts per token]."""
     ranked = scores + part["mlp.gate.e_score_correction_bias"] if config["topk_method"] == "noaux_tc" else scores
     if config["topk_method"] != "greedy":
         grouped = ranked.unflatten(-1, (config["n_group"], -1))
@@ -52,7 +52,7 @@ def mixture(hidden, part, config):
 
 
 def paired(heads):
-    """Pairs that lie side by side, one half's width apart."""
+    """Reorder neighbouring pairs into halves."""
     return torch.cat([heads[..., ::2], heads[..., 1::2]], -1)
 
 
@@ -66,7 +66,7 @@ def plain_heads(hidden, part, config):
 
 
 def latent_heads(hidden, part, config):
-    """The keys and values of all heads, made from the latent one by one."""
+    """Compute the keys and values of all heads from the latent, head by head."""
     heads, rank, base = config["num_attention_heads"], config["kv_lora_rank"], config.get("rope_theta", 10000.0)
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     query = linear(hidden, part["self_attn.q_proj.weight"]).unflatten(-1, (heads, -1)).transpose(0, 1)
@@ -198,7 +198,7 @@ class TestDeepseekVL2Keys(DeepseekVL2Keys):
         ],
         ids=str,
     )
-    def test_settings_of_the_processor_are_refused_by_name(self, name, value, path, tmp_path):
+    def test_unsupported_settings_of_the_processor_are_refused_by_name(self, name, value, path, tmp_path):
         shutil.copytree(path, tmp_path, dirs_exist_ok=True)
         file = tmp_path / "processor_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
@@ -209,7 +209,7 @@ class TestDeepseekVL2Keys(DeepseekVL2Keys):
         with pytest.raises(UnsupportedCheckpoint, match="language_config is 3; it must be an object"):
             configuration(self.checkpoint(path, {"language_config": 3}))
 
-    def test_prompts_begin_with_the_tokenizers_token_whatever_the_config_says(self, path):
+    def test_prompts_begin_with_the_tokenizers_bos_despite_config_json(self, path):
         processor = family_named(self.name).processor(self.checkpoint(path, {"language_config.bos_token_id": 7}))
         assert processor.frame([5], 0) == [0, 5]
 

@@ -1,4 +1,4 @@
-"""DeepSeek-VL with two towers beside transformers' own, on random weights."""
+"""Tests of DeepSeek-VL with two towers against transformers, on random weights."""
 
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ HIGH = {"high_res_size": {"height": 64, "width": 64}, "high_res_image_mean": [0.
 
 
 class Weighted(DeepseekVLHybridForConditionalGeneration):
-    """Drawn with a share for the layer of SAM's that attends globally, which is otherwise left at nothing."""
+    """Model with a nonzero weight for SAM's globally attending layer. transformers initialises the weight to zero."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -85,5 +85,5 @@ class TestDeepseekVLHybrid(FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)

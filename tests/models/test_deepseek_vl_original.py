@@ -1,4 +1,4 @@
-"""DeepSeek-VL in deepseek-ai's layout beside transformers' own classes, which hold the same weights, converted."""
+"""Tests of DeepSeek-VL in deepseek-ai's layout against transformers' classes with the same weights, converted."""
 
 import json
 import re
@@ -36,7 +36,7 @@ BOS, EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u258
 TAG = "<image_placeholder>"
 SIDE, FEATURES, HIGH = 32, 16, 64
 TOWER = {"width": 32, "layers": 3, "heads": 4, "patch_size": 8, "mlp_ratio": 2.0}
-"""Sizes that the published parameters leave to the tower's name."""
+"""Sizes that the published parameters do not state because the tower's name implies them."""
 SAM = {"width": 32, "layers": 3, "heads": 4, "patch_size": 8, "window_size": 4, "prompt_embed_dim": 8}
 LANGUAGE = {
     "hidden_size": 48,
@@ -56,7 +56,7 @@ SYSTEM = (
 
 
 def vision_params() -> dict[str, Any]:
-    """As deepseek-vl-1.3b-chat's, of other sizes."""
+    """Return deepseek-vl-1.3b-chat's parameters with other sizes."""
     name = {"model_name": "siglip_large_patch16_384", "select_feature": "same", "select_layer": -1}
     return {"image_size": SIDE, **name, **TOWER}
 
@@ -75,7 +75,7 @@ def config_of(tower: str, params: dict[str, Any], projector: str) -> dict[str, A
 
 
 def save_original(out: Path, config: dict[str, Any], pixels: dict[str, Any]) -> Any:
-    """Writes all but the weights; returns the tokenizer."""
+    """Write every file but the weights, and return the tokenizer."""
     tokenizer = save_tokenizer(out, (BOS, EOS, TAG), bos_token=BOS, eos_token=EOS, pad_token=EOS)
     processor = {"add_special_token": False, "ignore_id": -100, "image_tag": TAG, "mask_prompt": True}
     save_json(
@@ -101,7 +101,7 @@ def save_original(out: Path, config: dict[str, Any], pixels: dict[str, Any]) -> 
 
 
 def draw(cls: type[Any], config: Any) -> Any:
-    """A model with weights that differ from one another, norms and all."""
+    """Return a model whose weights all differ, including norms, so that a swap of two weights shows."""
     torch.manual_seed(0)
     model = cls(config)
     for weight in model.parameters():
@@ -129,7 +129,7 @@ LANGUAGE_NAMES = (
 
 
 def published_weights(model: torch.nn.Module, names: Any, tower: str) -> dict[str, torch.Tensor]:
-    """The weights of transformers' class, by the rules of its conversion script, backwards."""
+    """Rename transformers' weights to the published names by inverting its conversion script."""
     state, weights = model.state_dict(), {}
     for name in [name for name in state if name.endswith(("q_proj.weight", "q_proj.bias")) and "vision_model" in name]:
         layer, part = re.fullmatch(
@@ -141,7 +141,7 @@ def published_weights(model: torch.nn.Module, names: Any, tower: str) -> dict[st
         pattern, published = next(rule for rule in names if re.fullmatch(rule[0], name))
         weights[re.sub(pattern, published.format(tower=tower), name)] = weight
     weights[f"{tower}.pos_embed"] = weights[f"{tower}.pos_embed"].unsqueeze(0)
-    # What the original has and does not compute with.
+    # The original has these weights but does not compute with them.
     weights |= {f"{tower}.attn_pool.latent": torch.ones(1, 1, 32), f"{tower}.attn_pool.kv.weight": torch.ones(64, 32)}
     return {name: weight.clone().contiguous() for name, weight in weights.items()}
 
@@ -151,14 +151,14 @@ class Reference(BaseReference):
 
 
 class OriginalContract(FamilyContract):
-    """What both sizes of the layout are held against."""
+    """Contract of both sizes of the layout."""
 
     prompts: ClassVar = plain.TestDeepseekVL.prompts
     assert_arrays = plain.TestDeepseekVL.assert_arrays
     references: ClassVar[dict[Path, Reference]] = {}
 
     def test_settings_of_an_unknown_class_are_refused(self, path, tmp_path):
-        """The layout reads no processor_config.json, and every file without its own settings is named."""
+        """Name a file without settings of its own. The layout does not read processor_config.json."""
         out = without_settings(path, tmp_path / "other")
         (out / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "ZzImageProcessor"}))
         self.assert_refused(out, "preprocessor_config.json is missing, or has no image_size")
@@ -171,7 +171,7 @@ class OriginalContract(FamilyContract):
         return cls.references[path]
 
     def assert_config_refused(self, path, out, change, named):
-        """`change` has dotted keys."""
+        """Assert that the checkpoint is refused after `change`, which has dotted keys."""
         config = json.loads((path / "config.json").read_text())
         for name, value in change.items():
             *parts, last = name.split(".")
@@ -216,24 +216,26 @@ class TestDeepseekVLOriginal(OriginalContract):
         processor = DeepseekVLProcessor(images, tokenizer, num_image_tokens=FEATURES)
         cls.references[out] = Reference(model, processor)
 
-    def test_a_conversation_is_worded_as_the_originals(self, path, tokenizer, path_file):
-        """By deepseek-ai's format: roles, two separators, and the images' places."""
+    def test_a_conversation_is_formatted_as_in_the_original(self, path, tokenizer, path_file):
+        """Format roles, separators and image places as deepseek-ai does."""
         image = {"type": "image", "image": picture(30, 30)}
         messages = [
             {"role": "user", "content": [{"type": "text", "text": " Look: "}, image, {"type": "text", "text": " ? "}]},
             {"role": "assistant", "content": "A square."},
             {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": "this?"}, image]},
         ]
-        said = f"{SYSTEM}\n\nUser: Look: {TAG} ?\n\nAssistant: A square.{EOS}User: And this?{TAG}\n\nAssistant:"
+        text = f"{SYSTEM}\n\nUser: Look: {TAG} ?\n\nAssistant: A square.{EOS}User: And this?{TAG}\n\nAssistant:"
         processor = self.references[path].processor
-        expected = processor(text=[said], images=[image["image"]] * 2, return_tensors="pt")["input_ids"][0].tolist()
+        expected = processor(text=[text], images=[image["image"]] * 2, return_tensors="pt")["input_ids"][0].tolist()
         ids = tokenizer.tokenize_chat(messages, path_file)
         assert len(ids) == len(expected)
         assert [one for one in ids.tolist() if one >= 0] == [
             one for one, word in zip(expected, ids.tolist(), strict=True) if word >= 0
         ]
 
-    def test_a_bin_file_and_a_tower_that_ends_early(self, path, tmp_path, reference, path_file):
+    def test_a_bin_file_and_a_tower_with_an_earlier_selected_layer_are_served(
+        self, path, tmp_path, reference, path_file
+    ):
         config = json.loads((path / "config.json").read_text())
         config["vision_config"]["params"] |= {"layers": 4, "select_layer": -2}
         other = changed(path, tmp_path / "other", "config", config)
@@ -241,7 +243,7 @@ class TestDeepseekVLOriginal(OriginalContract):
         (other / "model.safetensors").unlink()
         self.assert_same(other, reference, path_file)
 
-    def test_towers_may_normalise_pictures(self, path, tmp_path, reference, path_file):
+    def test_a_tower_may_normalise_pictures_if_the_processor_does_not(self, path, tmp_path, reference, path_file):
         config = json.loads((path / "config.json").read_text())
         config["vision_config"]["params"] |= {"pixel_mean": [0.5, 0.4, 0.3], "pixel_std": [0.5, 0.5, 0.5]}
         other = changed(path, tmp_path / "other", "config", config)
@@ -266,7 +268,7 @@ class TestDeepseekVLOriginal(OriginalContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, change, named, path, tmp_path):
         self.assert_config_refused(path, tmp_path / "other", change, named)
 
     @pytest.mark.parametrize(
@@ -281,7 +283,7 @@ class TestDeepseekVLOriginal(OriginalContract):
         ],
         ids=str,
     )
-    def test_settings_of_its_processor_are_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_of_the_processor_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)
 
     @pytest.mark.parametrize("file", ["preprocessor_config.json", "tokenizer.json"])
@@ -307,10 +309,10 @@ class TestDeepseekVLOriginal(OriginalContract):
         ],
         ids=["projector", "qkv", "untied", "unknown", "shape does not match"],
     )
-    def test_weights_are_named_as_published(self, change, named, path, tmp_path):
+    def test_bad_weights_are_refused_by_their_published_names(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)
 
-    def test_the_end_token_is_the_tokenizers(self, model):
+    def test_the_end_token_comes_from_the_tokenizer(self, model):
         assert model.spec.eos_token_ids == (1,)
 
     @pytest.mark.parametrize("settings", [None, {}, {"eos_token": None}, {"eos_token": "<gone>"}], ids=str)
@@ -322,7 +324,7 @@ class TestDeepseekVLOriginal(OriginalContract):
             save_json(out, tokenizer_config=settings)
         self.assert_refused(out, "<gone>" if settings and settings["eos_token"] else r"tokenizer_config\.json")
 
-    def test_an_end_token_of_special_tokens_map_is_taken(self, path, tmp_path):
+    def test_an_end_token_in_special_tokens_map_is_used(self, path, tmp_path):
         out = without_weights(path, tmp_path / "other")
         (out / "tokenizer_config.json").unlink()
         save_json(out, special_tokens_map={"eos_token": {"content": EOS}})
@@ -453,9 +455,9 @@ class TestDeepseekVLHybridOriginal(OriginalContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, change, named, path, tmp_path):
         self.assert_config_refused(path, tmp_path / "other", change, named)
 
-    def test_weights_are_named_as_published(self, path, tmp_path):
+    def test_bad_weights_are_refused_by_their_published_names(self, path, tmp_path):
         name = f"{_SAM}.neck_hd.1.bias"
         self.assert_weights_refused(path, tmp_path, lambda weights: weights.pop(name), f"the first is {name}")

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 and int8, on a device that does not multiply by such weights, beside their plain numbers."""
+"""Tests of FP8 and int8 checkpoints on a device that cannot multiply by such weights, against their plain numbers."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ W8A8 = {
     },
     "ignore": ["lm_head", "re:visual.*"],
 }
-"""As `llm-compressor` writes it."""
+"""Settings as llm-compressor writes them."""
 
 
 def compressed(**changes):
@@ -68,11 +68,11 @@ CASES = {
     "fp8 tensor": (FP8_TENSOR, None, "_scale", torch.float8_e4m3fn),
     "fp8 blocks": (FP8_BLOCK, (128, 128), "_scale", torch.float8_e4m3fn),
 }
-"""For each kind, the quantization_config, rows and columns of a block (0: all), scales' name, the numbers' dtype."""
+"""Formats: the quantization_config, rows and columns of a block (0 is all), the scales' suffix, and the dtype."""
 
 
 def rounded(weight, block, dtype):
-    """The numbers of a weight [rows, columns], and their scales."""
+    """Return the quantised numbers of a weight [rows, columns] and their scales."""
     rows, columns = weight.shape
     down, across = block or (rows, columns)
     across = across or columns
@@ -88,7 +88,7 @@ def rounded(weight, block, dtype):
 
 
 def quantise(folder, case, pattern, stored=torch.float32):
-    """Quantise the checkpoint `folder` in place, other weights and the scales as `stored`; its plain numbers."""
+    """Quantise the checkpoint `folder` in place and return its plain numbers. Other tensors are saved as `stored`."""
     settings, block, suffix, dtype = case
     packed, plain = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
@@ -117,7 +117,7 @@ GATE = "model.layers.0.mlp.gate_proj.weight"
 
 @pytest.fixture(scope="module")
 def odd_checkpoint(random_checkpoint, tmp_path_factory):
-    """The random checkpoint with layers of 160 and 200 numbers, which blocks of 128 do not divide."""
+    """Return the random checkpoint with layers of 160 and 200 numbers, which 128 does not divide."""
     folder = changed(random_checkpoint, tmp_path_factory.mktemp("odd") / "odd", "config", {})
     config = Qwen2VLConfig.from_pretrained(random_checkpoint)
     config.text_config.hidden_size, config.text_config.intermediate_size = 160, 200
@@ -136,9 +136,9 @@ def plain_copy(source, folder, weights):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_the_plain_numbers(case, odd_checkpoint, tmp_path, caplog):
+def test_logits_equal_those_of_the_plain_numbers(case, odd_checkpoint, tmp_path, caplog):
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
-    # As published: what is not quantised in bfloat16, and FP8's scales too.
+    # Published checkpoints store unquantised weights in bfloat16, and FP8's scales too.
     weights = quantise(tmp_path / "packed", CASES[case], LINEAR, torch.bfloat16)
     plain = plain_copy(odd_checkpoint, tmp_path / "plain", weights)
     with caplog.at_level(logging.WARNING):
@@ -150,7 +150,7 @@ def test_logits_are_those_of_the_plain_numbers(case, odd_checkpoint, tmp_path, c
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_any_dtype_of_the_model_and_of_the_file(dtype, stored, odd_checkpoint, tmp_path):
+def test_any_dtype_of_the_model_and_of_the_scales_is_served(dtype, stored, odd_checkpoint, tmp_path):
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
     weights = quantise(tmp_path / "packed", CASES["blocks"], LINEAR, stored)
     plain = plain_copy(odd_checkpoint, tmp_path / "plain", weights)
@@ -158,7 +158,7 @@ def test_any_dtype_of_the_model_and_of_the_file(dtype, stored, odd_checkpoint, t
     assert (found.logits(IDS) - expected.logits(IDS)).abs().max() <= 1e-5
 
 
-def test_layers_of_our_own_have_them_too(tmp_path):
+def test_families_with_their_own_layers_are_dequantised_too(tmp_path):
     for name in ("packed", "plain"):
         (tmp_path / name).mkdir()
         write_checkpoint(
@@ -170,27 +170,27 @@ def test_layers_of_our_own_have_them_too(tmp_path):
     assert (found - expected).abs().max() <= 1e-4
 
 
-def test_exponents_are_scales():
+def test_uint8_scales_are_exponents():
     scales = torch.tensor([[127, 128], [126, 127]], dtype=torch.uint8)
     found = multiplied(torch.ones(2, 3).to(torch.float8_e4m3fn), scales, (1, 2))
     assert found.tolist() == [[1, 1, 2], [0.5, 0.5, 1]]
 
 
-def test_zero_points_are_of_the_same_blocks():
+def test_zero_points_belong_to_the_same_blocks_as_scales():
     weight, zeros = torch.tensor([[3, 3, 3], [4, 4, 4]], dtype=torch.int8), torch.tensor([[1, 2], [3, 4]])
     found = multiplied(weight, torch.tensor([[1.0, 10.0], [2.0, 20.0]]), (1, 2), zeros)
     assert found.tolist() == [[2, 2, 10], [2, 2, 0]]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda weights, name: weights.pop(f"{name}_scale_inv"), "is stored as float8_e4m3fn"),
         (lambda weights, name: weights.update({f"{name}_scale_inv": torch.ones(3, 2)}), "the shape must be [2, 2]"),
         (lambda weights, name: weights.pop(name), "lacks 1 weights"),
     ],
 )
-def test_scales_that_do_not_fit_are_named(change, said, odd_checkpoint, tmp_path):
+def test_scales_that_do_not_fit_are_refused_by_name(change, message, odd_checkpoint, tmp_path):
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
     quantise(tmp_path / "packed", CASES["blocks"], LINEAR)
     weights = load_file(tmp_path / "packed" / "model.safetensors")
@@ -198,13 +198,13 @@ def test_scales_that_do_not_fit_are_named(change, said, odd_checkpoint, tmp_path
     save_file(weights, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedCheckpoint, match=re.escape("layers.0.mlp.gate_proj.weight")) as error:
         load_model(tmp_path / "packed", device="cpu")
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("ending", ["gate_proj.weight", "q_proj.bias", "norm1.bias"])
-def test_numbers_whose_scales_are_missing_are_refused(odd_checkpoint, tmp_path, ending, dtype, file):
+def test_quantised_weights_without_scales_are_refused(odd_checkpoint, tmp_path, ending, dtype, file):
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
     stored = tmp_path / "packed" / "model.safetensors"
     weights = load_file(stored)
@@ -219,7 +219,7 @@ def test_numbers_whose_scales_are_missing_are_refused(odd_checkpoint, tmp_path, 
         load_model(tmp_path / "packed", device="cpu")
 
 
-def test_bytes_of_any_name_are_no_plain_numbers():
+def test_8_bit_weights_of_any_name_need_scales():
     checkpoint = Checkpoint(Path("folder"), {})
     for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn):
         with pytest.raises(UnsupportedCheckpoint, match="image_projection is stored as"):
@@ -229,7 +229,7 @@ def test_bytes_of_any_name_are_no_plain_numbers():
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e5m2])
-def test_numbers_without_scales_are_refused_in_layers_written_here(tmp_path, dtype):
+def test_quantised_weights_without_scales_are_refused_by_families_with_their_own_layers(tmp_path, dtype):
     weights = dict(drawn_weights(GOLDEN / "molmo" / "d"))
     name = next(name for name in weights if name.endswith("class_embedding"))
     weights[name] = (weights[name] * 100).to(dtype)
@@ -243,7 +243,7 @@ AWQ = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
 
 
 @pytest.mark.parametrize(
-    ("file", "settings", "said"),
+    ("file", "settings", "message"),
     [
         ("quantize_config.json", GPTQ, "quantised with 'gptq'.*optimum"),
         ("quant_config.json", AWQ, "quantised with 'awq'.*gptqmodel"),
@@ -254,10 +254,10 @@ AWQ = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
         ),
     ],
 )
-def test_a_file_beside_config_json_says_it(file, settings, said, odd_checkpoint, tmp_path):
+def test_a_quantisation_file_beside_config_json_is_read(file, settings, message, odd_checkpoint, tmp_path):
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
     (tmp_path / "packed" / file).write_text(json.dumps(settings))
-    with pytest.raises(UnsupportedCheckpoint, match=said) as error:
+    with pytest.raises(UnsupportedCheckpoint, match=message) as error:
         load_model(tmp_path / "packed", device="cpu")
     assert "Alternatively, use the unquantised checkpoint" in str(error.value)
     for family in ("molmo/d", "qwen_vl"):
@@ -272,8 +272,8 @@ def opened(random_checkpoint, folder, **config) -> Checkpoint:
     return Checkpoint.open(changed(random_checkpoint, Path(folder) / "changed", "config", config))
 
 
-def test_layers_that_cannot_be_run_here_are_named(random_checkpoint, tmp_path):
-    """transformers' layer for FP8 has no operator on the CPU."""
+def test_layers_without_an_operator_on_the_device_are_refused_by_name(random_checkpoint, tmp_path):
+    """Refuse a layer such as transformers' for FP8, which has no operator on the CPU."""
     checkpoint = opened(random_checkpoint, tmp_path, quantization_config=FP8)
     plain = torch.nn.Linear(4, 128, dtype=torch.bfloat16)
     module = torch.nn.Sequential(plain, FP8Linear(128, 128, block_size=(128, 128)))
@@ -283,13 +283,13 @@ def test_layers_that_cannot_be_run_here_are_named(random_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize("part", [None, "text_config", "language_config"])
-def test_it_is_found_wherever_config_json_has_it(key, part, random_checkpoint, tmp_path):
+def test_quantisation_settings_are_found_in_any_section(key, part, random_checkpoint, tmp_path):
     config = {key: FP8}
     checkpoint = opened(random_checkpoint, tmp_path, **(config if part is None else {part: config}))
     assert quantization(checkpoint) == FP8
 
 
-def test_settings_that_ask_for_nothing_quantise_nothing(random_checkpoint, tmp_path):
+def test_settings_that_are_switched_off_quantise_nothing(random_checkpoint, tmp_path):
     off = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False}
     assert not is_quantized(opened(random_checkpoint, tmp_path, quantization_config=off))
     load_model(tmp_path / "changed", device="cpu")
@@ -304,7 +304,7 @@ def test_settings_that_ask_for_nothing_quantise_nothing(random_checkpoint, tmp_p
         {"quant_method": "compressed-tensors"},
     ],
 )
-def test_what_is_more_than_a_multiplication_is_not_tried(settings, random_checkpoint, tmp_path):
+def test_formats_that_need_more_than_a_multiplication_are_refused(settings, random_checkpoint, tmp_path):
     checkpoint = opened(random_checkpoint, tmp_path, quantization_config=settings)
     assert scaling(checkpoint) is None
     assert not must_dequantize(checkpoint, CPU())

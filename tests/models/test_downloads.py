@@ -1,4 +1,4 @@
-"""Checkpoints whose download went wrong, or that are of another format: the message names the file and what to do."""
+"""Tests of incomplete downloads and other formats. The error names the file and what to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def copy(random_checkpoint, tmp_path):
-    """A copy of the random checkpoint, to be broken."""
+    """Return a copy of the random checkpoint that a test may break."""
     folder = tmp_path / "broken"
     shutil.copytree(random_checkpoint, folder)
     return folder
@@ -32,7 +32,7 @@ def copy(random_checkpoint, tmp_path):
 
 @pytest.fixture
 def sharded(copy):
-    """The same in two files of weights and an index."""
+    """Return the copy with its weights in two shards and an index."""
     weights = load_file(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
     names = sorted(weights)
@@ -45,15 +45,15 @@ def sharded(copy):
 
 
 def refused(folder) -> str:
-    """What both halves say of the checkpoint, tokenizer first."""
-    said = []
+    """Return the last error of the tokenizer and the model, in this order."""
+    messages = []
     for start in (lambda: Tokenizer.from_pretrained(folder).close(), lambda: load_model(folder, device="cpu")):
         try:
             start()
         except UnsupportedCheckpoint as error:
-            said.append(str(error))
-    assert said
-    return said[-1]
+            messages.append(str(error))
+    assert messages
+    return messages[-1]
 
 
 @pytest.mark.parametrize(
@@ -64,30 +64,30 @@ def refused(folder) -> str:
         *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt"),
     ],
 )
-def test_a_pointer_in_the_place_of_a_file_is_named(copy, name):
+def test_a_git_lfs_pointer_in_place_of_a_file_is_named(copy, name):
     (copy / name).write_text(POINTER)
-    said = refused(copy)
-    assert f"{copy / name} is a Git-LFS pointer" in said
-    assert "git lfs pull" in said
-    assert "hf download" in said
+    message = refused(copy)
+    assert f"{copy / name} is a Git-LFS pointer" in message
+    assert "git lfs pull" in message
+    assert "hf download" in message
 
 
 @pytest.mark.parametrize("name", ["qwen.tiktoken", "preprocessor_config.json"])
-def test_pointers_of_a_familys_own_files(copy, name):
+def test_a_git_lfs_pointer_in_place_of_a_familys_own_file_is_named(copy, name):
     (copy / name).write_text(POINTER)
     family = family_named("qwen_vl" if name == "qwen.tiktoken" else "molmo")
     with pytest.raises(UnsupportedCheckpoint, match=rf"{name} is a Git-LFS pointer"):
         (family.tokenizer if name == "qwen.tiktoken" else family.processor)(Checkpoint.open(copy))
 
 
-def test_a_pointer_that_nothing_reads_does_no_harm(copy):
+def test_an_unread_git_lfs_pointer_is_ignored(copy):
     for name in ("tokenizer.model", "pytorch_model.bin", "consolidated.safetensors"):
         (copy / name).write_text(POINTER)
     Tokenizer.from_pretrained(copy).close()
     load_model(copy, device="cpu")
 
 
-def test_a_pointer_among_shards_is_named(sharded):
+def test_a_git_lfs_pointer_among_shards_is_named(sharded):
     (sharded / "model-00002-of-00002.safetensors").write_text(POINTER)
     assert "model-00002-of-00002.safetensors is a Git-LFS pointer" in refused(sharded)
 
@@ -98,15 +98,15 @@ def test_shards_are_loaded(sharded):
 
 def test_a_missing_shard_is_named(sharded):
     (sharded / "model-00001-of-00002.safetensors").unlink()
-    said = refused(sharded)
+    message = refused(sharded)
     assert (
         "lacks 1 of the 2 weight files that model.safetensors.index.json lists; the first is "
-        "model-00001-of-00002.safetensors" in said
+        "model-00001-of-00002.safetensors" in message
     )
-    assert INDEX in said
+    assert INDEX in message
 
 
-def test_a_weight_that_no_file_has_is_named(sharded):
+def test_a_weight_that_its_shard_lacks_is_named(sharded):
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.extra.weight"] = "model-00002-of-00002.safetensors"
     (sharded / INDEX).write_text(json.dumps(index))
@@ -114,19 +114,19 @@ def test_a_weight_that_no_file_has_is_named(sharded):
 
 
 @pytest.mark.parametrize("weight_map", [["a"], {"a": 1}])
-def test_an_index_of_another_form(sharded, weight_map):
+def test_a_malformed_index_is_refused(sharded, weight_map):
     (sharded / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert f"{INDEX}: weight_map does not have a file" in refused(sharded)
 
 
 def test_a_missing_index_is_named(sharded):
     (sharded / INDEX).unlink()
-    said = refused(sharded)
-    assert "has model-00001-of-00002.safetensors, but lacks model.safetensors.index.json" in said
+    message = refused(sharded)
+    assert "has model-00001-of-00002.safetensors, but lacks model.safetensors.index.json" in message
 
 
 @pytest.mark.parametrize(
-    ("cut", "said"),
+    ("cut", "message"),
     [
         (lambda data: b"", "is empty"),
         (lambda data: data[:5], "is truncated: it has 5 bytes"),
@@ -138,16 +138,16 @@ def test_a_missing_index_is_named(sharded):
     ],
     ids=["empty", "5 bytes", "in the header", "one byte short", "a page", "no JSON", "a list"],
 )  # fmt: skip
-def test_a_damaged_file_of_weights_is_named(copy, cut, said):
+def test_a_damaged_safetensors_file_is_named(copy, cut, message):
     file = copy / "model.safetensors"
     file.write_bytes(cut(file.read_bytes()))
     found = refused(copy)
-    assert said in found
+    assert message in found
     assert str(file) in found
     assert "Download it again" in found
 
 
-def test_weights_of_torch_are_loaded_or_named(copy):
+def test_weights_saved_by_torch_are_loaded(copy):
     weights = load_file(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
     torch.save(weights, copy / "pytorch_model.bin")
@@ -157,7 +157,7 @@ def test_weights_of_torch_are_loaded_or_named(copy):
 
 
 @pytest.mark.parametrize(
-    ("cut", "said"),
+    ("cut", "message"),
     [
         (lambda data: data[:-100], "is truncated"),
         (lambda data: data[:1000], "is truncated"),
@@ -169,18 +169,18 @@ def test_weights_of_torch_are_loaded_or_named(copy):
     ],
     ids=["100 bytes short", "1000 bytes", "empty", "a page"],
 )
-def test_a_damaged_file_of_torch_is_named(copy, cut, said):
+def test_a_damaged_torch_file_is_named(copy, cut, message):
     (copy / "model.safetensors").unlink()
     file = copy / "pytorch_model.bin"
     torch.save({"weight": torch.zeros(1000)}, file)
     file.write_bytes(cut(file.read_bytes()))
     found = refused(copy)
-    assert said in found
+    assert message in found
     assert str(file) in found
     assert "Download it again" in found
 
 
-def test_the_older_format_of_torch_is_loaded(copy):
+def test_the_older_torch_format_is_loaded(copy):
     weights = load_file(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
     torch.save(weights, copy / "pytorch_model.bin", _use_new_zipfile_serialization=False)
@@ -188,8 +188,8 @@ def test_the_older_format_of_torch_is_loaded(copy):
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "preprocessor_config.json"])
-def test_a_link_to_nothing_is_named(copy, name):
-    """As in a snapshot of the Hugging Face cache that was copied without its blobs."""
+def test_a_broken_link_is_named(copy, name):
+    """Name a broken link, as in a Hugging Face cache snapshot that was copied without its blobs."""
     (copy / name).unlink()
     (copy / name).symlink_to("../../blobs/0123")
     found = refused(copy)
@@ -197,7 +197,7 @@ def test_a_link_to_nothing_is_named(copy, name):
     assert "hf download" in found
 
 
-def test_a_shard_that_is_a_link_to_nothing_is_named(sharded):
+def test_a_broken_link_to_a_shard_is_named(sharded):
     shard = sharded / "model-00002-of-00002.safetensors"
     shard.unlink()
     shard.symlink_to("../../blobs/0123")
@@ -206,14 +206,14 @@ def test_a_shard_that_is_a_link_to_nothing_is_named(sharded):
 
 @pytest.mark.parametrize("content", ["", '{"model": {', "[]"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-def test_a_damaged_file_of_a_tokenizer_is_named(copy, name, content):
+def test_a_damaged_tokenizer_file_is_named(copy, name, content):
     (copy / name).write_text(content)
     with pytest.raises(UnsupportedCheckpoint, match=rf"/{name} (is not valid JSON|does not contain a JSON object)"):
         Tokenizer.from_pretrained(copy)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("consolidated.00.pth", "consolidated.00.pth, which is not supported"),
         ("tf_model.h5", "tf_model.h5, which is not supported"),
@@ -221,10 +221,10 @@ def test_a_damaged_file_of_a_tokenizer_is_named(copy, name, content):
         ("pytorch_model-00001-of-00002.bin", "lacks pytorch_model.bin.index.json"),
     ],
 )
-def test_weights_of_another_format_are_named(copy, name, said):
+def test_weights_of_another_format_are_named(copy, name, message):
     (copy / "model.safetensors").rename(copy / name)
     found = refused(copy)
-    assert said in found
+    assert message in found
     assert "has no weights: neither model.safetensors nor pytorch_model.bin" in found
 
 
@@ -247,7 +247,7 @@ def no_checkpoint(path) -> str:
     return str(error.value)
 
 
-def test_a_file_is_told_its_folder(copy):
+def test_the_path_of_a_file_is_refused_with_its_folder(copy):
     assert f"give its directory, {copy}" in no_checkpoint(copy / "model.safetensors")
     assert f"give its directory, {copy}" in no_checkpoint(copy / "config.json")
 
@@ -259,7 +259,7 @@ def test_a_gguf_file_is_named(tmp_path):
         assert "GGUF" in no_checkpoint(path)
 
 
-def test_a_folder_of_the_hubs_cache_is_told_its_snapshot(copy, tmp_path):
+def test_a_folder_of_the_hub_cache_is_refused_with_its_snapshot(copy, tmp_path):
     repository = tmp_path / "hub" / "models--Qwen--Qwen2-VL-2B-Instruct"
     older, newer = (repository / "snapshots" / commit for commit in ("a" * 40, "b" * 40))
     shutil.copytree(copy, newer)
@@ -276,11 +276,11 @@ def test_a_folder_of_the_hubs_cache_is_told_its_snapshot(copy, tmp_path):
     assert "hf download Qwen/Qwen2-VL-2B-Instruct" in no_checkpoint(repository)
 
 
-def test_a_folder_above_a_checkpoint_is_told_it(copy, tmp_path):
+def test_a_folder_above_a_checkpoint_is_refused_with_the_checkpoint(copy, tmp_path):
     assert f"give {copy}, which has a config.json" in no_checkpoint(tmp_path)
 
 
-def test_an_adapter_without_its_model_is_told_the_model(tmp_path):
+def test_an_adapter_is_refused_with_its_base_model(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert "If it is an adapter" in no_checkpoint(tmp_path)
     settings = {"base_model_name_or_path": "Qwen/Qwen3-VL-8B-Instruct", "peft_type": "LORA"}
@@ -297,10 +297,10 @@ def test_another_model_under_a_familys_model_type_is_named(tmp_path):
         "vision_config": {"model_name": "deepencoderv2"},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    said = refused(tmp_path)
-    assert "is a DeepseekOCR2ForCausalLM with the tower 'deepencoderv2'" in said
-    assert "not supported" in said
-    assert "deepseek-ai/deepseek-vl2-tiny" in said
+    message = refused(tmp_path)
+    assert "is a DeepseekOCR2ForCausalLM with the tower 'deepencoderv2'" in message
+    assert "not supported" in message
+    assert "deepseek-ai/deepseek-vl2-tiny" in message
     del config["architectures"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "the tower 'deepencoderv2'" in refused(tmp_path)

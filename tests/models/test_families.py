@@ -1,4 +1,4 @@
-"""How a checkpoint finds its family: by its config.json, or by name."""
+"""Tests of how a checkpoint selects its family: by config.json or by name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mindie_mm.nn.family import Family, PretrainedFamily
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract
 
-RANDOM = "qwen2_vl"  # what tools/random_checkpoint.py writes
+RANDOM = "qwen2_vl"  # family that tools/random_checkpoint.py writes
 
 
 @pytest.fixture
 def renamed(random_checkpoint, tmp_path):
-    """The random checkpoint with another model_type in its config.json, or none."""
+    """Return a function that copies the random checkpoint with another model_type, or none, in config.json."""
 
     def make(model_type: str | None) -> Path:
         folder = tmp_path / f"{model_type}"
@@ -48,7 +48,7 @@ def test_names_are_listed_without_importing_a_family():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-def test_every_family_says_what_it_is():
+def test_every_family_declares_its_model_types_kinds_and_reference():
     for name in family_names():
         family = family_named(name)
         assert family.model_types, name
@@ -56,7 +56,7 @@ def test_every_family_says_what_it_is():
         assert family.reference, name
 
 
-def test_configuration_classes_are_those_of_the_modules():
+def test_configuration_classes_match_the_modules():
     for family in map(family_named, family_names()):
         if issubclass(family, PretrainedFamily):
             assert family.config_class() is family.module_class().config_class, family
@@ -74,7 +74,7 @@ def test_another_model_type_is_refused_by_name(renamed, model_type):
 
 
 @pytest.mark.usefixtures("copied_workers")
-def test_a_family_is_chosen_against_the_config(renamed):
+def test_a_named_family_overrides_the_config(renamed):
     folder, name = renamed("llama"), RANDOM
     with Tokenizer.from_pretrained(folder, family=name) as tokenizer:
         ids = tokenizer.tokenize([{"text": "a red square"}])
@@ -96,14 +96,14 @@ def test_an_unknown_family_is_refused_by_name(random_checkpoint, name):
 
 
 @pytest.mark.parametrize(
-    ("module", "said"),
+    ("module", "message"),
     [
         ("raise OSError('no luck')", "cannot be loaded: no luck"),
         ("Mine = 5", "is 5; it must be a Family"),
         (None, "cannot be loaded"),
     ],
 )
-def test_an_entry_point_that_is_no_family_is_named(tmp_path, monkeypatch, module, said):
+def test_an_entry_point_that_is_not_a_family_is_named(tmp_path, monkeypatch, module, message):
     info = tmp_path / "broken-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
@@ -112,14 +112,14 @@ def test_an_entry_point_that_is_no_family_is_named(tmp_path, monkeypatch, module
         (tmp_path / "broken_family.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     assert "mine" in family_names()
-    with pytest.raises(InputError, match=f"the entry point 'mine' of mindie_mm.models.*{said}"):
+    with pytest.raises(InputError, match=f"the entry point 'mine' of mindie_mm.models.*{message}"):
         family_named("mine")
     assert family_of(Checkpoint.open()).__module__ == "mindie_mm.models.qwen2_5_omni", "others are served all the same"
     sys.modules.pop("broken_family", None)
 
 
 @pytest.mark.parametrize(
-    ("module", "said"),
+    ("module", "message"),
     [
         ("", "defines 0 Family classes"),
         ("from mindie_mm.nothing import x", "cannot be imported: ModuleNotFoundError"),
@@ -129,16 +129,16 @@ def test_an_entry_point_that_is_no_family_is_named(tmp_path, monkeypatch, module
         ),
     ],
 )
-def test_a_file_that_is_no_family_yet_is_named(tmp_path, monkeypatch, module, said):
+def test_a_file_without_exactly_one_family_is_named(tmp_path, monkeypatch, module, message):
     (tmp_path / "zz_new.py").write_text(module)
     monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
-    with pytest.raises(InputError, match=f"zz_new.*{said}"):
+    with pytest.raises(InputError, match=f"zz_new.*{message}"):
         family_named("zz_new")
     assert family_of(Checkpoint.open()).__module__ == "mindie_mm.models.qwen2_5_omni", "others are served all the same"
     sys.modules.pop("mindie_mm.models.zz_new", None)
 
 
-def test_a_slip_in_a_familys_code_is_traced_in_the_log(caplog):
+def test_an_error_in_a_familys_code_is_logged_with_its_traceback(caplog):
     with (
         caplog.at_level("DEBUG", "mindie_mm.models"),
         pytest.raises(UnsupportedCheckpoint, match="cannot be read as Family: ZeroDivisionError"),
@@ -149,7 +149,7 @@ def test_a_slip_in_a_familys_code_is_traced_in_the_log(caplog):
 
 
 @pytest.mark.parametrize("name", [name for name in family_names() if name != "qwen2_5_omni"])
-def test_another_familys_checkpoint_is_refused_and_never_tripped_over(name):
+def test_another_familys_checkpoint_is_refused_without_an_unexpected_error(name):
     with pytest.raises(UnsupportedCheckpoint):
         load_model(None, device="cpu", family=name)
     with contextlib.suppress(UnsupportedCheckpoint):
@@ -157,7 +157,7 @@ def test_another_familys_checkpoint_is_refused_and_never_tripped_over(name):
 
 
 @pytest.mark.parametrize("name", family_names())
-def test_every_family_is_held_against_the_contract(name):
+def test_every_family_has_a_contract_test(name):
     module = importlib.import_module(f"tests.models.test_{name}")
     own = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, FamilyContract)]
     assert any(getattr(value, "name", None) == name for value in own)

@@ -1,4 +1,4 @@
-"""Florence-2 beside transformers' own, on random weights."""
+"""Tests of Florence-2 against transformers, on random weights."""
 
 from functools import partial
 from typing import ClassVar
@@ -72,8 +72,8 @@ class Florence2Reference(Seq2SeqReference):
         super().__init__(model, Florence2Processor(images, tokenizer))
 
     def text(self, items):
-        said = "".join(item.get("text", "") for item in items)
-        return self.processor._construct_prompts(said)[0]
+        text = "".join(item.get("text", "") for item in items)
+        return self.processor._construct_prompts(text)[0]
 
 
 class TestFlorence2(Seq2SeqContract):
@@ -91,14 +91,14 @@ class TestFlorence2(Seq2SeqContract):
     @classmethod
     def write_checkpoint(cls, out):
         tokenizer = save_tokenizer(out, TOKENS, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-        # As BART's.
+        # BART frames every text with these tokens.
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             "<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
         )
         tokenizer.save_pretrained(out)
         torch.manual_seed(0)
         model = Florence2ForConditionalGeneration(config())
-        # As the published ones', but for beams, which its tests ask for themselves.
+        # The published settings without beams. A test asks for beams itself.
         model.generation_config.update(
             decoder_start_token_id=EOS,
             bos_token_id=BOS,
@@ -115,15 +115,15 @@ class TestFlorence2(Seq2SeqContract):
     def make_reference(cls, path):
         return Florence2Reference(path)
 
-    def test_one_image_a_prompt(self, tokenizer, path_file):
+    def test_a_second_image_is_refused(self, tokenizer, path_file):
         with pytest.raises(InputError, match="2 items of kind image; the model's limit is 1"):
             tokenizer.tokenize([{"image": picture(30, 30)}] * 2, path_file)
 
-    def test_a_task_stands_alone(self, tokenizer, path_file):
+    def test_a_task_token_with_other_text_is_refused(self, tokenizer, path_file):
         with pytest.raises(InputError, match="<OD> does not accept further text"):
             tokenizer.tokenize([{"image": picture(30, 30)}, {"text": "<OD> of cats"}], path_file)
 
-    def test_a_chat_is_one_message(self, tokenizer, path_file):
+    def test_a_chat_of_more_than_one_message_is_refused(self, tokenizer, path_file):
         image = {"type": "image", "image": picture(30, 30)}
         message = {"role": "user", "content": [{"type": "text", "text": "<CAPTION>"}, image]}
         expected = tokenizer.tokenize([{"text": "<CAPTION>"}, {"image": picture(30, 30)}], path_file)
@@ -131,13 +131,13 @@ class TestFlorence2(Seq2SeqContract):
         with pytest.raises(InputError, match="one message"):
             tokenizer.tokenize_chat([{"role": "system", "content": "Be brief."}, message], path_file)
 
-    def test_text_can_make_places_and_nothing_else(self, tokenizer, path_file):
+    def test_text_can_spell_location_tokens_and_no_other_control_token(self, tokenizer, path_file):
         ids = tokenizer.tokenize([{"image": picture(30, 30)}, {"text": "<loc_7></s><image><s><loc_8>"}], path_file)
         text = ids[FEATURES:].tolist()
         assert [token for token in text if token < len(TOKENS)] == [BOS, PLACE, PLACE + 1, EOS]
 
-    def test_forced_tokens(self, model, tokenized):
-        """The first is BOS and the last of as many as are allowed EOS, unless the request wants no end."""
+    def test_the_first_and_last_tokens_are_forced(self, model, tokenized):
+        """Force BOS as the first token, and EOS as the last allowed one unless the request delays its end."""
         for settings, last in (({}, True), ({"ignore_eos": True}, False), ({"min_tokens": 5}, False)):
             outputs, _ = run(self.engine(model), [*tokenized.values()], max_tokens=5, **settings)
             for output in outputs.values():
@@ -146,28 +146,28 @@ class TestFlorence2(Seq2SeqContract):
                 assert (output[-1] == EOS) == last
 
     @pytest.mark.parametrize(("setting", "value"), [("min_length", 4), ("encoder_no_repeat_ngram_size", 2)])
-    def test_rules_that_are_not_served_are_refused(self, path, tmp_path, setting, value):
+    def test_unsupported_generation_rules_are_refused(self, path, tmp_path, setting, value):
         other = changed(path, tmp_path / "other", "generation_config", {setting: value})
         with pytest.raises(UnsupportedCheckpoint, match=f"{setting} {value}"):
             load_model(other, device="cpu")
 
-    def test_beams_are_told_of(self, path, tmp_path, caplog):
+    def test_beams_are_ignored_with_a_warning(self, path, tmp_path, caplog):
         load_model(changed(path, tmp_path / "other", "generation_config", {"num_beams": 3}), device="cpu")
         assert "num_beams 3; outputs are decoded without beam search" in caplog.text
 
     @pytest.mark.parametrize(
-        ("changes", "said"),
+        ("changes", "message"),
         [
             ({"image_seq_length": 577}, "image_seq_length is 577; only 10 is supported"),
             ({"size": {"shortest_edge": 96}}, "images to several sizes"),
             ({"size": {"height": 1632, "width": 96}, "image_seq_length": 154}, "positions for 50 per side"),
         ],
     )
-    def test_preprocessing_that_does_not_fit_the_tower(self, path, tmp_path, changes, said):
-        self.assert_refused(changed(path, tmp_path / "other", "preprocessor_config", changes), said)
+    def test_preprocessing_that_does_not_fit_the_tower_is_refused(self, path, tmp_path, changes, message):
+        self.assert_refused(changed(path, tmp_path / "other", "preprocessor_config", changes), message)
 
     def test_the_openai_client_is_answered(self, path, model, tokenizer, path_file, tmp_path):
-        """Usage, log-probabilities, streams, stop strings, refusals, and a client that leaves in the midst."""
+        """Cover usage, log-probabilities, streams, stop strings, refusals, and a client that disconnects."""
         pixels = picture(50, 70)
         drawn = {"type": "image_url", "image_url": {"url": data_url(Image.fromarray(pixels))}}
         content = [drawn, {"type": "text", "text": "<CAPTION>"}]
@@ -175,9 +175,9 @@ class TestFlorence2(Seq2SeqContract):
         ids = tokenizer.tokenize([{"image": pixels}, {"text": "<CAPTION>"}], path_file)
         outputs, _ = run(self.engine(model), [ids], max_tokens=12, logit_bias=likely)
         shown = [token for token in outputs[0] if token not in (BOS, EOS)]
-        said = AutoTokenizer.from_pretrained(path).decode(shown, clean_up_tokenization_spaces=False)
-        assert "<loc_7>" in said
-        assert "<loc_8>" in said
+        expected = AutoTokenizer.from_pretrained(path).decode(shown, clean_up_tokenization_spaces=False)
+        assert "<loc_7>" in expected
+        assert "<loc_8>" in expected
         settings = {"spool": tmp_path / "spool", "arena_bytes": 2**25, "kv_cache_bytes": 2**25, "dtype": "float32"}
         with (
             running_service(settings, tmp_path / "log", path) as running,
@@ -188,14 +188,14 @@ class TestFlorence2(Seq2SeqContract):
             asked = partial(ask, messages=[{"role": "user", "content": content}])
             whole = asked(max_tokens=12, logprobs=True, top_logprobs=2)
             (choice,) = whole.choices
-            assert (choice.message.content, choice.finish_reason) == (said, "length")
+            assert (choice.message.content, choice.finish_reason) == (expected, "length")
             assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids), 12)
             assert len(choice.logprobs.content) == 12
             chunks = list(asked(max_tokens=12, stream=True))
-            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
             assert chunks[-1].choices[0].finish_reason == "length"
             stopped = asked(max_tokens=12, stop="<loc_8>").choices[0]
-            assert (stopped.message.content, stopped.finish_reason) == (said.partition("<loc_8>")[0], "stop")
+            assert (stopped.message.content, stopped.finish_reason) == (expected.partition("<loc_8>")[0], "stop")
             for messages, error in (
                 ([{"role": "user", "content": [drawn, drawn]}], "2 items of kind image; the model's limit is 1"),
                 ([{"role": "system", "content": "Hi"}, {"role": "user", "content": content}], "one message"),

@@ -1,4 +1,4 @@
-"""Florence-2 in microsoft's layout beside transformers' own class, which holds the same weights, converted."""
+"""Tests of Florence-2 in microsoft's layout against transformers' class with the same weights, converted."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ ADDED = [
     *("<sep>", "<region_cap>", "</region_cap>", "<region_to_desciption>", "</region_to_desciption>", "<proposal>"),
     *("</proposal>", "<poly>", "</poly>", "<and>"),
 ]
-"""What microsoft's processor adds to the tokenizer."""
+"""Tokens that microsoft's processor adds to the tokenizer."""
 TEXT = {
     "d_model": 32,
     "encoder_layers": 2,
@@ -59,7 +59,7 @@ def read(name: str, file: str) -> dict[str, Any]:
 
 
 def shrunk(name: str, vocab_size: int) -> dict[str, Any]:
-    """A published config.json of other sizes."""
+    """Return a published config.json with other sizes."""
     config = read(name, "config")
     sizes = {"vocab_size": vocab_size, "projection_dim": 32}
     text, vision = config["text_config"] | TEXT | {"vocab_size": vocab_size}, config["vision_config"] | VISION
@@ -67,7 +67,7 @@ def shrunk(name: str, vocab_size: int) -> dict[str, Any]:
 
 
 def published_names(config: dict[str, Any]) -> dict[str, str]:
-    """Names in transformers' class by published ones, as transformers' conversion script pairs them."""
+    """Map published weight names to those of transformers' class, as its conversion script pairs them."""
     names: dict[str, str] = {}
     for stage, depth in enumerate(config["vision_config"]["depths"]):
         ours, theirs = f"model.vision_tower.convs.{stage}", f"vision_tower.convs.{stage}"
@@ -100,7 +100,7 @@ def published_names(config: dict[str, Any]) -> dict[str, str]:
 
 
 def published_weights(model: torch.nn.Module, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights of transformers' class under the names of microsoft's."""
+    """Return the weights of transformers' class under microsoft's names."""
     state = model.state_dict()
     weights = {old: state.pop(new) for old, new in published_names(config).items()}
     weights["image_projection"] = weights["image_projection"].T
@@ -125,7 +125,7 @@ def converted_config(config: dict[str, Any], image_token_id: int) -> Florence2Co
 
 
 def write(out: Path, name: str = "large_ft", seed: int = 0, **changes: Any) -> Florence2Reference:
-    """Writes the checkpoint, with `changes` in parts of config.json; returns transformers' model of its conversion."""
+    """Write the checkpoint with `changes` to sections of config.json, and return transformers' converted model."""
     tokenizer = save_tokenizer(out, TOKENS, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
     frame = TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)])
     tokenizer.backend_tokenizer.post_processor = frame
@@ -143,12 +143,12 @@ def write(out: Path, name: str = "large_ft", seed: int = 0, **changes: Any) -> F
     converted.text_config.init_std, converted.vision_config.initializer_range = 0.2, 0.1
     model = Florence2ForConditionalGeneration(converted)
     for weight in model.parameters():
-        if weight.ndim == 1:  # drawn alike, a norm in another's place would not show
+        if weight.ndim == 1:  # norms must differ, or a swap of two norms would not show
             weight.data += 0.2 * torch.randn_like(weight)
     save_file(published_weights(model, config), out / "model.safetensors")
 
     model.resize_token_embeddings(len(tokenizer), 64)
-    model.lm_head.weight.data[config["vocab_size"] :] = 0  # of tokens that nothing spells; drawn at random otherwise
+    model.lm_head.weight.data[config["vocab_size"] :] = 0  # rows of added tokens that no text spells
     rules = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "forced_bos_token_id")
     for rule in (*rules, "forced_eos_token_id", "no_repeat_ngram_size"):
         setattr(model.generation_config, rule, config["text_config"][rule])
@@ -156,7 +156,7 @@ def write(out: Path, name: str = "large_ft", seed: int = 0, **changes: Any) -> F
 
 
 class Reference(Florence2Reference):
-    """Of logits, those of the published vocabulary."""
+    """Reference whose logits are cut to the published vocabulary."""
 
     def __init__(self, path: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
         tokenizer.image_token, tokenizer.image_token_id = "<image>", tokenizer.convert_tokens_to_ids("<image>")
@@ -185,8 +185,8 @@ class TestFlorence2Original(Seq2SeqContract):
         return cls.references[path]
 
     @pytest.mark.parametrize("name", ["amd", "oracle"])
-    def test_other_published_configurations(self, name, tmp_path, path_file):
-        """One has the token ids of its top level and of its generation_config.json wrong, and no name of its tower."""
+    def test_other_published_configurations_are_served(self, name, tmp_path, path_file):
+        """Serve a config.json with wrong token ids at its top level and no name of its tower."""
         reference = write(tmp_path, name, seed=1)
         self.assert_same(tmp_path, reference, path_file)
         model = load_model(tmp_path, device="cpu", dtype="float32")
@@ -197,7 +197,7 @@ class TestFlorence2Original(Seq2SeqContract):
         assert outputs[0] == reference.generate(items, 24)
         assert model.spec.eos_token_ids == (EOS,)
 
-    def test_what_a_configuration_can_say(self, tmp_path, path_file):
+    def test_logits_under_other_settings_equal_the_references(self, tmp_path, path_file):
         text = {"tie_word_embeddings": False, "scale_embedding": True, "activation_function": "relu"}
         vision = {
             "patch_prenorm": [False, True, False, True],
@@ -229,7 +229,7 @@ class TestFlorence2Original(Seq2SeqContract):
         ],
         ids=str,
     )
-    def test_settings_that_are_not_served_are_refused_by_name(self, part, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, part, change, named, path, tmp_path):
         config = json.loads((path / "config.json").read_text())
         other = changed(path, tmp_path / "other", "config", {part: config[part] | change})
         self.assert_refused(other, named)
@@ -266,7 +266,7 @@ class TestFlorence2Original(Seq2SeqContract):
         ],
         ids=["a norm", "a block's", "unknown", "shape does not match"],
     )
-    def test_weights_are_named_as_published(self, change, named, path, tmp_path):
+    def test_bad_weights_are_refused_by_their_published_names(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)
 
     @pytest.mark.parametrize("kept", ["language_model.lm_head.weight", "language_model.model.shared.weight"])
@@ -282,8 +282,8 @@ class TestFlorence2Original(Seq2SeqContract):
         save_file(weights, tmp_path / "other" / "model.safetensors")
         self.assert_same(tmp_path / "other", reference, path_file)
 
-    def test_weights_in_a_bin_file(self, path, tmp_path, reference, path_file):
-        """With a bias on the logits, which the original adds and its published checkpoints have as zeros."""
+    def test_weights_in_a_bin_file_are_served(self, path, tmp_path, reference, path_file):
+        """Add a bias to the logits, as the original does. In its published checkpoints, the bias is zero."""
         shutil.copytree(path, tmp_path / "other")
         weights = load_file(path / "model.safetensors")
         (tmp_path / "other" / "model.safetensors").unlink()
@@ -297,8 +297,8 @@ class TestFlorence2Original(Seq2SeqContract):
                 expected = reference.logits(items) + bias
                 assert (self.logits(model, ids) - expected).abs().max() <= self.tolerance
 
-    def test_places_are_tokens_in_prompts_and_answers(self, path, tokenizer, path_file):
-        """They are not in tokenizer.json, and their ids follow its last one."""
+    def test_locations_are_tokens_in_prompts_and_answers(self, path, tokenizer, path_file):
+        """Keep location tokens that tokenizer.json lacks. Their ids follow its last id."""
         first = json.loads((path / "config.json").read_text())["vocab_size"] - len(ADDED)
         items = [{"image": picture(30, 30)}, {"text": "<loc_7></s><image><s><od><and>"}]
         text = tokenizer.tokenize(items, path_file)[FEATURES:].tolist()
@@ -307,7 +307,7 @@ class TestFlorence2Original(Seq2SeqContract):
         decoder = load_tokenizer(Checkpoint.open(path), shown_tokens=tokenizer.shown_tokens)
         assert decoder.decode([BOS, *spelled, EOS], skip_special_tokens=True) == "<loc_7><od><and>"
 
-    def test_the_placeholder_alone_is_no_token(self, model, path, path_file, tokenizer):
+    def test_the_placeholder_without_an_image_is_refused(self, model, path, path_file, tokenizer):
         engine = self.engine(model)
         beyond = model.spec.vocab_size
         for ids in ([BOS, beyond, EOS], [*tokenizer.tokenize([{"image": picture(30, 30)}, {"text": "?"}], path_file)]):

@@ -1,4 +1,4 @@
-"""Fuyu beside transformers' own, on random weights."""
+"""Tests of Fuyu against transformers, on random weights."""
 
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ PIXELS = {"size": {"height": 48, "width": 80}, "patch_size": {"height": 8, "widt
 
 
 def save_tokenizer(out):
-    """Pieces, those of images too, a «▁» in front: what the published tokenizer is."""
+    """Write a tokenizer like the published one: Unigram pieces, image tokens among them, with a leading «▁»."""
     letters = ["▁", *map(chr, range(33, 127)), "\n", "▁the", "▁is", "▁in"]
     pieces = [*((token, 0.0) for token in SPECIAL), *((token, -1.0) for token in MEDIA)]
     pieces += [(letter, -5.0 - index / 100) for index, letter in enumerate(letters)]
@@ -97,13 +97,13 @@ class TestFuyu(ExtremeShapes, FamilyContract):
     def assert_arrays(self, expected, items, model):
         assert torch.equal(model.normalized(items[0]).cpu(), expected["pixel_values"])
 
-    def test_one_image_a_prompt(self, tokenizer, path_file):
+    def test_a_second_image_is_refused(self, tokenizer, path_file):
         with pytest.raises(LimitExceeded, match=r"2 items of kind image.*limit is 1"):
             tokenizer.tokenize([{"image": picture(9, 9)}, {"image": picture(8, 8)}], path_file)
 
     @pytest.mark.parametrize("spelled", ["|SPEAKER|", "|NEWLINE|", "<0x04>", "<s>", "|ENDOFTEXT|", "<<s>"])
-    def test_text_makes_no_control_token_out_of_a_piece_of_the_vocabulary(self, spelled, path, tokenizer, path_file):
-        """A Unigram model finds them among its pieces, whether or not special tokens are to be recognised."""
+    def test_text_makes_no_control_token_from_a_piece_of_the_vocabulary(self, spelled, path, tokenizer, path_file):
+        """Make no control token, although a Unigram tokenizer finds control tokens among its pieces."""
         vocabulary = family_named("fuyu").tokenizer(Checkpoint.open(path)).get_vocab()
         items = [{"image": picture(30, 40)}, {"text": f"a {spelled} b"}]
         plain = [{"image": picture(30, 40)}, {"text": "a b"}]
@@ -112,12 +112,12 @@ class TestFuyu(ExtremeShapes, FamilyContract):
         assert ids.count(control) == other.count(control)
         assert len(ids) > len(other) + 3
 
-    def test_an_image_that_would_vanish_is_refused(self, processor):
+    def test_an_image_whose_resized_side_would_be_zero_is_refused(self, processor):
         line = picture(1, 900)
         with pytest.raises(LimitExceeded, match="900x1"):
             processor.plan(Media("image", line), line, {})
 
-    def test_chat_without_a_template_of_the_checkpoints(self, path, tokenizer, model, path_file):
+    def test_chat_works_without_a_template_in_the_checkpoint(self, path, tokenizer, model, path_file):
         message = [{"role": "user", "content": [{"type": "image", "image": picture(20, 20)}, {"type": "text", "text": "Hm?"}]}]  # fmt: skip # noqa: E501
         assert OurTokenizer.from_pretrained(path).has_template
         chat = tokenizer.tokenize_chat(message, path_file)
@@ -138,7 +138,7 @@ class TestFuyu(ExtremeShapes, FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", "preprocessor_config", change), named)
 
     def test_embeddings_without_rows_and_columns_are_refused(self, tokenizer, path_file):

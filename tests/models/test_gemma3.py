@@ -1,4 +1,4 @@
-"""Gemma 3 beside transformers' own, on random weights."""
+"""Tests of Gemma 3 against transformers, on random weights."""
 
 import json
 import shutil
@@ -37,11 +37,11 @@ VISION = {
     "image_size": 56,
     "patch_size": 7,
     "vision_use_head": False,
-    "initializer_range": 0.2,  # so large that pictures move the logits
+    "initializer_range": 0.2,  # large enough for pictures to change the logits
 }
 FEATURES = 16
 WINDOW = 12
-"""Less than an image has features: so its last tokens do not see its first ones in a sliding layer."""
+"""Sliding window smaller than an image's features, so that its last tokens do not see its first ones."""
 TEXT = {
     "vocab_size": 400,
     "hidden_size": 48,
@@ -70,12 +70,12 @@ SCAN = {
 
 
 def randomized(config):
-    """The model, and what transformers makes zeros drawn at random, too: else no picture would count."""
+    """Return the model with random numbers in place of transformers' zeros, or pictures would have no effect."""
     model = Gemma3ForConditionalGeneration(config)
     for name, weight in model.named_parameters():
         if "projection_weight" in name or "norm" in name:
             torch.nn.init.normal_(weight, 1.0 if "vision_tower" in name else 0.0, 0.2)
-    # Tied to the head, a token's embedding would answer with the token itself, again and again.
+    # The embedding is tied to the head. Larger values would make a token predict itself again and again.
     torch.nn.init.normal_(model.model.language_model.embed_tokens.weight, 0.0, 0.03)
     torch.nn.init.normal_(model.model.language_model.norm.weight, 4.0, 0.2)
     return model
@@ -109,7 +109,7 @@ class Reference(BaseReference):
         images = Gemma3ImageProcessor.from_pretrained(path)
         stated = json.loads((path / "processor_config.json").read_text())
         processor = Gemma3Processor(images, AutoTokenizer.from_pretrained(path), **stated)
-        # Its class says False, over what the checkpoint's file says of the crops; here the file counts.
+        # The processor's class overrides the crop settings of the checkpoint's file with False. Use the file's.
         asked = {name: value for name in SCAN if (value := getattr(images, name)) is not None}
         processor.images_kwargs = {**processor.images_kwargs, **asked}
         super().__init__(Gemma3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32), processor)
@@ -153,17 +153,17 @@ class TestGemma3(ExtremeShapes, FamilyContract):
             ({"text": {"layer_types": ["full_attention"] * 4, "attention_bias": True}}, {}),
             ({"text": {"layer_types": ["sliding_attention"] * 4}}, {}),
             ({"text": {"rope_parameters": None, "query_pre_attn_scalar": 4}}, {}),
-            # Pooled by 8 // 3 = 2, a picture has more features than it says.
+            # Pooling by 8 // 3 = 2 gives more features than mm_tokens_per_image states.
             ({"mm_tokens_per_image": 9}, {}),
             ({"mm_tokens_per_image": 4, "stated": {"image_seq_length": 4}}, {}),
         ],
         ids=str,
     )
-    def test_what_a_configuration_can_say(self, settings, pixels, tmp_path, path_file):
+    def test_logits_under_other_settings_equal_the_references(self, settings, pixels, tmp_path, path_file):
         write(tmp_path, {**PIXELS, **pixels}, **settings)
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
-    def test_the_tokens_of_a_run_are_a_group(self, model, tokenizer, path_file):
+    def test_the_tokens_of_an_image_form_one_bidirectional_span(self, model, tokenizer, path_file):
         ids = tokenizer.tokenize(self.prompts["two images"], path_file)
         span_ids = model.bidirectional_spans(len(ids), model.read(ids.numpy())).tolist()
         token = model.module.config.image_token_id
@@ -174,7 +174,7 @@ class TestGemma3(ExtremeShapes, FamilyContract):
         assert [group >= 0 for group in span_ids] == [index == token for index in plain]
         assert model.bidirectional_spans(len(ids), []) is None
 
-    def test_crops_are_the_references(self, path, tmp_path):
+    def test_crops_equal_the_references(self, path, tmp_path):
         other = shutil.copytree(path, tmp_path / "other")
         save_json(other, preprocessor_config={**PIXELS, **SCAN})
         processor, images = family_named(self.name).processor(Checkpoint.open(other)), Gemma3ImageProcessor(**SCAN)
@@ -188,15 +188,15 @@ class TestGemma3(ExtremeShapes, FamilyContract):
                 found = [pixels[crop].shape for crop in processor.crops(height, width)]
                 assert found == [(*crop.shape[-2:], 3) for crop in expected]
 
-    def test_worst_case_of_crops(self, path, tmp_path):
+    def test_the_worst_case_with_crops_takes_the_most_tokens(self, path, tmp_path):
         other = shutil.copytree(path, tmp_path / "other")
         for most, ratio in ((1, 1.0), (1, 1.9), (4, 1.2), (2, 7.5)):
             scan = {"pan_and_scan_max_num_crops": most, "pan_and_scan_min_ratio_to_activate": ratio}
             save_json(other, preprocessor_config={**PIXELS, **SCAN, **scan})
             self.test_the_worst_case_takes_the_most_tokens(family_named(self.name).processor(Checkpoint.open(other)))
 
-    def test_soft_caps_of_the_logits(self, tmp_path, path_file):
-        """transformers' Gemma3ForConditionalGeneration leaves them out; its Gemma3ForCausalLM does not."""
+    def test_logits_are_soft_capped(self, tmp_path, path_file):
+        """Apply the caps as Gemma3ForCausalLM does. Gemma3ForConditionalGeneration of transformers leaves them out."""
         write(tmp_path, text={"final_logit_softcapping": 2.0})
         reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
         capping = Gemma3ForCausalLM(reference.model.config.text_config).eval()
@@ -211,7 +211,7 @@ class TestGemma3(ExtremeShapes, FamilyContract):
             assert (found[name] - torch.tanh(plain / 2) * 2).abs().max() <= self.tolerance, name
 
     @pytest.mark.parametrize("grid", [(0, 0), (1,), (-1,)])
-    def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, grid, processor):
+    def test_embeddings_whose_grid_does_not_fit_are_refused(self, grid, processor):
         assert processor.spelling("image", FEATURES, grid) is None
 
     @pytest.mark.parametrize(
@@ -237,5 +237,5 @@ class TestGemma3(ExtremeShapes, FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)

@@ -1,4 +1,4 @@
-"""Idefics3 beside transformers' own, on random weights."""
+"""Tests of Idefics3 against transformers, on random weights."""
 
 import json
 from typing import ClassVar
@@ -79,7 +79,7 @@ class TestIdefics3(ExtremeShapes, FamilyContract):
         assert expected.get("pixel_attention_mask", torch.ones(1)).all()
 
     @pytest.mark.parametrize("side", [112, 27, 5000])
-    def test_sizes_are_the_references(self, side):
+    def test_sizes_equal_the_references(self, side):
         for height in range(1, 300, 7):
             for width in range(1, 300, 5):
                 expected = get_resize_output_image_size(torch.empty(3, height, width, device="meta"), side)
@@ -95,11 +95,11 @@ class TestIdefics3(ExtremeShapes, FamilyContract):
         ],
         ids=str,
     )
-    def test_what_a_configuration_can_say(self, settings, pixels, features, tmp_path, path_file):
+    def test_logits_under_other_settings_equal_the_references(self, settings, pixels, features, tmp_path, path_file):
         write(tmp_path, {**PIXELS, **pixels}, features, **settings)
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
-    def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, processor):
+    def test_embeddings_whose_grid_does_not_fit_are_refused(self, processor):
         assert processor.spelling("image", 4, (1, 1)) is None
 
     @pytest.mark.parametrize(
@@ -115,5 +115,5 @@ class TestIdefics3(ExtremeShapes, FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)

@@ -1,4 +1,4 @@
-"""InternVL beside transformers' own, on random weights."""
+"""Tests of InternVL against transformers, on random weights."""
 
 import json
 import shutil
@@ -111,15 +111,15 @@ class TestInternVL(ExtremeShapes, FamilyContract):
     def make_reference(cls, path):
         return Reference(path)
 
-    def test_grids_are_the_references(self):
+    def test_grids_equal_the_references(self):
         for height in range(1, 200, 7):
             for width in range(1, 200, 5):
                 for bounds in ((1, 6), (2, 12), (1, 1)):
                     rows, columns = closest_grid(height, width, 28, *bounds)
                     assert (columns, rows) == get_optimal_tiled_canvas((height, width), (28, 28), *bounds)
 
-    def test_dynamic_frequencies_are_the_defaults_in_the_models_context(self, path, tmp_path):
-        """As InternVL3's config.json, as published, has them; its contexts are no longer than it was trained with."""
+    def test_dynamic_frequencies_equal_the_defaults_within_the_models_context(self, path, tmp_path):
+        """Serve InternVL3's published config.json, whose contexts never exceed the trained length."""
         other = shutil.copytree(path, tmp_path / "dynamic")
         config = json.loads((other / "config.json").read_text())
         del config["text_config"]["rope_parameters"]
@@ -139,7 +139,7 @@ class TestInternVL(ExtremeShapes, FamilyContract):
             ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "alpha": 9.0}}, "dynamic"),
         ],
     )
-    def test_text_models_whose_attention_would_be_another_are_refused(self, settings, named, path, tmp_path):
+    def test_text_models_with_unsupported_attention_are_refused(self, settings, named, path, tmp_path):
         other = shutil.copytree(path, tmp_path / "other")
         config = json.loads((other / "config.json").read_text())
         config["text_config"] |= settings
@@ -147,7 +147,7 @@ class TestInternVL(ExtremeShapes, FamilyContract):
         with pytest.raises(UnsupportedCheckpoint, match=named):
             load_model(other, device="cpu")
 
-    def test_a_marker_that_is_no_token(self, path, reference, model, tmp_path, path_file):
+    def test_a_marker_need_not_be_a_token(self, path, reference, model, tmp_path, path_file):
         other = without_token(path, tmp_path / "other", "<video>")
         with Tokenizer.from_pretrained(other) as tokenizer:
             for name, items in self.prompts.items():
@@ -169,11 +169,13 @@ class TestInternVL(ExtremeShapes, FamilyContract):
         ],
         ids=str,
     )
-    def test_what_a_configuration_can_say(self, settings, vision, pixels, frames, tmp_path, path_file):
+    def test_logits_under_other_settings_equal_the_references(
+        self, settings, vision, pixels, frames, tmp_path, path_file
+    ):
         write(tmp_path, {**PIXELS, **pixels}, {**SIZE, **frames}, vision, **settings)
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
-    def test_chat(self, tokenizer, reference, model, path_file):
+    def test_chat_ids_equal_the_references(self, tokenizer, reference, model, path_file):
         image, video = picture(40, 90), clip(2, 28, 28)
         content = [
             {"type": "image", "image": image},
@@ -206,7 +208,7 @@ class TestInternVL(ExtremeShapes, FamilyContract):
         with pytest.raises(LimitExceeded, match=r"700 frames .* limit is 682"):
             processor.plan(Media("video", video), video, {"video": 1})
 
-    def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, processor):
+    def test_embeddings_whose_grid_does_not_fit_are_refused(self, processor):
         assert processor.spelling("video", 8, (3,)) is None
 
     @pytest.mark.parametrize(
@@ -225,5 +227,5 @@ class TestInternVL(ExtremeShapes, FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)

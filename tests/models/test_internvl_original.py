@@ -1,4 +1,4 @@
-"""InternVL in OpenGVLab's layout beside transformers' own class, which holds the same weights, converted."""
+"""Tests of InternVL in OpenGVLab's layout against transformers' class with the same weights, converted."""
 
 import json
 import re
@@ -67,7 +67,7 @@ QWEN2 = {
     "use_cache": False,
     "use_sliding_window": False,
 }
-"""Of InternVL3-1B, but for sizes."""
+"""Settings of InternVL3-1B's language model, without its sizes."""
 ADDED = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>"),
     *("<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>"),
@@ -88,7 +88,7 @@ NAMES = (
     (r"^model\.language_model\.", "language_model.model."),
     (r"^lm_head", "language_model.lm_head"),
 )
-"""Parts of published names by those of transformers' class, as its conversion script pairs them."""
+"""Parts of transformers' weight names with the published parts, as its conversion script pairs them."""
 
 
 INTERNLM2_NAMES = (
@@ -102,7 +102,7 @@ INTERNLM2_NAMES = (
     (r"post_attention_layernorm", "ffn_norm"),
     (r"language_model\.lm_head", "language_model.output"),
 )
-"""The same of InternLM2, after those."""
+"""Further replacements for InternLM2, applied after NAMES."""
 CONFIGS = {
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
@@ -112,7 +112,7 @@ CONFIGS = {
 
 
 def published_weights(model: torch.nn.Module, internlm2: bool) -> dict[str, torch.Tensor]:
-    """The weights of transformers' class under the names of OpenGVLab's."""
+    """Return the weights of transformers' class under OpenGVLab's names."""
     state = model.state_dict()
     for name in [name for name in state if "vision_tower" in name and "attention.q_proj" in name]:
         parts = [state.pop(name.replace("q_proj", f"{one}_proj")) for one in "qkv"]
@@ -137,7 +137,7 @@ def renamed(name: str, names: tuple[tuple[str, str], ...]) -> str:
 
 
 def save_qwen2_tokenizer(out: Path) -> dict[str, int]:
-    """Writes a Qwen2 tokenizer as OpenGVLab publishes it, which has no tokenizer.json; returns its added tokens."""
+    """Write a Qwen2 tokenizer without tokenizer.json, as OpenGVLab does, and return its added tokens."""
     save_tokenizer(out, ())
     model = json.loads((out / "tokenizer.json").read_text())["model"]
     for file in out.iterdir():
@@ -168,7 +168,7 @@ def save_qwen2_tokenizer(out: Path) -> dict[str, int]:
 
 
 def save_internlm2_tokenizer(out: Path) -> dict[str, int]:
-    """Writes a tokenizer.json beside what OpenGVLab publishes of InternLM2's; returns its added tokens."""
+    """Write OpenGVLab's files of an InternLM2 tokenizer with a tokenizer.json, and return its added tokens."""
     tokens = ("<unk>", "<s>", "</s>", *ADDED)
     save_tokenizer(out, tokens)
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
@@ -178,19 +178,19 @@ def save_internlm2_tokenizer(out: Path) -> dict[str, int]:
 
 
 def config_of(language: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A published config.json of other sizes."""
+    """Return a published config.json with other sizes."""
     sizes = {"force_image_size": SIDE, "max_dynamic_patch": TILES, "llm_config": {**language, **TEXT}}
     return PUBLISHED | sizes | {"vision_config": PUBLISHED["vision_config"] | VISION} | changes
 
 
 def converted_vision(vision: dict[str, Any]) -> InternVLVisionConfig:
-    """As transformers' conversion script has it."""
+    """Convert the vision settings as transformers' conversion script does."""
     kept = {key: vision[key] for key in (*VISION, "hidden_act", "norm_type", "layer_norm_eps", "num_channels")}
     return InternVLVisionConfig(**kept, attention_bias=vision["qkv_bias"], use_qk_norm=vision["qk_normalization"])
 
 
 def draw(config: InternVLConfig) -> InternVLForConditionalGeneration:
-    """A model with weights that differ from one another, norms and all."""
+    """Return a model whose weights all differ, including norms, so that a swap of two weights shows."""
     torch.manual_seed(0)
     model = InternVLForConditionalGeneration(config)
     for weight in model.parameters():
@@ -202,8 +202,8 @@ def draw(config: InternVLConfig) -> InternVLForConditionalGeneration:
 
 
 def write(out: Path, language: dict[str, Any] = QWEN2, **changes: Any) -> "Reference":
-    """Writes the checkpoint, with `changes` in config.json; returns transformers' model of its conversion."""
-    language = deepcopy(language)  # transformers adds rope_theta to the rope_scaling that it is given
+    """Write the checkpoint with `changes` to config.json, and return transformers' converted model."""
+    language = deepcopy(language)  # transformers adds rope_theta to the rope_scaling that is passed
     kind = language["architectures"][0]
     internlm2 = kind == "InternLM2ForCausalLM"
     ids = save_internlm2_tokenizer(out) if internlm2 else save_qwen2_tokenizer(out)
@@ -247,7 +247,7 @@ class Reference(BaseReference):
 
 class TestInternVLOriginal(ExtremeShapes, FamilyContract):
     name = "internvl"
-    settings_file = None  # the original reads none: its pictures are cut and normalised by config.json and constants
+    settings_file = None  # preprocessing follows config.json and constants, as in the original
     prompts: ClassVar = plain.TestInternVL.prompts
     references: ClassVar[dict[Path, Reference]] = {}
 
@@ -276,7 +276,7 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
         ],
         ids=["projector", "qkv", "untied", "unknown", "shape does not match"],
     )
-    def test_weights_are_named_as_published(self, change, named, path, tmp_path):
+    def test_bad_weights_are_refused_by_their_published_names(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)
 
     @pytest.mark.parametrize(
@@ -289,37 +289,37 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
         ],
         ids=["InternLM2", "InternLM2 with biases", "Llama", "Qwen3"],
     )
-    def test_other_language_models(self, language, tmp_path, path_file):
+    def test_other_language_models_are_served(self, language, tmp_path, path_file):
         self.assert_same(tmp_path, write(tmp_path, language), path_file)
 
-    def test_a_tower_of_6b_and_one_tile_a_picture(self, tmp_path, path_file):
+    def test_the_6b_tower_and_one_tile_per_picture_are_served(self, tmp_path, path_file):
         vision = {"norm_type": "rms_norm", "qk_normalization": True, "qkv_bias": False}
         vision = PUBLISHED["vision_config"] | VISION | vision
         self.assert_same(tmp_path, write(tmp_path, vision_config=vision, dynamic_image_size=False), path_file)
 
-    def test_a_conversation_is_worded_as_the_conversion_scripts(self, reference, model, tokenizer, path_file):
+    def test_a_conversation_is_formatted_as_in_the_conversion_script(self, reference, model, tokenizer, path_file):
         image = picture(40, 90)
         messages = [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Hm?"}]},
         ]
         ids = tokenizer.tokenize_chat(messages, path_file).numpy()
-        said = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
-        asked = "\nHm?<|im_end|>\n<|im_start|>assistant\n"
-        expected = reference.inputs([{"text": said}, {"image": image}, {"text": asked}])
+        opening = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+        closing = "\nHm?<|im_end|>\n<|im_start|>assistant\n"
+        expected = reference.inputs([{"text": opening}, {"image": image}, {"text": closing}])
         assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0].tolist()
 
     @pytest.mark.parametrize(
         ("stated", "others"), [({}, []), ({"eos_token_id": None}, []), ({"eos_token_id": 7}, [7])], ids=str
     )
     def test_an_answer_ends_with_its_turn(self, stated, others, tmp_path):
-        """InternLM2's files name another token, that of a text's end."""
+        """Add the token that ends a turn, because InternLM2's files name only the token that ends a text."""
         reference = write(tmp_path, PUBLISHED["llm_config"])
         save_json(tmp_path, generation_config=stated)
         turn = reference.model.generation_config.eos_token_id
         assert load_model(tmp_path, device="cpu").spec.eos_token_ids == (*others, turn, 2)
 
-    def test_tied_embeddings_are_stored_once(self, tmp_path, path_file):
+    def test_tied_embeddings_may_be_stored_once(self, tmp_path, path_file):
         reference = write(tmp_path, {**QWEN2, "tie_word_embeddings": True})
         weights = load_file(tmp_path / "model.safetensors")
         del weights["language_model.lm_head.weight"]
@@ -348,11 +348,11 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, change, named, path, tmp_path):
         other = changed(path, tmp_path / "other", "config", change)
         self.assert_refused(other, f"{named}.*OpenGVLab/InternVL3-1B-hf")
 
-    def test_other_patches_are_refused(self, path, tmp_path):
+    def test_another_patch_size_is_refused(self, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", "config", {"downsample_ratio": 0.3}), "downsample_ratio")
 
     @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
         (other / gone).unlink()
         self.assert_refused(other, f"{named}.*OpenGVLab/InternVL3-1B-hf")
 
-    def test_a_tokenizer_without_the_marks_of_pictures_is_refused(self, path, tmp_path):
+    def test_a_tokenizer_without_image_tokens_is_refused(self, path, tmp_path):
         added = json.loads((path / "tokenizer_config.json").read_text())["added_tokens_decoder"]
         kept = {index: token for index, token in added.items() if token["content"] in ADDED[:3]}
         settings = {"added_tokens_decoder": kept, "additional_special_tokens": []}
@@ -384,7 +384,7 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
         save_json(other, added_tokens={})
         self.assert_refused(other, "no added token <IMG_CONTEXT>")
 
-    def test_added_tokens_of_their_file_alone(self, path, tmp_path, reference, path_file):
+    def test_added_tokens_may_be_in_added_tokens_json_alone(self, path, tmp_path, reference, path_file):
         other = changed(path, tmp_path / "other", "tokenizer_config", {"added_tokens_decoder": None})
         settings = json.loads((other / "tokenizer_config.json").read_text())
         del settings["added_tokens_decoder"]

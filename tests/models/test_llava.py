@@ -1,4 +1,4 @@
-"""LLaVA beside transformers' own, on random weights."""
+"""Tests of LLaVA against transformers, on random weights."""
 
 import json
 from typing import ClassVar
@@ -31,7 +31,7 @@ VISION = {
     "num_attention_heads": 4,
     "image_size": 28,
     "patch_size": 7,
-    "initializer_range": 0.2,  # so large that pictures move the logits
+    "initializer_range": 0.2,  # large enough for pictures to change the logits
 }
 PIXELS = {
     "image_processor_type": "LlavaImageProcessor",
@@ -113,11 +113,11 @@ class TestLlava(FamilyContract):
         ],
         ids=str,
     )
-    def test_what_a_configuration_can_say(self, settings, pixels, stated, tmp_path, path_file):
+    def test_logits_under_other_settings_equal_the_references(self, settings, pixels, stated, tmp_path, path_file):
         write(tmp_path, {**PIXELS, **pixels}, {**STATED, **stated}, **settings)
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
-    def test_a_siglip_tower(self, tmp_path, path_file):
+    def test_a_siglip_tower_is_served(self, tmp_path, path_file):
         pixels = {"image_processor_type": "SiglipImageProcessorFast", "size": {"height": 28, "width": 28}}
         stated = {"patch_size": 7, "vision_feature_select_strategy": "full", "num_additional_image_tokens": 0}
         vision = SiglipVisionConfig(**VISION, vision_use_head=False)
@@ -146,5 +146,5 @@ class TestLlava(FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)

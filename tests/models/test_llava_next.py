@@ -1,4 +1,4 @@
-"""LLaVA-NeXT beside transformers' own, on random weights."""
+"""Tests of LLaVA-NeXT against transformers, on random weights."""
 
 import json
 from typing import ClassVar
@@ -89,7 +89,9 @@ class TestLlavaNext(ExtremeShapes, FamilyContract):
         ],
         ids=str,
     )
-    def test_what_a_configuration_can_say(self, settings, pixels, stated, tower, tmp_path, path_file):
+    def test_logits_under_other_settings_equal_the_references(
+        self, settings, pixels, stated, tower, tmp_path, path_file
+    ):
         vision = SiglipVisionConfig(**VISION, vision_use_head=False) if tower == "siglip" else None
         write(tmp_path, {**TILES, **pixels}, {**STATED, **stated}, vision, **settings)
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
@@ -105,7 +107,7 @@ class TestLlavaNext(ExtremeShapes, FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)
 
     def test_a_canvas_that_is_no_whole_number_of_tiles_is_refused(self, path, tmp_path):

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision beside transformers' own, on random weights."""
+"""Tests of LLaVA-OneVision against transformers, on random weights."""
 
 from typing import ClassVar
 
@@ -74,7 +74,7 @@ class Reference(BaseReference):
         )
 
     def inputs(self, items):
-        """Images nested, so that the processor knows them to be of one prompt."""
+        """Nest the images, so that the processor assigns all of them to one prompt."""
         images = [Image.fromarray(item["image"]) for item in items if "image" in item]
         videos = [item["video"] for item in items if "video" in item]
         given = {"images": [images] if images else None, "videos": videos or None}
@@ -113,8 +113,8 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
         for item, frames in zip(videos, expected.get("pixel_values_videos", ()), strict=True):
             assert torch.equal(model.normalized(item).cpu(), frames)
 
-    def test_a_tower_of_clips_layers(self, tmp_path, path_file):
-        """Features of two layers; another filter, nothing normalised."""
+    def test_features_may_come_from_several_layers(self, tmp_path, path_file):
+        """Use features of two layers, another resize filter and no normalisation."""
         write(tmp_path, {**PIXELS, "resample": 2, "do_normalize": False}, vision_feature_layer=[-1, 1])
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
@@ -156,5 +156,5 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)

@@ -1,4 +1,4 @@
-"""Qwen2-VL's ids on MindIE's wire: read as MindIE reads them, and by our own model beside the native wire."""
+"""Tests of MindIE's wire for Qwen2-VL, read by an independent reader of the wire and by our model."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def segments():
     return {path.name for path in SHM.glob("psm_*")}
 
 
-# What a worker of MindIE's does, from facts about its wire; nothing of ours is used.
+# An independent reader of MindIE's wire, written from facts about the wire without our code.
 
 CHARSET = "0123456789abcdefpsmnwABCDEF"
 BITS = {1: (57,), 2: (29, 28), 3: (19, 19, 19), 4: (18, 3, 18, 18), 5: (13, 13, 3, 14, 14)}
@@ -107,14 +107,14 @@ def their_shape(word):
 
 
 def their_data(name_word, shape_word, dtype):
-    """The array lies at the file's start, and the file is as long as it is."""
+    """Read the array from the start of its segment, whose size must be the array's."""
     data = (SHM / their_name(name_word)).read_bytes()
     assert len(data) == np.prod(their_shape(shape_word)) * np.dtype(dtype).itemsize
     return np.frombuffer(data, dtype).reshape(their_shape(shape_word))
 
 
 def their_media(ids, start_token):
-    """(kind, planes, grid, seconds) of each item, by the slots behind its start token."""
+    """Yield (kind, planes, grid, seconds) of each item, read from the slots behind its start token."""
     for begin in np.flatnonzero(ids == start_token):
         name, shape, grid, fourth, fifth, *_ = ids[begin + 1 :].tolist()
         planes = their_data(name, shape, np.uint8)
@@ -123,7 +123,7 @@ def their_media(ids, start_token):
 
 
 class Reference:
-    """transformers' own processors over a checkpoint."""
+    """Processors of transformers over a checkpoint."""
 
     def __init__(self, path):
         self.image, self.video = (
@@ -134,13 +134,13 @@ class Reference:
         self.joint = ReferenceProcessor(self.image, self.text, self.video)
 
     def ids(self, prompt, images, videos):
-        """int64 [T], one placeholder a feature."""
+        """Return ids, int64 [T], with one placeholder per feature."""
         images = [torch.tensor(image).permute(2, 0, 1) for image in images] or None
         videos = [torch.tensor(video).permute(0, 3, 1, 2) for video in videos] or None
         return self.joint(text=[prompt], images=images, videos=videos, return_tensors="np")["input_ids"][0]
 
     def patches(self, kind, pixels):
-        """Patches and grid of an image or a video: as bytes, and normalised."""
+        """Return the patches of an image or video as bytes and normalised, and their grid."""
         if kind == "image":
             process, given, name = self.image, {"images": [torch.tensor(pixels).permute(2, 0, 1)]}, "pixel_values"
         else:
@@ -163,8 +163,8 @@ def settings(random_checkpoint):
     return Qwen2VLProcessor(Checkpoint.open(random_checkpoint))
 
 
-def test_a_reader_of_mindies_finds_what_transformers_makes(mindie, reference, settings, path_file):
-    """Ids in every slot without a word; grids, and patches to the bit, raw and normalised; seconds of a video."""
+def test_a_mindie_reader_reads_the_ids_and_patches_of_transformers(mindie, reference, settings, path_file):
+    """Compare ids outside the word slots, grids, raw and normalised patches bit for bit, and a video's seconds."""
     ids = mindie.tokenize(PROMPTS["mixed"], path_file).numpy()
     start, pad, end = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
     video = f"{start}<|video_pad|>{end}"
@@ -183,7 +183,7 @@ def test_a_reader_of_mindies_finds_what_transformers_makes(mindie, reference, se
         assert torch.equal(ours, normalised)
         assert (seconds is None) == (kind == "image")
         if seconds is not None:
-            assert seconds.tolist() == [[1.0]]  # two frames a patch, at MindIE's 2 frames a second
+            assert seconds.tolist() == [[1.0]]  # two frames per patch at MindIE's 2 frames per second
     words = np.flatnonzero(ids < 0)
     begins = np.flatnonzero(ids == token(start))
     slots = [*(begins[0] + i for i in (1, 2, 3)), *(begins[1] + i for i in (1, 2, 3, 4, 5)), *(begins[2] + i for i in (1, 2, 3))]  # fmt: skip # noqa: E501
@@ -193,7 +193,7 @@ def test_a_reader_of_mindies_finds_what_transformers_makes(mindie, reference, se
     ]
 
 
-def test_only_a_segments_own_words_are_written(mindie, path_file):
+def test_an_image_has_words_for_name_shape_and_grid_only(mindie, path_file):
     ids = mindie.tokenize(PROMPTS["an image"], path_file)
     name, shape, grid = ids[ids < 0]
     data = get_data_from_shm(name, shape, np.uint8)
@@ -205,7 +205,7 @@ def test_only_a_segments_own_words_are_written(mindie, path_file):
 @pytest.mark.parametrize(
     ("fps", "asked", "seconds"), [(10, {}, 1.0), (10, {"fps": 5.0}, 0.4), (8, {"num_frames": 4}, 1.25)]
 )
-def test_seconds_per_grid_are_those_of_the_frames_taken(mindie, reference, path_file, fps, asked, seconds):
+def test_seconds_per_grid_follow_the_sampled_frames(mindie, reference, path_file, fps, asked, seconds):
     video = encode_video(moving_frames(20), fps)
     ids = mindie.tokenize([{"video": video, **asked}], path_file).numpy()
     ((_, planes, grid, found),) = their_media(ids, reference.text.convert_tokens_to_ids("<|vision_start|>"))
@@ -223,13 +223,13 @@ def test_seconds_per_grid_are_those_of_the_frames_taken(mindie, reference, path_
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(None, 1.0), (0.5, 4.0), (8.0, 0.25)])
-def test_seconds_per_grid_of_frames_handed_in(mindie, reference, path_file, rate, seconds):
+def test_seconds_per_grid_follow_the_rate_of_given_frames(mindie, reference, path_file, rate, seconds):
     ids = mindie.tokenize([{"video": CLIP, "sample_fps": rate}], path_file).numpy()
     ((*_, found),) = their_media(ids, reference.text.convert_tokens_to_ids("<|vision_start|>"))
     assert found[0, 0] == np.float32(seconds)
 
 
-def test_a_frame_too_few_stands_still(mindie, reference, path_file):
+def test_an_odd_number_of_frames_repeats_the_last_frame(mindie, reference, path_file):
     ids = mindie.tokenize([{"video": CLIP[:3]}], path_file).numpy()
     ((_, planes, grid, _),) = their_media(ids, reference.text.convert_tokens_to_ids("<|vision_start|>"))
     raw, _, expected_grid = reference.patches("video", CLIP[:3])
@@ -238,13 +238,13 @@ def test_a_frame_too_few_stands_still(mindie, reference, path_file):
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_logits_are_those_of_the_native_wire(name, model, native, mindie, path_file):
+def test_logits_equal_those_of_the_native_wire(name, model, native, mindie, path_file):
     ours, theirs = (tokenizer.tokenize(PROMPTS[name], path_file) for tokenizer in (native, mindie))
     assert torch.equal(model.logits(ours), model.logits(theirs))
     assert torch.equal(torch.where(ours < 0, 0, ours)[theirs >= 0], theirs[theirs >= 0])
 
 
-def test_both_wires_in_one_flat_batch(model, native, mindie, path_file):
+def test_both_wires_share_one_flat_batch(model, native, mindie, path_file):
     ids = [tokenizer.tokenize(items, path_file) for items in PROMPTS.values() for tokenizer in (native, mindie)]
     logits = packed_logits(model, ids)
     for ours, theirs in zip(logits[::2], logits[1::2], strict=True):
@@ -252,7 +252,7 @@ def test_both_wires_in_one_flat_batch(model, native, mindie, path_file):
 
 
 def test_ids_of_a_mindie_tokenizer_are_read(model, native, reference, path_file):
-    """Written by hand as MindIE writes them: patches of transformers, words over the first slots."""
+    """Read words that this test wrote over the first slots, as MindIE does, with transformers' patches."""
     ids = native.tokenize(PROMPTS["an image"], path_file)
     theirs = ids.clone()
     start = int((ids < 0).nonzero()[0])
@@ -273,8 +273,8 @@ def test_the_engine_answers_both_wires_alike(model, native, mindie, path_file):
         assert outputs[i] == outputs[i + len(PROMPTS)]
 
 
-def test_nothing_is_kept_for_another_request(model, mindie, path_file):
-    """The wire names no content: the same words may stand for another picture the next time."""
+def test_features_are_not_cached_for_another_request(model, mindie, path_file):
+    """Cache nothing, because the wire has no content digest and the same words may name another picture next time."""
     engine = Engine(model, EngineConfig())
     ids = mindie.tokenize(PROMPTS["an image"], path_file)
     before, _ = run(engine, [ids, ids], max_tokens=8)
@@ -301,21 +301,21 @@ def test_a_lost_segment_fails_its_own_request_alone(model, mindie, path_file, mo
     engine = Engine(model, EngineConfig(encoder_cache_bytes=0))
     params = SamplingParams(temperature=0, max_tokens=8)
 
-    def hurt():
+    def damage_segment():
         if harm == "removed":
             file.unlink()
         else:
             os.truncate(file, 5000)
 
     if moment == "before it is added":
-        hurt()
+        damage_segment()
     news = [engine.add(Add(name, ids.numpy().tobytes(), params)) for name, ids in (("bad", bad), ("good", good))]
     if moment == "while it waits":
-        hurt()
+        damage_segment()
     while engine.has_work():
         news += engine.step().progress
     news = [progress for progress in news if progress]
-    lost = moment == "before it is added" or harm == "cut short"  # a segment that was attached outlives its file
+    lost = moment == "before it is added" or harm == "cut short"  # an attached segment outlives its file
     errors = {progress.request_id: progress.error.name for progress in news if progress.error}
     assert errors == ({"bad": "SegmentMissing"} if lost else {})
     tokens = [token for progress in news if progress.request_id == "good" for token in progress.token_ids]
@@ -330,7 +330,7 @@ def test_a_released_request_is_missing(model, mindie, tmp_path):
         model.logits(ids)
 
 
-def test_words_that_are_none_of_the_familys_are_refused(model, mindie, path_file):
+def test_words_that_do_not_belong_to_the_family_are_refused(model, mindie, path_file):
     ids = mindie.tokenize(PROMPTS["an image"], path_file).numpy()
     first = int(np.flatnonzero(ids < 0)[0])
     pad = int(ids[first + 3])
@@ -369,7 +369,7 @@ def test_words_that_are_none_of_the_familys_are_refused(model, mindie, path_file
     ("kind", "pixels", "features"),
     [("image", np.zeros((28, 56, 3), np.uint8), 2), ("video", np.zeros((2, 56, 56, 3), np.uint8), 4)],
 )
-def test_an_item_with_too_few_slots_is_a_limit(random_checkpoint, device, tmp_path, kind, pixels, features):
+def test_an_item_with_fewer_features_than_words_is_refused(random_checkpoint, device, tmp_path, kind, pixels, features):
     path = shutil.copytree(random_checkpoint, tmp_path / "small")
     for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
         if (path / name).exists():
@@ -394,7 +394,7 @@ def test_an_item_with_too_few_slots_is_a_limit(random_checkpoint, device, tmp_pa
     assert segments() == before
 
 
-def test_a_failure_half_way_leaves_nothing(mindie, tmp_path):
+def test_a_failed_prompt_leaves_no_segments(mindie, tmp_path):
     before, path_file = segments(), tmp_path / "shm_name.txt"
     broken = encoded(photograph("coffee.png", (300, 300)))[:3000]
     with pytest.raises(MediaError, match=r"media item 2 \(image\): the JPEG image of 300x300 pixels is broken"):
@@ -409,7 +409,7 @@ def test_a_failure_half_way_leaves_nothing(mindie, tmp_path):
     assert segments() == before
 
 
-def test_the_wire_is_one_of_two(random_checkpoint):
+def test_an_unknown_wire_is_refused(random_checkpoint):
     with pytest.raises(InputError, match="wire is 'psm'; it must be one of native, mindie"):
         Tokenizer.from_pretrained(random_checkpoint, wire="psm")
     with Arena.create(1 << 16) as arena, pytest.raises(InputError, match="arena is given"):

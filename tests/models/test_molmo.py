@@ -1,4 +1,4 @@
-"""Molmo beside what the original implementation computes: tests/golden/molmo."""
+"""Tests of Molmo against results of the original implementation in tests/golden/molmo."""
 
 from typing import ClassVar
 
@@ -33,7 +33,7 @@ def items_of(about, pictures):
 
 
 ALL = cases(FOLDER, items_of)
-TWO = ALL["two"]  # the original's features of both stand where those of the first do
+TWO = ALL["two"]  # the original puts the features of both images where those of the first belong
 CASES = {name: case for name, case in ALL.items() if case is not TWO}
 
 
@@ -46,7 +46,7 @@ class TestMolmo(FamilyContract):
     name = "molmo"
     prompts: ClassVar = {name: case.items for name, case in CASES.items()}
     tolerance = 5e-4  # the original resizes with TensorFlow
-    bf16_tolerance = 0.4  # measured: 0.34, of these weights, larger than trained ones; 0.026 on average
+    bf16_tolerance = 0.4  # 0.34 was measured, 0.026 on average, because these weights are larger than trained ones
     num_tokens = 8
     unspelled = True
 
@@ -67,11 +67,11 @@ class TestMolmo(FamilyContract):
         assert (arrays["image_input_idx"] >= 0).sum() == len(slots)
 
     @pytest.mark.parametrize("name", ["text", "tiny", "flat"])
-    def test_logits_of_pictures_that_both_resize_alike(self, name, reference, model, tokenized):
+    def test_logits_are_nearer_for_pictures_that_both_libraries_resize_alike(self, name, reference, model, tokenized):
         assert (self.logits(model, tokenized[name]) - reference.logits(CASES[name].items)).abs().max() <= 2e-4
 
     @pytest.mark.parametrize("name", ["wide", "text"])
-    def test_the_other_style(self, name, tmp_path):
+    def test_the_other_style_of_preprocessing_is_served(self, name, tmp_path):
         weights = drawn_weights(OTHER_STYLE)
         write_checkpoint(OTHER_STYLE, tmp_path, weights)
         case = cases(OTHER_STYLE, items_of)[name]
@@ -102,8 +102,8 @@ class TestMolmo(FamilyContract):
         slots = np.concatenate([item.slots for item in items])
         assert np.array_equal(np.flatnonzero(plain == items[0].shape.token), slots)
 
-    def test_the_originals_slots_of_a_second_image_can_be_asked_for(self, path, tokenizer, path_file, tmp_path):
-        """It puts the second image's features where the first one's are."""
+    def test_the_originals_slots_of_a_second_image_can_be_selected(self, path, tokenizer, path_file, tmp_path):
+        """Put the second image's features over the first one's, as the original does."""
         other = changed(path, tmp_path / "other", "config", {"overwrite_earlier_images": True})
         model = load_model(other, device="cpu", dtype="float32")
         ids = tokenizer.tokenize(TWO.items, path_file)
@@ -115,8 +115,8 @@ class TestMolmo(FamilyContract):
             outputs, _ = run(engine, [ids], max_tokens=8, ignore_eos=True)
             assert outputs == {0: TWO.about["generated"]}
 
-    def test_image_tokens_which_have_no_logits_are_penalised_and_measured(self, model, tokenized):
-        """They lie behind the vocabulary."""
+    def test_image_tokens_allow_a_repetition_penalty_and_prompt_logprobs(self, model, tokenized):
+        """Handle image tokens, whose ids lie beyond the vocabulary and have no logits."""
         ids = tokenized["tiny"].numpy()
         engine = Engine(model, EngineConfig())
         params = SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.3, prompt_logprobs=1)
@@ -129,7 +129,7 @@ class TestMolmo(FamilyContract):
         plain = plain_ids(ids, model.read(ids))[1:]
         assert np.array_equal(np.isneginf(logprobs), plain >= model.spec.vocab_size)
 
-    def test_chat_is_worded_as_the_original_does(self, tokenizer, path_file):
+    def test_chat_is_formatted_as_in_the_original(self, tokenizer, path_file):
         text, image = CASES["tiny"].items
         question = text["text"].removeprefix(" User: ").removesuffix(" Assistant:")
         content = [{"type": "text", "text": question}, {"type": "image", "image": image["image"]}]
@@ -137,7 +137,7 @@ class TestMolmo(FamilyContract):
         expected = tokenizer.tokenize([image, text], path_file)
         assert ids[ids >= 0].tolist() == expected[expected >= 0].tolist()
 
-    def test_what_is_not_served_is_refused_by_its_tokenizers_too(self, path, tmp_path):
+    def test_tokenizers_refuse_unsupported_settings_too(self, path, tmp_path):
         other = changed(path, tmp_path / "other", "config", {"layer_norm_type": "low_precision"})
         self.assert_refused(other, "layer_norm_type is 'low_precision'")
 
@@ -154,7 +154,7 @@ class TestMolmo(FamilyContract):
         ],
         ids=["missing", "unexpected", "misshapen"],
     )
-    def test_weights_that_do_not_fit_are_named(self, change, named, path, tmp_path):
+    def test_weights_that_do_not_fit_are_refused_by_name(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)
 
     def test_embeddings_of_another_grid_are_refused(self, tokenizer, path_file):
@@ -162,7 +162,7 @@ class TestMolmo(FamilyContract):
             tokenizer.tokenize([{"image": Embeddings(np.zeros((288, 128), np.float32), (2, 2))}], path_file)
 
     @pytest.mark.parametrize("size", [(1, 5000), (112, 112), (111, 3000), (2, 2)], ids=str)
-    def test_pictures_of_any_shape_are_taken(self, size, processor):
+    def test_pictures_of_any_shape_are_accepted(self, size, processor):
         data = np.full((*size, 3), 255, np.uint8)
         plan = processor.plan(Media("image", data), data, {"image": 1})
         arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.specs.items()}

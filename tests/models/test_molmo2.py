@@ -1,4 +1,4 @@
-"""Molmo 2 beside transformers' own, on random weights."""
+"""Tests of Molmo 2 against transformers, on random weights."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ VISION = {
     "head_dim": 8,
     "image_size": [20, 20],
     "patch_size": 4,
-    "initializer_range": 0.2,  # so large that pictures move the logits
+    "initializer_range": 0.2,  # large enough for pictures to change the logits
 }
 ADAPTER = {
     "vision_feature_layer": [2, -3],
@@ -85,7 +85,7 @@ TEMPLATE = (
 
 
 def write(out, pixels=(), frames=(), text=(), adapter=(), stated=(), **tokens):
-    """A checkpoint whose media tokens lie behind the vocabulary, as the released ones' do."""
+    """Write a checkpoint whose media tokens lie beyond the vocabulary, as in the released ones."""
     tokens = tokens or {"eos_token": "<|end|>"}
     tokenizer = save_tokenizer(out, ("<|end|>", "<s>", "<pad>"), pad_token="<pad>", chat_template=TEMPLATE, **tokens)
     size = len(tokenizer)
@@ -156,7 +156,7 @@ class TestMolmo2(FamilyContract):
         moved = [torch.where(own < 0, own, own + start) for own, start in zip(windows, first, strict=False)]
         assert torch.equal(torch.cat(moved), expected[pooling].long())
 
-    def test_groups_are_the_references_token_types(self, model, reference, tokenized):
+    def test_bidirectional_spans_equal_the_references_token_types(self, model, reference, tokenized):
         for name, items in self.prompts.items():
             types = reference.inputs(items)["mm_token_type_ids"][0]
             span_ids = model.bidirectional_spans(len(types), model.read(tokenized[name].numpy()))
@@ -164,7 +164,7 @@ class TestMolmo2(FamilyContract):
             assert (None if span_ids is None else span_ids.tolist()) == expected, name
 
     def test_a_prefix_is_not_reused_where_later_images_differ(self, model, tokenizer, reference, path_file):
-        """Not even the text in front of the first one; of the same images it is."""
+        """Reuse a prefix for the same images only. Later images change even the text in front of the first image."""
         first, *others = (picture(30, 40, seed) for seed in range(3))
         question = {"text": "What is in the image? Describe this picture."}
         prompts = [[question, {"image": first}, {"image": other}, {"text": "?"}] for other in others]
@@ -178,7 +178,7 @@ class TestMolmo2(FamilyContract):
             assert not errors
             assert outputs[0] == reference.generate(items, 16)
 
-    def test_a_marker_that_is_no_token(self, path, reference, model, tmp_path, path_file):
+    def test_a_marker_need_not_be_a_token(self, path, reference, model, tmp_path, path_file):
         other = without_token(path, tmp_path / "other", "<|video|>")
         with Tokenizer.from_pretrained(other) as tokenizer:
             for name, items in self.prompts.items():
@@ -208,20 +208,20 @@ class TestMolmo2(FamilyContract):
         ],
         ids=str,
     )
-    def test_what_a_configuration_can_say(self, written, tmp_path, path_file):
+    def test_logits_under_other_settings_equal_the_references(self, written, tmp_path, path_file):
         written = {**written, "eos_token": "<|end|>"}
         write(tmp_path, **written)
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
-    def test_chat(self, tokenizer, reference, model, path_file):
+    def test_chat_ids_equal_the_references(self, tokenizer, reference, model, path_file):
         image = picture(40, 90)
         content = [{"type": "image", "image": image}, {"type": "text", "text": "Hm?"}]
         ids = tokenizer.tokenize_chat([{"role": "user", "content": content}], path_file).numpy()
         expected = reference.inputs([{"image": image}, {"text": "Hm?"}])
         assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0].tolist()
 
-    def test_photographs_of_the_released_sizes_are_the_references(self, path, tmp_path):
-        """Every pixel: the resize in float, rounded, is the same in either order of the channels."""
+    def test_photographs_of_the_released_sizes_equal_the_references(self, path, tmp_path):
+        """Compare every pixel. The rounded result of the float resize must not depend on the order of the channels."""
         settings = {"image_processor_type": "Molmo2ImageProcessor"}
         other = shutil.copytree(path, tmp_path / "other")
         config = json.loads((other / "config.json").read_text())
@@ -244,7 +244,7 @@ class TestMolmo2(FamilyContract):
                 top, left = index // columns * step, index % columns * step
                 assert np.array_equal(arrays["detail"][top : top + 378, left : left + 378], square)
 
-    def test_tilings_are_the_references(self):
+    def test_tilings_equal_the_references(self):
         images = Molmo2ImageProcessor()
         for height in range(1, 1500, 37):
             for width in range(1, 1500, 41):
@@ -260,7 +260,7 @@ class TestMolmo2(FamilyContract):
         self, options, frames, tokenizer, reference, model, path_file
     ):
         asked = {}
-        if "num_frames" in options:  # here it is no bound: the reference takes fewer, of a video as short as these
+        if "num_frames" in options:  # without max_fps, the reference samples fewer frames from videos this short
             options = {"num_frames": min(3, frames)}
             asked = {"max_fps": 100}
         video = encode_video(np.resize(moving_frames(20, 48, 32), (frames, 32, 48, 3)), fps=20)
@@ -277,8 +277,8 @@ class TestMolmo2(FamilyContract):
         assert plain_ids(ids, items).tolist() == expected["input_ids"][0].tolist()
         self.assert_arrays(expected, items, model)
 
-    def test_an_index_behind_the_last_frame_is_left_out(self, processor):
-        """31 steps of 2999 / 31 do not come to 2999, and the reference asks for frame 2999."""
+    def test_an_index_past_the_last_frame_is_dropped(self, processor):
+        """Drop frame 2999, which the reference selects because 31 steps of 2999 / 31 are not exactly 2999."""
         video = np.zeros((2999, 1, 1, 3), np.uint8)
         with pytest.raises(LimitExceeded, match=r"31 frames .* limit is 6"):
             processor.plan(Media("video", video, options=MediaOptions(num_frames=31)), video, {"video": 1})
@@ -297,7 +297,7 @@ class TestMolmo2(FamilyContract):
         ],
         ids=str,
     )
-    def test_what_it_does_not_take_is_refused(self, items, error, named, tokenizer, path_file):
+    def test_unsupported_media_are_refused(self, items, error, named, tokenizer, path_file):
         with pytest.raises(error, match=named):
             tokenizer.tokenize(items, path_file)
 
@@ -305,10 +305,10 @@ class TestMolmo2(FamilyContract):
         ("kind", "num_features", "grid"),
         [("image", 18, ()), ("image", 18, (1, 2)), ("image", 18, (0, 1)), ("video", 8, (3,)), ("video", 4, (-1,))],
     )
-    def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, kind, num_features, grid, processor):
+    def test_embeddings_whose_grid_does_not_fit_are_refused(self, kind, num_features, grid, processor):
         assert processor.spelling(kind, num_features, grid) is None
 
-    def test_embeddings_of_images_and_a_video_are_refused_too(self, tokenizer, processor, path_file):
+    def test_an_image_with_embeddings_of_a_video_is_refused(self, tokenizer, processor, path_file):
         features = np.zeros((4, processor.feature_width), np.float32)
         items = [{"image": picture(8, 8)}, {"video": Embeddings(features, (0,))}]
         for given in (items, items[::-1]):
@@ -332,5 +332,5 @@ class TestMolmo2(FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)

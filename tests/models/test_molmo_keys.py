@@ -1,4 +1,4 @@
-"""Each key of Molmo's configuration, and of its training code's, is honoured, refused by name or without effect."""
+"""Tests of each key of Molmo's configuration, including keys of its training code."""
 
 from typing import ClassVar
 
@@ -179,9 +179,9 @@ class TestMolmoKeys(KeysContract):
         assert (found["clip_qkv"], found["qkv_bias"], found["max_position_embeddings"]) == (None, False, 2048)
         assert (found["layer_norm_eps"], found["rope_theta"]) == (1e-5, 10000.0)
 
-    def test_a_null_of_embedding_size_is_the_vocabularys(self, path):
+    def test_a_null_embedding_size_is_the_vocabulary_size(self, path):
         assert self.load(path, {"embedding_size": None}).spec.vocab_size == 640
 
-    def test_values_to_clip_at_must_be_positive(self, path):
+    def test_a_clipping_value_must_be_positive(self, path):
         with pytest.raises(UnsupportedCheckpoint, match=r"clip_qkv is -1"):
             configuration(self.checkpoint(path, {"clip_qkv": -1}))

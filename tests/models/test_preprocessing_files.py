@@ -1,4 +1,4 @@
-"""Preprocessing settings come from the files that transformers takes them from, and fit the model of config.json."""
+"""Tests that preprocessing settings come from the same files as in transformers and fit the model of config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGE, VIDEO, JOINT = "preprocessor_config.json", "video_preprocessor_config.jso
 
 @pytest.fixture
 def folder(tmp_path):
-    """A function that writes a published config.json and further files."""
+    """Return a function that writes a published config.json and further files."""
 
     def write(name: str, **files: Any) -> Path:
         shutil.copyfile(PUBLISHED / name / "config.json", tmp_path / "config.json")
@@ -39,8 +39,8 @@ def processor(path: Path) -> Any:
     return family_of(checkpoint).processor(checkpoint)
 
 
-def refused(path: Path, said: str) -> None:
-    with pytest.raises(UnsupportedCheckpoint, match=said):
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=message):
         processor(path)
 
 
@@ -51,8 +51,8 @@ def test_the_joint_file_alone_is_enough(folder):
     assert (found.video.min_pixels, found.video.max_pixels) == (4096, 25165824)
 
 
-def test_the_joint_file_goes_before_the_others(folder):
-    """Also a part that states nothing, which means the defaults of the class."""
+def test_the_joint_file_takes_precedence(folder):
+    """An empty part of the joint file means the class's defaults and also takes precedence."""
     joint = {"image_processor": {"max_pixels": 1_000_000}, "video_processor": {}}
     others = {"preprocessor_config": {"max_pixels": 5000}, "video_preprocessor_config": {"max_pixels": 6000}}
     found = processor(folder("qwen2_vl_ain", processor_config=joint, **others))
@@ -61,8 +61,8 @@ def test_the_joint_file_goes_before_the_others(folder):
     assert (found.image.max_pixels, found.video.max_pixels) == (5000, 6000)
 
 
-def test_videos_by_the_settings_of_images_of_another_class_are_refused(folder):
-    """transformers would take the class of that name, which samples and resizes in another way."""
+def test_image_settings_of_another_class_are_refused_for_videos(folder):
+    """Refuse them because transformers would use the named class, which samples and resizes differently."""
     path = folder("qwen3_vl_cosmos2", preprocessor_config=published("qwen3_vl_cosmos2", IMAGE))
     refused(path, r"'Qwen2VLVideoProcessor' in preprocessor_config\.json.*video_preprocessor_config\.json")
     found = processor(folder("qwen2_vl_olmocr", preprocessor_config=published("qwen2_vl_olmocr", IMAGE)))
@@ -71,7 +71,7 @@ def test_videos_by_the_settings_of_images_of_another_class_are_refused(folder):
 
 @pytest.mark.parametrize("name", ["preprocessor_config", "video_preprocessor_config"])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"patch_size": 14}, "patch_size is 14, but the tower in config.json takes 16"),
         ({"merge_size": 4}, "merge_size is 4, but the tower in config.json takes 2"),
@@ -79,14 +79,14 @@ def test_videos_by_the_settings_of_images_of_another_class_are_refused(folder):
     ],
     ids=str,
 )
-def test_patches_that_the_tower_does_not_take_are_refused(folder, name, change, said):
+def test_patches_that_do_not_fit_the_tower_are_refused(folder, name, change, message):
     files = {"preprocessor_config": published("qwen3_vl_cosmos2", IMAGE)}
     files["video_preprocessor_config"] = published("qwen3_vl_cosmos2", VIDEO)
-    refused(folder("qwen3_vl_cosmos2", **files | {name: files[name] | change}), said)
+    refused(folder("qwen3_vl_cosmos2", **files | {name: files[name] | change}), message)
 
 
 def test_settings_of_another_model_are_refused(folder):
-    """Qwen2-VL's beside a Qwen3-VL are of the same class of images."""
+    """Refuse Qwen2-VL's settings in a Qwen3-VL checkpoint, although both name the same image class."""
     other = {"preprocessor_config": published("qwen2_vl_ain", IMAGE)}
     video = {"video_preprocessor_config": published("qwen3_vl_cosmos2", VIDEO)}
     refused(folder("qwen3_vl_cosmos2", **other, **video), "patch_size is 14, but the tower in config.json takes 16")
@@ -94,18 +94,18 @@ def test_settings_of_another_model_are_refused(folder):
     refused(folder("llava_next", preprocessor_config=published("qwen2_vl_ain", IMAGE)), "'Qwen2VLImageProcessor'")
 
 
-def test_limits_that_a_file_states_in_part_are_refused(folder):
+def test_size_limits_under_other_names_are_refused(folder):
     path = folder("qwen2_vl_ain", preprocessor_config={"size": {"max_pixels": 5000, "min_pixels": 4000}})
     refused(path, "it must have shortest_edge and longest_edge")
 
 
-def test_the_first_name_of_a_class_is_known(folder):
+def test_an_earlier_name_of_an_image_processor_is_accepted(folder):
     settings = published("qwen25_vl_7b", IMAGE) | {"image_processor_type": "Qwen2_5_VLImageProcessor"}
     assert processor(folder("qwen25_vl_7b", preprocessor_config=settings)).image.max_pixels == 12845056
 
 
 @pytest.mark.parametrize("stated", [{"feature_size": 64}, {}])
-def test_spectrograms_that_the_tower_does_not_take_are_refused(stated, tmp_path):
+def test_spectrograms_that_do_not_fit_the_tower_are_refused(stated, tmp_path):
     config = {"model_type": "qwen2_audio", "audio_config": {"num_mel_bins": 128}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / IMAGE).write_text(json.dumps({"feature_extractor_type": "WhisperFeatureExtractor", **stated}))
@@ -113,8 +113,8 @@ def test_spectrograms_that_the_tower_does_not_take_are_refused(stated, tmp_path)
         family_named("qwen2_audio").processor(Checkpoint.open(tmp_path))
 
 
-def test_an_old_name_of_a_class_is_known(folder):
-    """Files that are older than image processors name a feature extractor."""
+def test_the_name_of_a_feature_extractor_is_accepted(folder):
+    """Files from before image processors name a feature extractor."""
     settings = published("llava15", JOINT)["image_processor"] | {"image_processor_type": None}
     old = settings | {"feature_extractor_type": "CLIPFeatureExtractor"}
     processor(folder("llava15", preprocessor_config=old))

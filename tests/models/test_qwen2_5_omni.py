@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's thinker beside transformers' own, on random weights."""
+"""Tests of Qwen2.5-Omni's thinker against transformers, on random weights."""
 
 import json
 from fractions import Fraction
@@ -51,13 +51,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WINDOW_S = 5
-WEIGHTS = {"initializer_range": 0.1}  # large, so that what is heard and seen moves the logits far above the tolerance
+WEIGHTS = {"initializer_range": 0.1}  # large enough for media to change the logits far beyond the tolerance
 VIDEO_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 112 * 140}
 VIDEO = clip(6, 84, 112)
 
 
 class SmallVideosProcessor(Qwen2_5OmniProcessor):
-    """The reference with small videos; its class has 128 * 28 * 28 pixels or more, whatever the checkpoint says."""
+    """Reference processor for small videos. Its base class always uses 128 * 28 * 28 pixels or more."""
 
     videos_kwargs: ClassVar = {"size": VIDEO_SIZE}
 
@@ -207,7 +207,7 @@ class TestQwen25Omni(FamilyContract):
         self.assert_positions(reference, model, tokenized[name], inputs)
 
     @pytest.mark.parametrize("fps", [None, 0.6, 1.2, 3.0])
-    def test_a_videos_seconds_space_its_positions(self, fps, reference, model, tokenizer, path_file):
+    def test_a_videos_positions_are_spaced_by_its_seconds(self, fps, reference, model, tokenizer, path_file):
         data = encode_video(moving_frames(40, width=112, height=84), fps=Fraction(4))
         asked = {} if fps is None else {"fps": fps}
         ids = tokenizer.tokenize([{"video": data, **asked}, {"text": "Which way?"}], path_file)
@@ -224,7 +224,7 @@ class TestQwen25Omni(FamilyContract):
         self.assert_positions(reference, model, ids, inputs)
 
     @pytest.mark.parametrize("rate", [None, 0.5, 3.0])
-    def test_seconds_of_frames_handed_in(self, rate, reference, model, tokenizer, path_file):
+    def test_seconds_follow_the_rate_of_given_frames(self, rate, reference, model, tokenizer, path_file):
         frames = moving_frames(7, width=112, height=84)
         ids = tokenizer.tokenize([{"video": frames, "sample_fps": rate}, {"text": "Which way?"}], path_file)
         inputs = reference.processor(
@@ -236,7 +236,7 @@ class TestQwen25Omni(FamilyContract):
         self.assert_positions(reference, model, ids, inputs)
 
     @pytest.mark.parametrize(("options", "taken"), [({"num_frames": 6}, 6), ({"max_frames": 4}, 4), ({"fps": 2.0}, 6)])
-    def test_seconds_of_frames_of_which_some_are_taken(self, options, taken, model, tokenizer, path_file):
+    def test_seconds_follow_the_number_of_sampled_frames(self, options, taken, model, tokenizer, path_file):
         frames = moving_frames(12, width=56, height=56)
         ids = tokenizer.tokenize([{"video": frames, "sample_fps": 4.0, **options}], path_file)
         (item,) = model.read(ids.numpy())
@@ -257,8 +257,8 @@ class TestQwen25Omni(FamilyContract):
         assert found.prompt.tolist() == expected[:, 0].tolist()
         assert found.delta == delta.item()
 
-    def test_files_of_every_kind(self, model, tokenizer, path_file):
-        """Encoded media lead to what their decoded content leads to."""
+    def test_encoded_media_give_the_same_logits(self, model, tokenizer, path_file):
+        """Encoded media must give the same logits as their decoded content."""
         samples = tone(0.6)
         decoded = [{"image": picture(40, 50)}, {"audio": samples}, {"text": "?"}]
         sound = encode_sound(samples, 16_000, "WAV", "FLOAT")
@@ -284,7 +284,7 @@ def logits(path, path_file):
 
 
 def whole(thinker, out):
-    """A checkpoint of the whole model: thinker, and weights of a talker that is not served."""
+    """Write a checkpoint of the whole model: the thinker, and weights of a talker that is not served."""
     for file in thinker.iterdir():
         (out / file.name).write_bytes(file.read_bytes())
     config = Qwen2_5OmniConfig(thinker_config=json.loads((thinker / "config.json").read_text())).to_dict()
@@ -294,7 +294,7 @@ def whole(thinker, out):
     save_file(weights | more, out / "model.safetensors", {"format": "pt"})
 
 
-def test_the_whole_models_checkpoint(thinker, tmp_path, path_file):
+def test_the_thinker_of_a_whole_checkpoint_is_served(thinker, tmp_path, path_file):
     whole(thinker, tmp_path)
     assert family_of(Checkpoint.open(tmp_path)) is family_of(Checkpoint.open(thinker))
     (expected, spec), (found, whole_spec) = logits(thinker, path_file), logits(tmp_path, path_file)
@@ -302,8 +302,8 @@ def test_the_whole_models_checkpoint(thinker, tmp_path, path_file):
     assert whole_spec.eos_token_ids == spec.eos_token_ids
 
 
-def test_the_files_of_the_first_checkpoints(thinker, tmp_path, path_file):
-    """preprocessor_config.json alone, with the settings of pictures and of sound in one."""
+def test_a_joint_preprocessor_config_is_served(thinker, tmp_path, path_file):
+    """Serve checkpoints with a single preprocessor_config.json for pictures and sound."""
     expected, _ = logits(thinker, path_file)
     for file in thinker.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -316,7 +316,7 @@ def test_the_files_of_the_first_checkpoints(thinker, tmp_path, path_file):
     assert torch.equal(expected, logits(tmp_path, path_file)[0])
 
 
-def test_a_thinkers_weight_that_is_missing(thinker, tmp_path):
+def test_a_missing_weight_of_the_thinker_is_refused(thinker, tmp_path):
     whole(thinker, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file({n: w for n, w in weights.items() if "proj.bias" not in n}, tmp_path / "model.safetensors")
@@ -324,7 +324,7 @@ def test_a_thinkers_weight_that_is_missing(thinker, tmp_path):
         load_model(tmp_path, device="cpu", dtype="float32")
 
 
-def test_videos_are_of_the_references_size_where_the_checkpoint_names_none(tmp_path, path_file):
+def test_videos_have_the_references_size_if_the_checkpoint_states_none(tmp_path, path_file):
     write_checkpoint(tmp_path, Qwen2_5OmniProcessor)
     reference = make_reference(tmp_path, Qwen2_5OmniProcessor)
     items = [{"video": clip(2, 100, 120)}, {"text": "?"}]

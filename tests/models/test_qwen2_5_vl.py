@@ -1,4 +1,4 @@
-"""Qwen2.5-VL beside transformers' own, on random weights."""
+"""Tests of Qwen2.5-VL against transformers, on random weights."""
 
 from fractions import Fraction
 from typing import ClassVar
@@ -98,8 +98,8 @@ class TestQwen25VL(FamilyContract):
         return Reference(path)
 
     @pytest.mark.parametrize("fps", [Fraction(4), Fraction(30000, 1001), Fraction(3)], ids=str)
-    def test_a_videos_seconds_space_its_positions(self, fps, reference, model, tokenizer, path_file):
-        """With so many rows that transformers' end of a video, which leaves time out, is the paper's."""
+    def test_a_videos_positions_are_spaced_by_its_seconds(self, fps, reference, model, tokenizer, path_file):
+        """Use enough rows for transformers' end of a video, which ignores time, to equal the paper's."""
         data = encode_video(moving_frames(20, width=84, height=252), fps=fps)
         frames = torch.from_numpy(decode_all(data)).permute(0, 3, 1, 2)
         expected = reference.processor(
@@ -126,7 +126,7 @@ class TestQwen25VL(FamilyContract):
         assert found.prompt[:, items[0].stop].min() == found.prompt[:, : items[0].stop].max() + 1
 
     @pytest.mark.parametrize("rate", [None, 0.5, 3.0])
-    def test_seconds_of_frames_handed_in(self, rate, reference, model, tokenizer, path_file):
+    def test_seconds_follow_the_rate_of_given_frames(self, rate, reference, model, tokenizer, path_file):
         frames = moving_frames(7, width=84, height=56)
         metadata = {} if rate is None else {"video_metadata": [VideoMetadata(7, rate, frames_indices=[*range(7)])]}
         expected = reference.processor(

@@ -1,4 +1,4 @@
-"""Qwen2-Audio beside transformers' own, on random weights."""
+"""Tests of Qwen2-Audio against transformers, on random weights."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ class Reference(ContractReference):
 
     @torch.inference_mode()
     def generate(self, items, count):
-        """By hand where there is one slot: transformers takes it for one to be expanded, and has lost the mask."""
+        """Generate in a loop if there is one slot, because transformers would expand the slot and lose its mask."""
         inputs = {**self.inputs(items)}
         if (inputs["input_ids"] == self.model.config.audio_token_id).sum() != 1:
             return super().generate(items, count)
@@ -104,7 +104,7 @@ class TestQwen2Audio(FamilyContract):
             assert np.abs(spectrogram - padded[:, : spectrogram.shape[1]]).max() <= 1e-6
             assert item.shape.grid == (expected["feature_attention_mask"][index].sum(),)
 
-    def test_encoded_speech(self, reference, model, tokenizer, path_file):
+    def test_encoded_speech_equals_the_reference(self, reference, model, tokenizer, path_file):
         data = speech()
         items = [{"text": "Said: "}, {"audio": data}]
         decoded = [{"text": "Said: "}, {"audio": open_audio(data).decode(16_000, 60 * 16_000)}]
@@ -113,19 +113,19 @@ class TestQwen2Audio(FamilyContract):
         assert found.tolist() == reference.inputs(decoded)["input_ids"][0].tolist()
         assert (self.logits(model, ids) - reference.logits(decoded)).abs().max() <= self.tolerance
 
-    def test_samples_of_another_rate(self, model, tokenizer, path_file):
+    def test_samples_of_another_rate_equal_their_file(self, model, tokenizer, path_file):
         samples = tone(0.8, 44_100)
         file = encode_sound(samples, 44_100, "WAV", "FLOAT")
         one = model.logits(tokenizer.tokenize([{"audio": samples, "sampling_rate": 44_100}], path_file))
         assert torch.equal(one, model.logits(tokenizer.tokenize([{"audio": file}], path_file)))
 
-    def test_too_short_a_clip_is_refused(self, tokenizer, path_file):
+    def test_a_clip_that_is_too_short_is_refused(self, tokenizer, path_file):
         with pytest.raises(
             MediaError, match=r"item 0 \(audio\): the audio clip has 320 samples .*; it must have at least 321"
         ):
             tokenizer.tokenize([{"audio": tone(0.02)}], path_file)
 
-    def test_a_chat_is_rendered_as_the_processors_template_does(self, reference, model, tokenizer, path_file):
+    def test_a_chat_is_rendered_with_the_processors_template(self, reference, model, tokenizer, path_file):
         messages = [
             {"role": "user", "content": [{"type": "audio", "audio": tone(0.4)}, {"type": "text", "text": "What?"}]},
             {"role": "assistant", "content": "A tone."},
@@ -136,8 +136,8 @@ class TestQwen2Audio(FamilyContract):
         ids = tokenizer.tokenize_chat(messages, path_file).numpy()
         assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0]
 
-    def test_the_tokenizers_own_template_is_of_texts(self, path, reference, model, tmp_path, path_file):
-        """And not read, as the reference's processor does not."""
+    def test_the_tokenizers_own_template_is_ignored(self, path, reference, model, tmp_path, path_file):
+        """Ignore the tokenizer's template, as the reference's processor does, because it cannot place audio."""
         other = shutil.copytree(path, tmp_path / "other")
         (other / "chat_template.jinja").unlink()
         described = json.loads((other / "tokenizer_config.json").read_text())
@@ -154,8 +154,8 @@ class TestQwen2Audio(FamilyContract):
             assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0]
 
 
-def test_weights_in_the_names_of_the_first_checkpoints(tmp_path):
-    """`language_model.model...` and `audio_tower...`, as on the hub."""
+def test_weights_under_their_earlier_names_are_served(tmp_path):
+    """Serve weights named `language_model.model...` and `audio_tower...`, as on the Hub."""
     TestQwen2Audio.write_checkpoint(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)

@@ -1,4 +1,4 @@
-"""Qwen2-VL's logits and tokens beside transformers' own, on random weights."""
+"""Tests of Qwen2-VL's logits and tokens against transformers, on random weights."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from tests.models.contract import FamilyContract, Reference, clip, picture, run
 from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 from tools.random_checkpoint import write_checkpoint
 
-TOLERANCE = 1e-4  # fp32, the largest difference of any logit
+TOLERANCE = 1e-4  # largest allowed difference of any float32 logit
 
 
 class Qwen2VLReference(Reference):
@@ -81,8 +81,8 @@ class TestQwen2VL(FamilyContract):
                 assert torch.equal(torch.cat([model.normalized(item).cpu() for item in own]), expected[pixels])
                 assert [list(item.shape.grid[:3]) for item in own] == expected[grids].tolist()
 
-    def test_it_is_served(self, path, device, model, tokenizer, path_file, tmp_path):
-        super().test_it_is_served(path, device, model, tokenizer, path_file, tmp_path)
+    def test_served_tokens_equal_the_models(self, path, device, model, tokenizer, path_file, tmp_path):
+        super().test_served_tokens_equal_the_models(path, device, model, tokenizer, path_file, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ def path_file(tmp_path):
         yield directory.path_file
 
 
-def test_a_long_video_keeps_the_papers_positions(reference, model, tokenizer, path_file):
-    """transformers 5.23 leaves time out of the maximum and puts the text too early; given our positions, it agrees."""
+def test_a_long_video_has_the_papers_positions(reference, model, tokenizer, path_file):
+    """Give the reference our positions. transformers 5.23 ignores time in the maximum and places the text too early."""
     items = [{"video": clip(12, 56, 56)}, {"text": "Which way?"}]
     ids = tokenizer.tokenize(items, path_file)
     positions = model.positions(len(ids), model.read(ids.numpy())).prompt
@@ -138,7 +138,7 @@ def test_twenty_mixed_requests_at_once_equal_generate(config, reference, model, 
         assert engine.stats.preemptions > 0
 
 
-def test_the_tower_runs_once_for_a_picture_that_comes_again(model, tokenizer, path_file):
+def test_the_tower_runs_once_for_a_repeated_picture(model, tokenizer, path_file):
     engine = Engine(model, EngineConfig())
     for _ in range(3):
         run(engine, [tokenizer.tokenize(ONE_IMAGE, path_file)], max_tokens=2)
@@ -153,7 +153,7 @@ def test_a_freed_block_fails_its_own_request_alone(reference, model, tokenizer, 
         assert engine.add(Add(name, ids.numpy().tobytes(), params)) is None
     (item,) = model.read(bad.numpy())
     free(item.ref)
-    # the owner takes the block back when it next allocates
+    # The owner reclaims the block at its next allocation.
     tokenizer.tokenize([{"image": picture(30, 40)}], path_file)
     news = [progress for _ in range(20) for progress in engine.step().progress]
     assert [progress.error.name for progress in news if progress.request_id == "bad"] == ["StaleReference"]
@@ -161,8 +161,8 @@ def test_a_freed_block_fails_its_own_request_alone(reference, model, tokenizer, 
     assert tokens == reference.generate(TWO_IMAGES, 12)
 
 
-def test_a_tower_that_breaks_on_one_picture_fails_its_own_request_alone(reference, model, tokenizer, path_file):
-    """Fewer patches than the grid says: no error of ours, but one of torch's, in the middle of a step."""
+def test_an_error_of_the_tower_fails_its_own_request_alone(reference, model, tokenizer, path_file):
+    """Let torch raise in the middle of a step, because the picture has fewer patches than its grid needs."""
     good = tokenizer.tokenize(TWO_IMAGES, path_file)
     with Arena.create(1 << 20) as arena:
         pad = model.module.config.image_token_id
@@ -178,7 +178,7 @@ def test_a_tower_that_breaks_on_one_picture_fails_its_own_request_alone(referenc
     assert outputs[1] == reference.generate(TWO_IMAGES, 12)
 
 
-def test_another_number_of_slots_than_features_fails_with_both_numbers(model, tokenizer, path_file):
+def test_a_mismatch_of_slots_and_features_is_refused_with_both_numbers(model, tokenizer, path_file):
     ids = tokenizer.tokenize(ONE_IMAGE, path_file)
     (item,) = model.read(ids.numpy())
     slots, features = item.stop - item.start - 1, item.shape.num_features
@@ -208,19 +208,19 @@ def test_a_released_request_is_stale(model, tokenizer, tmp_path):
         model.logits(ids)
 
 
-def test_a_block_that_was_used_again_under_the_tower_is_stale_whatever_stands_there(model, tokenizer, path_file):
+def test_a_block_that_is_overwritten_before_the_tower_runs_is_stale(model, tokenizer, path_file):
     ids = tokenizer.tokenize(ONE_IMAGE, path_file)
     items = model.read(ids.numpy())
     release(path_file)
     with Path(f"/dev/shm/mindie_mm-{items[0].ref.arena:04x}").open("r+b") as file:
         (offset,) = struct.unpack("<Q", os.pread(file.fileno(), 8, 4096 + 64 * items[0].ref.block + 8))
         file.seek(offset + 128)
-        file.write(b"\x40\x75" * 200_000)  # as grids: 30,016 patches a side, and what goes with it
+        file.write(b"\x40\x75" * 200_000)  # read as grids, these bytes mean 30,016 patches a side
     with pytest.raises(StaleReference):
         model.encode(items)
 
 
-def test_layers_with_a_sliding_window_obey_it(random_checkpoint, tmp_path, tokenizer, path_file):
+def test_layers_obey_their_sliding_window(random_checkpoint, tmp_path, tokenizer, path_file):
     path = shutil.copytree(random_checkpoint, tmp_path / "sliding")
     config = json.loads((path / "config.json").read_text())
     layers = ["full_attention", "sliding_attention"]
@@ -252,11 +252,11 @@ def test_rotary_frequencies_that_depend_on_the_batch_are_refused(random_checkpoi
         ("float16", torch.float32, torch.float16),
     ],
 )
-def test_auto_is_what_the_config_says_of_the_whole_or_what_the_weights_are(
+def test_dtype_auto_is_the_configs_or_else_the_weights(
     random_checkpoint, tmp_path, stated, stored, expected, monkeypatch
 ):
-    """Qwen3-VL's config.json, as published, has a dtype for its text model alone."""
-    monkeypatch.setattr(CPU, "default_dtype", lambda _, checkpoint_dtype: checkpoint_dtype)  # as accelerators have it
+    """Ignore a dtype that only the text model states, as in Qwen3-VL's published config.json."""
+    monkeypatch.setattr(CPU, "default_dtype", lambda _, checkpoint_dtype: checkpoint_dtype)  # as on accelerators
     path = shutil.copytree(random_checkpoint, tmp_path / "stored")
     config = json.loads((path / "config.json").read_text())
     config["dtype"] = stated
@@ -278,10 +278,10 @@ def test_a_checkpoint_that_lacks_weights_is_refused(random_checkpoint, tmp_path)
         load_model(path, device="cpu")
 
 
-def test_prompt_logprobs_are_the_references(reference, model, tokenizer, path_file):
+def test_prompt_logprobs_equal_the_references(reference, model, tokenizer, path_file):
     ids = tokenizer.tokenize(MIXED, path_file)
     engine = Engine(model, EngineConfig(max_num_batched_tokens=16))
-    engine._head_rows = 5  # of the 16 of a step
+    engine._head_rows = 5  # a step has 16 rows, so the head runs in several parts
     engine.add(
         Add("r", ids.numpy().tobytes(), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2, logprobs=2))
     )

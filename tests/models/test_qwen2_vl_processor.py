@@ -27,7 +27,7 @@ from tests.media_samples import (
 
 
 def make_processor(folder: Path, **files: dict) -> Qwen2VLProcessor:
-    """Of a checkpoint directory with these JSON files; without any of settings, an empty one, which means defaults."""
+    """Make the processor of a directory with these JSON files. An empty settings file means defaults."""
     folder.mkdir(exist_ok=True)
     for name, content in {"config": {"model_type": "qwen2_vl"}, "preprocessor_config": {}, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
@@ -36,12 +36,12 @@ def make_processor(folder: Path, **files: dict) -> Qwen2VLProcessor:
 
 @pytest.fixture
 def processor(tmp_path) -> Qwen2VLProcessor:
-    """With the family's own defaults."""
+    """Return a processor with the family's defaults."""
     return make_processor(tmp_path / "checkpoint")
 
 
 def preprocess(processor, kind, data, **options):
-    """The plan, and its arrays as `write` fills them."""
+    """Return the plan, and the arrays that `write` fills."""
     plan = processor.plan(Media(kind, data, MediaOptions(**options)), data, {kind: 1})
     arrays = {name: np.full(spec.shape, 77, spec.dtype) for name, spec in plan.specs.items()}
     plan.write(arrays)
@@ -49,7 +49,7 @@ def preprocess(processor, kind, data, **options):
 
 
 def assert_image_equal(processor, data, image: Image.Image, **kwargs):
-    """Grid and normalised pixels are, bit for bit, those of transformers' torchvision backend."""
+    """Assert that grid and normalised pixels equal those of transformers' torchvision backend, bit for bit."""
     expected = reference.Qwen2VLImageProcessor(**kwargs)(images=[image], return_tensors="pt")
     plan, arrays = preprocess(processor, "image", data)
     settings = processor.image
@@ -64,27 +64,27 @@ SIZES = [(640, 480), (720, 1420), (28, 28), (56, 84), (57, 83), (1, 1), (30, 900
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_images_of_many_sizes(processor, size):
+def test_images_of_many_sizes_equal_the_references(processor, size):
     image = photograph("coffee.png", size)
     assert_image_equal(processor, encoded(image, "PNG"), image)
 
 
 @pytest.mark.parametrize("name", PHOTOGRAPHS)
-def test_photographs(processor, name):
+def test_photographs_equal_the_references(processor, name):
     image = photograph(name)
     assert_image_equal(processor, encoded(image, "PNG"), image)
     assert_image_equal(processor, np.asarray(image), image)
 
 
 @pytest.mark.parametrize(("name", "data"), jpeg_variants()[:14], ids=lambda v: v if isinstance(v, str) else "")
-def test_jpegs(processor, name, data, tmp_path):
+def test_jpegs_equal_the_references(processor, name, data, tmp_path):
     file = tmp_path / f"{name.replace(' ', '_')}.jpg"
     file.write_bytes(data)
     assert_image_equal(processor, data, reference.load_image(str(file)))
 
 
 @pytest.mark.parametrize("max_pixels", [28 * 28 * 4, 28 * 28 * 300, 12845056])
-def test_pixel_limits(tmp_path, max_pixels):
+def test_images_under_pixel_limits_equal_the_references(tmp_path, max_pixels):
     limits = {"min_pixels": 28 * 28 * 4, "max_pixels": max_pixels}
     image = photograph("astronaut.png", (700, 500))
     for number, config in enumerate((limits, {"size": {"shortest_edge": 28 * 28 * 4, "longest_edge": max_pixels}})):
@@ -92,8 +92,8 @@ def test_pixel_limits(tmp_path, max_pixels):
         assert_image_equal(processor, encoded(image, "PNG"), image, **limits)
 
 
-def test_two_portraits(tmp_path):
-    """The literal case: 720 wide, 1420 high, under the limit of the published checkpoints."""
+def test_two_portraits_have_the_known_grids_and_lengths(tmp_path):
+    """Check known numbers for pictures of 720x1420 pixels under the limit of the published checkpoints."""
     processor = make_processor(tmp_path / "checkpoint", preprocessor_config={"max_pixels": 12845056})
     plans = [preprocess(processor, "image", encoded(photograph(name, (720, 1420)))) for name in PHOTOGRAPHS[:2]]
     assert [plan.grid for plan, _ in plans] == [(1, 102, 52)] * 2
@@ -103,7 +103,7 @@ def test_two_portraits(tmp_path):
 
 
 def assert_video_equal(processor, data, frames, video_fps, **options):
-    """Frames, grid and normalised pixels are those of transformers, given all frames and their metadata."""
+    """Assert that frames, grid and normalised pixels equal those of transformers for all frames and their metadata."""
     metadata = reference.VideoMetadata(total_num_frames=len(frames), fps=video_fps)
     sampling = options if "num_frames" in options else {"fps": 2.0, **options}
     expected = reference.Qwen2VLVideoProcessor()(
@@ -124,7 +124,7 @@ def assert_video_equal(processor, data, frames, video_fps, **options):
 
 
 @pytest.mark.parametrize("num_frames", [2, 3, 5, 24, 61])
-def test_videos_of_many_lengths(processor, num_frames):
+def test_videos_of_many_lengths_equal_the_references(processor, num_frames):
     data = encode_video(moving_frames(num_frames), fps=10)
     assert_video_equal(processor, data, decode_all(data), 10.0)
 
@@ -141,19 +141,19 @@ def test_videos_of_many_lengths(processor, num_frames):
     ],
     ids=str,
 )
-def test_video_sampling_options(processor, options):
+def test_videos_under_sampling_options_equal_the_references(processor, options):
     data = encode_video(moving_frames(30), fps=10)
     assert_video_equal(processor, data, decode_all(data), 10.0, **options)
 
 
-def test_videos_of_other_sizes(processor):
+def test_videos_of_other_sizes_equal_the_references(processor):
     for width, height in ((560, 420), (84, 140), (30, 30)):
         frames = np.stack([np.asarray(photograph("chelsea.png", (width, height)))] * 5)
         data = encode_video(frames, fps=5)
         assert_video_equal(processor, data, decode_all(data), 5.0)
 
 
-def test_one_frame_stands_still(processor):
+def test_a_single_frame_is_repeated(processor):
     frames = moving_frames(1)
     plan, arrays = preprocess(processor, "video", frames)
     patches = arrays["pixel_values_videos"].view(-1, 2, 14, 14, 3)
@@ -163,7 +163,7 @@ def test_one_frame_stands_still(processor):
     assert encoded_plan.grid[0] == 1
 
 
-def test_frames_handed_in_are_all_taken(processor):
+def test_given_frames_are_all_used(processor):
     frames = moving_frames(7)
     plan, arrays = preprocess(processor, "video", frames)
     assert plan.grid[0] == 4
@@ -182,7 +182,7 @@ def test_frames_handed_in_are_all_taken(processor):
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 4, 5, 7, 30, 299, 1537])
-def test_frame_indices(processor, total):
+def test_frame_indices_equal_the_references(processor, total):
     own = reference.Qwen2VLVideoProcessor()
     for rate in (1.0, 23.976, 30.0):
         for fps in (0.3, 2.0, 7.0):
@@ -205,7 +205,7 @@ def test_pixels_of_all_frames_can_be_bounded(tmp_path):
     assert plan.num_features == expected["video_grid_thw"].prod() // 4
 
 
-def test_limits_name_value_and_limit(processor):
+def test_limit_errors_name_the_value_and_the_limit(processor):
     image, video = encoded(photograph(size=(100, 100))), encode_video(moving_frames(8))
     for kind, data, options, message in (
         ("image", image, {"max_pixels": 2_000_000}, "max_pixels is 2000000; the checkpoint's limit is 1003520"),
@@ -220,7 +220,7 @@ def test_limits_name_value_and_limit(processor):
         preprocess(processor, "image", b"junk")
 
 
-def test_low_detail(processor):
+def test_low_detail_reduces_the_features(processor):
     plan, _ = preprocess(processor, "image", np.asarray(photograph(size=(1200, 900))), detail="low")
     assert 250 < plan.num_features <= 512 * 512 / 784
 
@@ -233,7 +233,7 @@ def test_max_tokens_bound_every_plan(processor):
         assert height * width // 784 <= processor.max_tokens("image")
 
 
-def test_settings_name_what_shapes_the_arrays(processor):
+def test_plan_settings_differ_only_if_the_arrays_do(processor):
     data = encoded(photograph(size=(640, 480)))
     plans = [
         preprocess(processor, "image", data, **o)[0] for o in ({}, {"max_pixels": 1_000_000}, {"max_pixels": 9000})
@@ -241,7 +241,7 @@ def test_settings_name_what_shapes_the_arrays(processor):
     assert plans[0].settings == plans[1].settings != plans[2].settings
 
 
-def test_configuration_files(tmp_path):
+def test_settings_come_from_the_configuration_files(tmp_path):
     joint = {"image_processor": {"max_pixels": 10_000}, "video_processor": {"max_pixels": 20_000, "fps": 1}}
     processor = make_processor(tmp_path / "joint", processor_config=joint, preprocessor_config={"max_pixels": 9})
     assert (processor.image.max_pixels, processor.video.max_pixels, processor.video.fps) == (10_000, 20_000, 1)
@@ -251,7 +251,7 @@ def test_configuration_files(tmp_path):
         make_processor(tmp_path / "refused", preprocessor_config={"do_resize": False})
 
 
-def test_special_ids(tmp_path):
+def test_placeholders_have_the_configured_ids(tmp_path):
     ids = {"image_token_id": 6, "video_token_id": 7, "vision_start_token_id": 3, "vision_end_token_id": 4}
     processor = make_processor(tmp_path / "checkpoint", config={"model_type": "qwen2_vl", **ids})
     image, video = processor.placeholders["image"], processor.placeholders["video"]
@@ -259,8 +259,8 @@ def test_special_ids(tmp_path):
     assert (video.before, video.token, video.after) == ((3,), 7, (4,))
 
 
-def test_positions_of_a_video():
-    """The literal case, grid (3, 2, 2) at the start of a sequence."""
+def test_a_video_has_the_known_positions():
+    """Check known positions for the grid (3, 2, 2) at the start of a sequence."""
     placed = mrope_positions(15, [(0, 12, (3, 2, 2))])
     positions, delta = placed.prompt, placed.delta
     assert "".join(map(str, positions[0].tolist())) == "000011112222345"
@@ -270,14 +270,14 @@ def test_positions_of_a_video():
     assert delta == 6 - 15
 
 
-def test_positions_of_text_alone():
+def test_text_alone_has_consecutive_positions():
     placed = mrope_positions(5, [])
     positions, delta = placed.prompt, placed.delta
     assert positions.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert delta == 0
 
 
-def test_positions_are_transformers_where_both_rules_agree():
+def test_positions_equal_transformers_where_both_rules_agree():
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Qwen3-VL beside transformers' own, on random weights."""
+"""Tests of Qwen3-VL against transformers, on random weights."""
 
 from fractions import Fraction
 from typing import ClassVar
@@ -150,7 +150,7 @@ class TestQwen3VL(FamilyContract):
             processor.plan(Media("video", video, MediaOptions()), video, {})
 
     @pytest.mark.parametrize("change", [{"do_sample_frames": False}, {"num_frames": 8}], ids=str)
-    def test_other_sampling_is_refused_by_name(self, change, path, tmp_path):
+    def test_unsupported_sampling_is_refused_by_name(self, change, path, tmp_path):
         (tmp_path / "config.json").write_text((path / "config.json").read_text())
         save_json(tmp_path, preprocessor_config=IMAGES, video_preprocessor_config={**VIDEOS, **change})
         with pytest.raises(UnsupportedCheckpoint, match=next(iter(change))):

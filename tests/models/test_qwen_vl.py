@@ -1,4 +1,4 @@
-"""Qwen-VL beside what the original implementation computes: tests/golden/qwen_vl."""
+"""Tests of Qwen-VL against results of the original implementation in tests/golden/qwen_vl."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ CASES = cases(FOLDER, items_of)
 
 
 def position_table(side, width):
-    """Sines and cosines of a square grid's columns, then of its rows: the only weight that is not random."""
+    """Return sines and cosines of a square grid's columns, then of its rows. No other weight is fixed."""
     frequencies = 1 / 10000 ** (np.arange(width // 4, dtype=np.float32) / (width / 4))
     columns, rows = np.meshgrid(np.arange(side, dtype=np.float32), np.arange(side, dtype=np.float32))
     angles = [np.outer(axis.ravel(), frequencies) for axis in (columns, rows)]
@@ -61,7 +61,7 @@ class Reference(GoldenReference):
         return re.sub("<img>.*?</img>", "<img><imgpad></img>", self.case(items).about["raw_text"])
 
     def inputs(self, items):
-        """The original puts a picture's path, byte for byte, on the slots that its features take."""
+        """Replace the picture's path, which the original writes byte for byte on the feature slots."""
         inputs = super().inputs(items)
         ids = inputs["input_ids"].clone()
         for start in (ids[0] == START).nonzero():
@@ -75,7 +75,7 @@ class TestQwenVL(FamilyContract):
     settings_file = None
     prompts: ClassVar = {name: case.items for name, case in CASES.items()}
     num_tokens = 8
-    bf16_tolerance = 0.25  # measured: 0.19, of these weights, larger than trained ones; 0.018 on average
+    bf16_tolerance = 0.25  # 0.19 was measured, 0.018 on average, because these weights are larger than trained ones
 
     @classmethod
     def write_checkpoint(cls, out):
@@ -108,13 +108,13 @@ class TestQwenVL(FamilyContract):
         if known := case.about.get("pixels_sha256"):
             assert hashlib.sha256(pixels.tobytes()).hexdigest() == known
 
-    def test_mindies_wire_gives_the_same(self, path, reference, model, path_file):
+    def test_logits_over_mindies_wire_equal_the_references(self, path, reference, model, path_file):
         name = "two_images_chatml"
         with Tokenizer.from_pretrained(path, wire="mindie") as tokenizer:
             ids = self.tokenize(tokenizer, name, self.prompts[name], path_file)
         starts = np.flatnonzero(ids.numpy() == START)
         assert len(starts) == 2
-        for start in starts:  # a name, its shape, and nothing but <imgpad> up to the image's end
+        for start in starts:  # a name, its shape, and then only <imgpad> up to the image's end
             assert is_segment_word(int(ids[start + 1]))
             assert decode_shape_from_int64(int(ids[start + 2])) == [1, 3, 448, 448]
             assert ids[start + 3 : start + 258].tolist() == [PAD] * 254 + [END]
@@ -134,8 +134,8 @@ class TestQwenVL(FamilyContract):
         with pytest.raises(CorruptReference, match=r"\(1, 3, 448, 448\)"):
             model.read(ids)
 
-    def test_a_long_prompt_turns_its_own_angles_alone(self, model, tokenized):
-        """Beyond the length trained on the rotary base grows, by the prompt's length; its answer keeps the factor."""
+    def test_a_long_prompt_scales_its_own_rotary_base_alone(self, model, tokenized):
+        """Scale the rotary base if the prompt exceeds the trained length. The answer keeps the prompt's scale."""
         long, short = tokenized["two_images_chatml"], tokenized["wide_raw"]
         assert len(long) > 512 > len(short)
         kept = [model.positions(len(ids), ()) for ids in (long, short)]
@@ -160,19 +160,19 @@ class TestQwenVL(FamilyContract):
         text = re.sub("(<imgpad>)+", "*", decode(np.where(ids.numpy() < 0, PAD, ids.numpy())))
         assert text == "Picture 1: <img>*</img>\nPicture 2: <img>*</img>\nWhich?"
 
-    def test_strings_become_the_originals_ids(self, path):
+    def test_strings_have_the_originals_ids(self, path):
         tokenizer = family_named("qwen_vl").tokenizer(Checkpoint.open(path))
         for known in json.loads((FOLDER / "strings.json").read_text()):
             assert tokenizer.encode(known["text"]) == known["ids"]
             assert tokenizer.decode(known["ids"]) == known["decoded"]
 
-    def test_a_chat_ends_where_its_turns_do(self, model):
+    def test_the_tokens_that_end_a_turn_end_an_answer(self, model):
         assert model.spec.eos_token_ids == (647, 648, 649)
 
-    def test_what_is_not_served_is_refused_by_its_tokenizers_too(self, path, tmp_path):
+    def test_tokenizers_refuse_unsupported_settings_too(self, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", "config", {"rotary_pct": 0.5}), r"rotary_pct is 0\.5")
 
-    def test_text_only_models_of_the_same_type_are_not_taken(self, path, tmp_path):
+    def test_text_only_models_of_the_same_type_are_refused(self, path, tmp_path):
         config = json.loads((path / "config.json").read_text())
         del config["visual"]
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -188,7 +188,7 @@ class TestQwenVL(FamilyContract):
         ],
         ids=["missing", "unknown", "whose shape does not match"],
     )
-    def test_weights_that_do_not_fit_are_named(self, change, named, path, tmp_path):
+    def test_weights_that_do_not_fit_are_refused_by_name(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Each key of Qwen-VL's configuration is honoured, refused by name or without effect."""
+"""Tests of each key of Qwen-VL's configuration."""
 
 import math
 from typing import ClassVar
@@ -109,7 +109,7 @@ class TestQwenVLKeys(KeysContract):
         assert found["visual"]["n_queries"] == 256
 
     @pytest.mark.parametrize("name", ["seq_length", "visual.heads"])
-    def test_keys_that_the_original_requires_are_missed_by_name(self, name, path):
+    def test_missing_required_keys_are_refused_by_name(self, name, path):
         own = self.checkpoint(path, {})
         part = own.config["visual"] if "." in name else own.config
         del part[name.rpartition(".")[2]]

@@ -1,4 +1,4 @@
-"""SmolVLM beside transformers' own, on random weights."""
+"""Tests of SmolVLM against transformers, on random weights."""
 
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ from tests.models.test_idefics3 import FEATURES, PIXELS, PROMPTS, SPECIAL
 from tests.models.test_llava import VISION, text_config
 from tests.transformers_reference import AutoTokenizer
 
-# As the hub's: it knows no videos, and its tokenizer has no token for them.
+# The Hub's template knows no videos, and the tokenizer has no token for them.
 TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
@@ -80,7 +80,7 @@ class Reference(BaseReference):
         )
 
     def inputs(self, items):
-        """The processor's, whose videos' pixels otherwise replace the images' of the same prompt."""
+        """Concatenate the pixels of images and videos, because the processor keeps only the videos' pixels."""
         inputs = super().inputs(items)
         pixels = [self.pixels(item) for item in items if "text" not in item]
         if pixels:
@@ -114,7 +114,7 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
     def assert_arrays(self, expected, items, model):
         assert torch.equal(torch.cat([model.normalized(item).cpu() for item in items]), expected["pixel_values"][0])
 
-    def test_numbers_in_words(self):
+    def test_numbers_are_spelled_as_num2words_does(self):
         for number in [*range(1300), 1999, 2000, 2023, 12_100, 20_001, 345_678, 999_999]:
             assert in_words(number) == num2words(number)
 
@@ -123,7 +123,7 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
     def test_an_encoded_video_is_sampled_as_the_reference_does(
         self, options, frames, tokenizer, reference, model, path_file
     ):
-        if "num_frames" in options:  # more than there are is refused
+        if "num_frames" in options:  # asking for more frames than the video has is refused
             options = {"num_frames": min(3, frames)}
         video = encode_video(np.resize(moving_frames(20, 48, 32), (frames, 32, 48, 3)), fps=5)
         metadata = {"total_num_frames": frames, "fps": 5.0, "duration": frames / 5}
@@ -162,15 +162,15 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
         ids = tokenizer.tokenize_chat(messages, path_file).numpy()
         assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0].tolist()
 
-    def test_a_text_makes_no_video(self, reference, model, tokenizer, path_file):
-        """Although the marker is no token."""
-        said = "a <video> and <video"
-        ids = tokenizer.tokenize([{"text": said}]).tolist()
-        assert ids == reference.processor.tokenizer(said)["input_ids"]
-        parts = [{"type": "text", "text": said}, {"type": "video", "video": clip(5, 50, 40)}]
+    def test_text_alone_cannot_make_a_video(self, reference, model, tokenizer, path_file):
+        """Keep a text that spells the marker of a video as text. The marker is not a token."""
+        text = "a <video> and <video"
+        ids = tokenizer.tokenize([{"text": text}]).tolist()
+        assert ids == reference.processor.tokenizer(text)["input_ids"]
+        parts = [{"type": "text", "text": text}, {"type": "video", "video": clip(5, 50, 40)}]
         for found in (
             tokenizer.tokenize_chat([{"role": "user", "content": parts}], path_file).numpy(),
-            tokenizer.tokenize([{"text": said}, {"video": clip(5, 50, 40)}], path_file).numpy(),
+            tokenizer.tokenize([{"text": text}, {"video": clip(5, 50, 40)}], path_file).numpy(),
         ):
             (item,) = model.read(found)
             assert "a <video> and <video" in reference.processor.tokenizer.decode(found[: item.start].tolist())
@@ -185,7 +185,7 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
         with pytest.raises(error, match=named):
             processor.plan(Media("video", video, options=MediaOptions(**options)), video, {"video": 1})
 
-    def test_a_grid_of_embeddings_that_does_not_fit_is_refused(self, processor):
+    def test_embeddings_whose_grid_does_not_fit_are_refused(self, processor):
         assert processor.spelling("video", 8, (3, 0)) is None
 
     @pytest.mark.parametrize(
@@ -197,5 +197,5 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
         ],
         ids=str,
     )
-    def test_what_is_not_served_is_refused_by_name(self, file, change, named, path, tmp_path):
+    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
         self.assert_refused(changed(path, tmp_path / "other", file, change), named)

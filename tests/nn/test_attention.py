@@ -1,4 +1,4 @@
-"""Paged attention of a flat batch against plain attention of each sequence alone."""
+"""Tests of paged attention in a flat batch against plain attention of each sequence alone."""
 
 import itertools
 
@@ -19,7 +19,7 @@ class Layer(torch.nn.Module):
 
 
 def reference(query, key, value, window=None, span_ids=None):
-    """Attention of one whole sequence: tensors (heads, T, head_dim)."""
+    """Compute the attention of one whole sequence from tensors (heads, T, head_dim)."""
     length = query.shape[1]
     at, to = torch.arange(length)[:, None], torch.arange(length)
     mask = to <= at
@@ -32,7 +32,7 @@ def reference(query, key, value, window=None, span_ids=None):
 
 
 def chunks_of(lengths, generator):
-    """Random ways to cut each sequence into chunks; the last few tokens come one by one, as in decoding."""
+    """Yield random chunk borders for each sequence. The last few tokens come one by one, as in decoding."""
     for length in lengths:
         cut, cuts = 0, [0]
         while cut < length - 3:
@@ -83,7 +83,7 @@ def test_chunks_and_decodes_equal_whole_sequences(kv_heads, window):
             row += stop - start
 
 
-def test_a_batch_without_a_cache_is_whole_sequences():
+def test_a_batch_without_a_cache_equals_whole_sequences():
     generator = torch.Generator().manual_seed(0)
     lengths = [3, 9, 1]
     query, key, value = (torch.randn(HEADS, sum(lengths), HEAD_DIM, generator=generator) for _ in range(3))
@@ -94,8 +94,8 @@ def test_a_batch_without_a_cache_is_whole_sequences():
 
 
 @pytest.mark.parametrize("window", [None, 3, 5, 30])
-def test_groups_and_windows_in_chunks(window):
-    """A group of 7 tokens, one of 4, and causal ones between; the same whole as in chunks that cut no group."""
+def test_chunks_with_bidirectional_spans_and_windows_equal_whole_sequences(window):
+    """Mix bidirectional spans with causal tokens. A whole prompt and chunks that cut no span must agree."""
     generator = torch.Generator().manual_seed(0)
     span_ids = torch.tensor([-1] * 4 + [0] * 7 + [-1] + [1] * 4 + [-1] * 4)
     length = len(span_ids)
@@ -113,7 +113,7 @@ def test_groups_and_windows_in_chunks(window):
 
 
 @pytest.mark.parametrize("further", [{"s_aux": torch.zeros(2)}, {"softcap": 50.0}])
-def test_what_changes_the_scores_is_not_passed_over(further):
+def test_unsupported_changes_of_the_scores_are_refused(further):
     layer = torch.nn.Module()
     layer.layer_idx = 0
     states = torch.zeros(1, 2, 3, 16)

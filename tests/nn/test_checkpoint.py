@@ -1,4 +1,4 @@
-"""A checkpoint directory's files."""
+"""Tests of the files in a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checkpoint(tmp_path):
 
 @contextmanager
 def another_user() -> Iterator[None]:
-    """As one whom permissions hold, which root is not."""
+    """Run as a user who is subject to file permissions, because root is not."""
     own = os.geteuid()
     if own == 0:
         os.seteuid(65534)
@@ -36,15 +36,15 @@ def another_user() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("closed", [".", "config.json"])
-def test_what_may_not_be_read_is_told(checkpoint, closed):
-    """A folder that another user keeps for himself, as one of root's mounted into a container."""
+def test_an_unreadable_folder_or_file_is_refused(checkpoint, closed):
+    """Refuse a folder that only another user may read, such as root's folder mounted into a container."""
     (checkpoint.path / closed).chmod(0)
-    said = "cannot be read: Permission denied"
+    message = "cannot be read: Permission denied"
     try:
-        with another_user(), pytest.raises(UnsupportedCheckpoint, match=said):
+        with another_user(), pytest.raises(UnsupportedCheckpoint, match=message):
             Checkpoint.open(checkpoint.path)
         if closed == ".":
-            with another_user(), pytest.raises(UnsupportedCheckpoint, match=said):
+            with another_user(), pytest.raises(UnsupportedCheckpoint, match=message):
                 checkpoint.json("tokenizer.json")
     finally:
         (checkpoint.path / closed).chmod(0o700)
@@ -60,13 +60,13 @@ def test_a_file_is_read_once(checkpoint):
         Checkpoint.open(checkpoint.path).token_id("<2>")
 
 
-def test_a_file_that_is_not_there_has_nothing(checkpoint):
+def test_a_missing_file_reads_as_empty(checkpoint):
     assert checkpoint.json("processor_config.json") == {}
     assert checkpoint.special_token("bos_token") is None
 
 
-def test_a_name_that_libraries_cannot_take(tmp_path):
-    """tokenizers and safetensors take it as UTF-8."""
+def test_a_path_that_is_not_utf_8_is_refused(tmp_path):
+    """Refuse a path that is not UTF-8, because tokenizers and safetensors need one."""
     folder = tmp_path / os.fsdecode(b"m\xe8")
     folder.mkdir()
     (folder / "config.json").write_text("{}", encoding="utf-8")
@@ -82,6 +82,6 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, name: str) -> 
     Checkpoint.open(tmp_path)
     settings = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen2-VL-2B-Instruct", "use_dora": True}
     (tmp_path / name).write_text(json.dumps(settings))
-    said = "a LORA adapter of Qwen/Qwen2-VL-2B" if name == "adapter_config.json" else "an adapter of the base model"
-    with pytest.raises(UnsupportedCheckpoint, match=rf"has {name}, {said}.* not supported.*merge_and_unload"):
+    message = "a LORA adapter of Qwen/Qwen2-VL-2B" if name == "adapter_config.json" else "an adapter of the base model"
+    with pytest.raises(UnsupportedCheckpoint, match=rf"has {name}, {message}.* not supported.*merge_and_unload"):
         Checkpoint.open(tmp_path)

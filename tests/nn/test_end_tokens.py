@@ -1,4 +1,4 @@
-"""End-of-sequence tokens, which published checkpoints name in one of many files, or in several."""
+"""Tests of end-of-sequence tokens, which published checkpoints name in one or several of many files."""
 
 import json
 import logging
@@ -17,10 +17,10 @@ END = {"eos_token": "</s>"}
 AS_ADDED_TOKEN = {"eos_token": {"content": "</s>", "__type": "AddedToken", "special": True}}
 TOKENIZER = {"added_tokens": [{"content": "</s>", "id": 7, "special": True}]}
 NEW: dict[str, Any] = {"added_tokens_decoder": {}}
-"""Of releases that ignore special_tokens_map.json."""
+"""Settings of a release that ignores special_tokens_map.json."""
 
 
-def found(folder: Path, **files: Any) -> tuple[int, ...]:
+def read_end_tokens(folder: Path, **files: Any) -> tuple[int, ...]:
     for name, content in {"config": {}, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return eos_token_ids(Checkpoint.open(folder))
@@ -50,14 +50,18 @@ def found(folder: Path, **files: Any) -> tuple[int, ...]:
         ({"tokenizer_config": END, "tokenizer": {"model": {"vocab": [["a", -1.0], ["</s>", 0.0]]}}}, (1,)),
     ],
 )
-def test_reads_every_file_that_names_one(tmp_path: Path, files: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert found(tmp_path, **files) == expected
+def test_every_file_that_may_name_an_end_token_is_read(
+    tmp_path: Path, files: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    assert read_end_tokens(tmp_path, **files) == expected
 
 
 @pytest.mark.parametrize("files", [{}, {"tokenizer_config": END}, {"tokenizer_config": {"eos_token": None}}])
-def test_warns_if_there_is_none(tmp_path: Path, files: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_without_an_end_token_is_logged_as_a_warning(
+    tmp_path: Path, files: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        assert found(tmp_path, **files) == ()
+        assert read_end_tokens(tmp_path, **files) == ()
     (record,) = caplog.records
     assert record.getMessage() == (
         f"{tmp_path} has no end-of-sequence token in generation_config.json, config.json or "
@@ -65,7 +69,7 @@ def test_warns_if_there_is_none(tmp_path: Path, files: dict[str, Any], caplog: p
     )
 
 
-def test_a_family_may_have_a_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_family_may_have_a_default_end_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert eos_token_ids(Checkpoint.open(tmp_path), [4]) == (4,)
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
@@ -74,17 +78,19 @@ def test_a_family_may_have_a_default(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("value", ["</s>", 2.0, True, [1, "2"]])
-def test_another_type_is_refused(tmp_path: Path, value: Any) -> None:
+def test_an_end_token_of_another_type_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"eos_token_id is .*; it must be an integer or a list of integers"):
-        found(tmp_path, config={"eos_token_id": value})
+        read_end_tokens(tmp_path, config={"eos_token_id": value})
 
 
 @pytest.mark.parametrize(
     ("tokenizer_class", "stated"),
     [("Qwen2TokenizerFast", {}), ("GPT2Tokenizer", {}), ("Qwen2Tokenizer", {"eos_token": None}), ("None", {})],
 )
-def test_the_class_of_the_tokenizer_may_name_one(tmp_path: Path, tokenizer_class: str, stated: dict[str, Any]) -> None:
-    """The embedded tokenizer has the token of these classes."""
+def test_the_class_of_the_tokenizer_may_imply_an_end_token(
+    tmp_path: Path, tokenizer_class: str, stated: dict[str, Any]
+) -> None:
+    """Use the token of the embedded tokenizer, which these classes have by default."""
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(EMBEDDED / name, tmp_path)
     settings = stated if tokenizer_class == "None" else {"tokenizer_class": tokenizer_class, **stated}

@@ -1,4 +1,4 @@
-"""From bytes to what a tower takes."""
+"""Tests of the conversion from uint8 pixels to a tower's input."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def sliced(pixels: torch.Tensor) -> torch.Tensor:
     return torch.cat([pixels, pixels], dim=2)[:, :, : pixels.shape[2]]
 
 
-@pytest.mark.parametrize("laid", [lambda pixels: pixels, channels_first, sliced])
+@pytest.mark.parametrize("layout", [lambda pixels: pixels, channels_first, sliced])
 @pytest.mark.parametrize("values", [CHANNELS, {"mean": (0.5,), "std": (0.25,)}])
-def test_each_channel_is_normalised_however_the_pixels_lie(laid, values):
-    made = Normalization(**values, rescale_factor=1 / 255)(laid(PIXELS))
+def test_each_channel_is_normalised_in_any_memory_layout(layout, values):
+    normalized = Normalization(**values, rescale_factor=1 / 255)(layout(PIXELS))
     mean, std = (torch.tensor(values[name]).view(-1, 1, 1) * 255.0 for name in ("mean", "std"))
-    assert made.dtype == torch.float32
-    assert torch.equal(made, (PIXELS.permute(0, 3, 1, 2).float() - mean) / std)
+    assert normalized.dtype == torch.float32
+    assert torch.equal(normalized, (PIXELS.permute(0, 3, 1, 2).float() - mean) / std)
 
 
-def test_pixels_that_are_rescaled_alone():
-    made = Normalization((), (), 1 / 255)(PIXELS)
-    assert torch.equal(made, PIXELS.permute(0, 3, 1, 2).float() * (1 / 255))
+def test_pixels_may_be_rescaled_without_normalisation():
+    normalized = Normalization((), (), 1 / 255)(PIXELS)
+    assert torch.equal(normalized, PIXELS.permute(0, 3, 1, 2).float() * (1 / 255))
     assert torch.equal(Normalization((), (), 1.0)(PIXELS), PIXELS.permute(0, 3, 1, 2).float())

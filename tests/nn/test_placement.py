@@ -1,4 +1,4 @@
-"""Tower and projector on a device, or in a precision, of their own."""
+"""Tests of a tower and a projector on their own device or in their own precision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ids(random_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("vision", [None, 16, 32])
 @pytest.mark.parametrize("projector", [None, 16, 32])
-def test_parts_have_a_precision_of_their_own(random_checkpoint, ids, vision, projector):
+def test_parts_can_have_their_own_precision(random_checkpoint, ids, vision, projector):
     plain = load_model(random_checkpoint, device="cpu", dtype="float32")
     moved = load_model(
         random_checkpoint,
@@ -40,7 +40,7 @@ def test_parts_have_a_precision_of_their_own(random_checkpoint, ids, vision, pro
     )
     tower = moved.module.model.visual
     assert tower.blocks[0].mlp.fc1.weight.dtype == DTYPES[vision]
-    # Where the tower alone is named its projector, which lies in it, goes with it.
+    # The projector lies inside the tower, but its own placement, which names a device here, is applied last.
     assert tower.merger.mlp[0].weight.dtype == DTYPES[projector]
     assert moved.module.lm_head.weight.dtype == torch.float32
     difference = (moved.logits(ids) - plain.logits(ids)).abs().max()
@@ -48,7 +48,7 @@ def test_parts_have_a_precision_of_their_own(random_checkpoint, ids, vision, pro
     assert 0 < difference < 0.05 if halved else difference == 0
 
 
-def test_a_tower_of_32_bits_is_nearer_in_a_model_of_16(random_checkpoint, ids):
+def test_a_32_bit_tower_is_more_exact_in_a_16_bit_model(random_checkpoint, ids):
     def features(dtype, bits=None):
         model = load_model(random_checkpoint, device="cpu", dtype=dtype, vision=Placement(bits=bits))
         (found,) = model.encode(model.read(ids.numpy()))
@@ -67,7 +67,7 @@ def test_other_precisions_are_refused_by_name(name, bits):
         EngineConfig(**{f"{name}_bits": bits})
 
 
-def test_a_device_that_is_not_there_is_refused(random_checkpoint):
+def test_a_missing_device_is_refused(random_checkpoint):
     absent = [kind.name for kind in KINDS if kind.missing()]
     for device in absent:
         with pytest.raises(DeviceError, match=f"the device {device} cannot be used"):
@@ -77,7 +77,7 @@ def test_a_device_that_is_not_there_is_refused(random_checkpoint):
 
 
 class Bare:
-    """A model with a tower, or with none."""
+    """Model with the given parts, which may include a tower."""
 
     def __init__(self, **parts: nn.Module) -> None:
         self.module = nn.ModuleDict(parts)
@@ -90,7 +90,7 @@ def test_a_model_without_the_part_is_refused():
         place(Bare(text=nn.Linear(2, 2)), Placement(bits=16), Placement())
 
 
-def test_a_quantised_part_stays():
+def test_another_precision_for_a_quantised_part_is_refused():
     packed = nn.Linear(2, 2)
     packed.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
     with pytest.raises(InputError, match="quantised"):

@@ -1,4 +1,4 @@
-"""Weights under the names that their authors gave them, and the tokens that they add to a tokenizer."""
+"""Tests of weights under their authors' names, and of the tokens that authors add to a tokenizer."""
 
 import json
 
@@ -17,7 +17,7 @@ RULES = (
 )
 
 
-def test_each_weight_is_found_by_the_first_rule_that_fits():
+def test_each_weight_follows_the_first_rule_that_matches():
     qkv, position, head = torch.arange(12.0).view(6, 2), torch.ones(1, 4), torch.arange(6.0).view(2, 3)
     shapes = {**{f"layer.3.{part}": (2, 2) for part in "qkv"}, "position": (4,), "head.weight": (3, 2), "norm": (5,)}
     published = {"blocks.3.qkv": qkv, "pos": position, "head": head, "norm": torch.zeros(5), "other": torch.zeros(1)}
@@ -31,7 +31,7 @@ def test_each_weight_is_found_by_the_first_rule_that_fits():
     assert not renamed.misfits
 
 
-def test_what_is_missing_or_misshapen_has_its_published_name_and_shape():
+def test_missing_and_misshapen_weights_have_their_published_name_and_shape():
     shapes = {**{f"layer.0.{part}": (2, 2) for part in "qkv"}, "head.weight": (3, 2)}
     renamed = rename([("blocks.0.qkv", torch.zeros(5, 2))], shapes, RULES)
     assert set(renamed.misfits) == {("blocks.0.qkv", (5, 2), (6, 2))}
@@ -40,7 +40,7 @@ def test_what_is_missing_or_misshapen_has_its_published_name_and_shape():
 
 
 @pytest.mark.parametrize("save", [save_tokenizer, save_unigram_tokenizer])
-def test_added_tokens_get_the_ids_that_transformers_gives_them(save, tmp_path):
+def test_added_tokens_have_the_same_ids_as_in_transformers(save, tmp_path):
     tokenizer = save(tmp_path, ("<unk>", "</s>", "<od>"), unk_token="<unk>", eos_token="</s>")
     added = ["<od>", "<loc_0>", "is", "<loc_1>"]
     described = with_special_tokens(json.loads((tmp_path / "tokenizer.json").read_text()), added)

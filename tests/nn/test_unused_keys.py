@@ -1,4 +1,4 @@
-"""Keys of config.json that nothing reads: they are named once, in one line."""
+"""Tests of the warning about unused keys of config.json."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ FLAT = {
 @pytest.mark.parametrize(("cls", "config"), [(LlavaConfig, LLAVA), (Qwen2VLConfig, FLAT)], ids=["sections", "flat"])
 def test_keys_that_are_read_or_translated_are_not_named(cls, config):
     assert unused_keys(config, cls.from_dict) == []
-    assert unused_keys(config, cls.from_dict) == []  # it changes neither of its arguments
+    assert unused_keys(config, cls.from_dict) == []  # a second call shows that the first changed no argument
 
 
 def test_keys_of_every_section_are_named():
@@ -57,18 +57,18 @@ def test_a_key_at_the_top_is_named_unless_a_section_has_its_value():
     assert unused_keys(config | {"hidden_size": 32}, FuyuConfig.from_dict) == ["hidden_size"]
 
 
-def lines(caplog):
+def key_warnings(caplog):
     return [record.getMessage() for record in caplog.records if "keys" in record.getMessage()]
 
 
-def test_a_load_says_it_once_in_one_line(random_checkpoint, tmp_path, caplog):
+def test_unused_keys_are_logged_once_in_one_line(random_checkpoint, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         load_model(random_checkpoint, "cpu", "float32")
-        assert lines(caplog) == []
+        assert key_warnings(caplog) == []
         other = changed(random_checkpoint, tmp_path / "other", "config", {f"key_{i}": i for i in range(20)})
         load_model(other, "cpu", "float32")
     names = ", ".join(f"key_{i}" for i in range(12))
-    assert lines(caplog) == [
+    assert key_warnings(caplog) == [
         f"{other}: config.json has keys that the family qwen2_vl does not use: {names}, and 8 more"
     ]
 
@@ -80,7 +80,7 @@ def test_weights_quantised_for_mindie_are_refused_by_name(stated, random_checkpo
         load_model(other, "cpu")
 
 
-def test_a_description_of_quantised_weights_is_enough(random_checkpoint, tmp_path):
+def test_a_description_of_quantised_weights_is_refused(random_checkpoint, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(random_checkpoint, other)
     (other / "quant_model_description_w8a8.json").write_text("{}")
@@ -89,7 +89,7 @@ def test_a_description_of_quantised_weights_is_enough(random_checkpoint, tmp_pat
         load_model(other, "cpu")
 
 
-def test_a_float_checkpoint_of_mindies_is_served(random_checkpoint, tmp_path):
+def test_a_float_checkpoint_for_mindie_is_served(random_checkpoint, tmp_path):
     other = changed(random_checkpoint, tmp_path / "other", "config", {"quantize": "float"})
     assert Checkpoint.open(other).config["quantize"] == "float"
     load_model(other, "cpu")

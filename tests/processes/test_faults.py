@@ -1,4 +1,4 @@
-"""Fault points: nothing for users, and one death for a test that asks for it."""
+"""Tests of fault points, which do nothing for users and can kill one process for a test."""
 
 import signal
 import subprocess
@@ -36,12 +36,12 @@ def test_an_armed_point_kills_one_process_once(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.here"]
 
 
-def test_points_do_nothing_by_themselves():
+def test_fault_points_do_nothing_by_default():
     assert fault_folder() is None
     faults.point("here")
 
 
-def test_users_are_not_told():
+def test_the_help_of_the_command_line_shows_no_fault_option():
     shown = CliRunner().invoke(main, ["serve", "--help"]).output
     assert "--port" in shown
     assert "--fault" not in shown

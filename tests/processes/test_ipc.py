@@ -1,3 +1,5 @@
+"""Tests of the channels between a process and its workers."""
+
 import asyncio
 import os
 import resource
@@ -30,18 +32,18 @@ async def connected() -> tuple[Channel, ChildChannel]:
 
 
 class NoRoom(ArenaFull):
-    """Of a module that the other side need not have."""
+    """An error of a module that the other side may not have."""
 
 
 @pytest.mark.parametrize(
     ("error", "kind"), [(LimitExceeded("3 of 2"), LimitExceeded), (NoRoom("none"), ArenaFull), (MindieMMError(), None)]
 )
-def test_an_error_crosses_as_the_nearest_class_of_the_tree(error: MindieMMError, kind: type | None) -> None:
+def test_an_error_arrives_as_its_nearest_public_class(error: MindieMMError, kind: type | None) -> None:
     crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(Failure.of(error)), type=Failure).exception()
     assert (type(crossed), str(crossed)) == (kind or MindieMMError, str(error))
 
 
-def test_the_old_name_of_an_error_is_still_known() -> None:
+def test_the_old_name_of_an_error_is_an_alias() -> None:
     assert errors.WorldError is errors.OperationalError
     with pytest.raises(errors.WorldError):
         raise Failure("OperationalError", "a disk failed").exception()
@@ -49,7 +51,7 @@ def test_the_old_name_of_an_error_is_still_known() -> None:
         raise Failure("WorldError", "a disk failed").exception()
 
 
-async def test_messages_both_ways():
+async def test_messages_are_sent_both_ways():
     channel, child = await connected()
     with child:
         for message in (b"", b"a", bytes(range(256)) * 20_000):
@@ -63,7 +65,7 @@ async def test_messages_both_ways():
         await channel.close()
 
 
-async def test_the_frame_on_the_wire():
+async def test_a_message_has_a_length_prefix_on_the_wire():
     ours, theirs = socket.socketpair()
     channel = await open_channel(ours)
     with theirs:
@@ -74,7 +76,7 @@ async def test_the_frame_on_the_wire():
         await channel.close()
 
 
-async def test_a_closed_end_is_the_end_of_the_stream():
+async def test_a_closed_end_raises_eof_error():
     channel, child = await connected()
     with child:
         pass
@@ -88,7 +90,7 @@ async def test_a_closed_end_is_the_end_of_the_stream():
         child.recv()
 
 
-async def test_a_message_cut_short_is_the_end_of_the_stream():
+async def test_a_truncated_message_raises_eof_error():
     ours, theirs = socket.socketpair()
     channel = await open_channel(ours)
     with theirs:
@@ -105,14 +107,14 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unhurried")
-async def test_a_worker_that_is_busy_ends_with_its_channel_and_removes_what_it_holds(tmp_path):
-    made = tmp_path / "made"
-    child = await Child.start("tests.busy_worker", str(made))
+async def test_a_busy_worker_ends_with_its_channel_and_removes_its_files(tmp_path):
+    file = tmp_path / "made"
+    child = await Child.start("tests.busy_worker", str(file))
     assert await child.channel.recv() == b"made"
-    assert made.exists()
+    assert file.exists()
     await child.end()
     assert child.status == 0, "by itself, not by a signal"
-    assert not made.exists()
+    assert not file.exists()
     await child.end()
 
 
@@ -120,7 +122,7 @@ async def test_a_worker_that_is_busy_ends_with_its_channel_and_removes_what_it_h
     ("how", "error"),
     [("fails", ArenaFull("no room")), ("ends", ProcessDied(f"it exited with status 3 before it was ready; {BY}"))],
 )
-async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: MindieMMError) -> None:
+async def test_an_error_during_the_startup_of_a_worker_is_raised(how: str, error: MindieMMError) -> None:
     child = await Child.start("tests.starting_worker", "begins")
     assert await child.ready(Begun, "it") == Begun(42)
     await child.end()
@@ -131,7 +133,7 @@ async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: Mind
 
 
 @pytest.mark.parametrize(
-    ("executable", "said"),
+    ("executable", "message"),
     [
         (None, "no worker process can be started: sys.executable is None, as in some programs that embed Python"),
         ("", "no worker process can be started: sys.executable is ''"),
@@ -141,15 +143,15 @@ async def test_what_keeps_a_worker_from_starting_is_raised(how: str, error: Mind
     ],
 )
 async def test_an_executable_that_is_not_python_is_named_in_the_error(
-    monkeypatch: pytest.MonkeyPatch, executable: str, said: str
+    monkeypatch: pytest.MonkeyPatch, executable: str, message: str
 ) -> None:
-    """In a program that embeds Python, sys.executable is empty or names that program."""
+    """Name sys.executable, which is empty or another program if a program embeds Python."""
     monkeypatch.setattr(sys, "executable", executable)
-    with pytest.raises(ProcessDied, match=said):
+    with pytest.raises(ProcessDied, match=message):
         await (await Child.start("tests.starting_worker", "ends")).ready(Begun, "it")
 
 
-async def test_a_process_that_the_system_refuses_is_one_of_our_errors():
+async def test_a_process_that_cannot_be_started_raises_process_died():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
@@ -164,7 +166,7 @@ async def test_a_process_that_the_system_refuses_is_one_of_our_errors():
 
 @pytest.fixture
 def forked() -> Iterator[Callable[[], None]]:
-    """Copies this process; the copy does nothing until the test is over."""
+    """Yield a function that forks this process; each copy sleeps until the test ends."""
     children: list[int] = []
 
     def fork() -> None:
@@ -180,7 +182,7 @@ def forked() -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.usefixtures("unhurried")
-async def test_a_forked_process_hides_no_end_from_a_worker(forked, tmp_path):
+async def test_a_worker_sees_its_channel_close_despite_a_forked_process(forked, tmp_path):
     child = await Child.start("tests.busy_worker", str(tmp_path / "made"))
     assert await child.channel.recv() == b"made"
     forked()
@@ -188,7 +190,7 @@ async def test_a_forked_process_hides_no_end_from_a_worker(forked, tmp_path):
     assert child.status == 0, "by itself, not by a signal"
 
 
-async def test_a_process_forked_as_a_worker_starts_hides_no_end_of_it(forked, monkeypatch):
+async def test_the_end_of_a_worker_is_seen_despite_a_process_forked_at_its_start(forked, monkeypatch):
     def starting(*arguments, **options):
         forked()
         return subprocess.Popen(*arguments, **options)
@@ -201,7 +203,7 @@ async def test_a_process_forked_as_a_worker_starts_hides_no_end_of_it(forked, mo
 
 
 async def test_a_killed_parent_ends_its_child(tmp_path):
-    """The kernel closes the channel of a parent that dies by SIGKILL."""
+    """Rely on the kernel, which closes the channel of a parent that dies by SIGKILL."""
     checkpoint_path = write_checkpoint(tmp_path)
     script = f"""
 import asyncio

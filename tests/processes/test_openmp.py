@@ -1,4 +1,4 @@
-"""The time that OpenMP threads spin at a barrier. libgomp prints the variables that it has read."""
+"""Tests of how long OpenMP threads spin at a barrier, by the variables that libgomp prints."""
 
 import os
 import re
@@ -22,8 +22,8 @@ def environment(monkeypatch):
     return monkeypatch
 
 
-def spin_counts(said: str) -> list[int]:
-    return [int(count) for count in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)]
+def spin_counts(output: str) -> list[int]:
+    return [int(count) for count in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", output)]
 
 
 @pytest.mark.slow  # the service starts its processes as a script does
@@ -35,6 +35,7 @@ def test_threads_of_a_service_sleep_soon(environment, tmp_path):
     assert set(counts) == {SPIN_COUNT}
 
 
+@pytest.mark.slow
 def test_threads_of_an_engine_sleep_soon_even_if_its_caller_has_loaded_torch(environment):
     command = [sys.executable, "-c", f"import torch; {CHAT}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
@@ -55,5 +56,5 @@ def test_variables_of_the_operator_are_kept(environment, name, value):
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="tests do not run in parallel")
 def test_torch_knows_the_number_of_threads_of_parallel_tests():
-    """Else they compete for the CPUs, and `copied_workers` copies nothing."""
+    """Keep parallel tests from competing for CPUs, and let `copied_workers` copy workers."""
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])

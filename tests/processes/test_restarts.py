@@ -1,3 +1,5 @@
+"""Tests of restarting failed processes."""
+
 import asyncio
 import time
 
@@ -7,7 +9,7 @@ from mindie_mm.errors import DeviceError, UnsupportedCheckpoint
 from mindie_mm.processes.restarts import RESTART_WAIT_S, Restarts, Starter
 
 
-async def test_a_start_that_fails_is_repeated(caplog):
+async def test_a_failed_start_is_repeated(caplog):
     tries = []
 
     async def start() -> str:
@@ -23,7 +25,7 @@ async def test_a_start_that_fails_is_repeated(caplog):
     assert Restarts.of([starter, starter]) == Restarts(started=2, failed=2)
 
 
-async def test_pauses_grow_until_a_process_proves_of_use():
+async def test_pauses_grow_until_a_process_has_proved_itself():
     async def start() -> str:
         return "up, and dead at once"
 

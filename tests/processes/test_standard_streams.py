@@ -1,4 +1,4 @@
-"""Standard streams that are closed, unread, or in an encoding other than UTF-8."""
+"""Tests of standard streams that are unread or closed."""
 
 import fcntl
 import os
@@ -55,18 +55,18 @@ def test_unread_lines_wait_and_dropped_lines_are_counted():
             if b"were dropped" in line:
                 break
             kept.append(line)
-        said, _ = process.communicate("\n")
+        num_dropped, _ = process.communicate("\n")
         last_words, torn = log.read().splitlines()
     assert process.returncode == 0
     assert kept == [b"%06d said by a library that knows no logger\n" % number for number in range(len(kept))]
     dropped = re.search(rb"WARNING .*: (\d+) lines of the log were dropped", line)
-    assert int(dropped[1]) == int(said) == LINES - len(kept)
+    assert int(dropped[1]) == int(num_dropped) == LINES - len(kept)
     assert last_words.endswith(b"the last words")
     assert torn == b"half a line, and the other half"
 
 
-def test_workers_of_a_script_without_standard_streams(tmp_path):
-    """Workers do not write into a file of the script that has the descriptor of a standard stream."""
+def test_workers_of_a_script_without_standard_streams_use_dev_null(tmp_path):
+    """Keep workers from writing into a file of the script that has the descriptor of a standard stream."""
     for kept in range(4):
         command = [
             "sh",

@@ -1,4 +1,4 @@
-"""Work beside other work, cancelled and failing."""
+"""Tests of concurrent work that is cancelled or fails."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mindie_mm.errors import SharedMemoryError
 from mindie_mm.processes.tasks import gather, gather_in_order, in_thread
 
 
-async def test_threads_are_waited_for_however_often_the_work_is_cancelled() -> None:
-    """Also those of lists in lists: what they write to is removed afterwards."""
+async def test_cancelled_work_waits_for_its_threads() -> None:
+    """Wait for the threads of nested work too, because their outputs are removed afterwards."""
     started, may_end = threading.Semaphore(0), threading.Event()
     ended: list[int] = []
 
@@ -38,8 +38,8 @@ async def test_threads_are_waited_for_however_often_the_work_is_cancelled() -> N
     assert sorted(ended) == [0, 1, 2, 3]
 
 
-async def test_what_waits_for_a_thread_is_not_done_after_all() -> None:
-    """What other requests wait for stands behind it."""
+async def test_cancelled_work_that_waits_for_a_thread_never_runs() -> None:
+    """Leave the threads to other requests, whose work waits behind the cancelled work."""
     began, may_end = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(1))
@@ -61,7 +61,7 @@ async def test_what_waits_for_a_thread_is_not_done_after_all() -> None:
     assert done == [0]
 
 
-async def test_the_first_failure_ends_the_others_and_keeps_its_cause() -> None:
+async def test_the_first_failure_cancels_the_others_and_keeps_its_cause() -> None:
     forever = asyncio.Event()
 
     async def fail() -> None:

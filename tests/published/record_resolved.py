@@ -1,7 +1,7 @@
-"""Print how an old release of transformers reads the published config.json files, an entry of resolved.json.
+"""Print how an old release of transformers reads the published config.json files, as an entry of resolved.json.
 
-Run with a release of transformers 4, once for each release: `python record_resolved.py tests/published`. What a
-release reads is recorded for the keys that shape the text model.
+Run once with each release of transformers 4: `python record_resolved.py tests/published`. An entry holds the keys that
+shape the text model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEYS = (
 
 
 def resolved(folder: Path) -> dict | None:
-    """What the release reads from the folder's config.json; None where it has no such model, or cannot read it."""
+    """Return the release's reading of the folder's config.json, or None if the release cannot read it."""
     model_type = json.loads((folder / "config.json").read_text()).get("model_type")
     if model_type not in CONFIG_MAPPING:
         return None

@@ -1,4 +1,4 @@
-"""Published checkpoints, but for their sizes, are served as transformers serves them, or refused by what they are."""
+"""Tests that small published checkpoints are served as in transformers, or refused by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TEXT = [{"text": "a red square"}]
 
 
 class PublishedReference(Reference):
-    """What transformers makes of a checkpoint directory by itself."""
+    """Model and processor that transformers makes from a checkpoint directory."""
 
     markers: ClassVar = {}
 
@@ -49,7 +49,7 @@ class PublishedReference(Reference):
         cls = getattr(transformers, config["architectures"][0])
         read = cls.config_class.from_pretrained(path)
         if config["model_type"] == "fuyu":
-            # transformers 5 reads 10000 from a text_config that states no rope_theta; 4 read 25000.
+            # transformers 4 used 25000 if text_config states no rope_theta. transformers 5 uses 10000.
             read.text_config.rope_parameters["rope_theta"] = 25_000.0
         super().__init__(
             cls.from_pretrained(path, config=read, dtype=torch.float32), AutoProcessor.from_pretrained(path)
@@ -61,12 +61,12 @@ class PublishedReference(Reference):
             return super().inputs(items)
         self.processor.tokenizer.model_input_names = ["input_ids", "attention_mask"]
         images = {"images": [item["image"] for item in items if "image" in item]}
-        further = {**images, "return_legacy_image_output": False} if images["images"] else {}
-        return self.processor(text=[self.text(items)], return_tensors="pt", **further)
+        options = {**images, "return_legacy_image_output": False} if images["images"] else {}
+        return self.processor(text=[self.text(items)], return_tensors="pt", **options)
 
 
 def contract_of(path: Path) -> FamilyContract:
-    """The contract of the family that serves a checkpoint."""
+    """Return the contract of the family that serves a checkpoint."""
     name = family_of(Checkpoint.open(path)).__module__.rpartition(".")[2]
     module = importlib.import_module(f"tests.models.test_{name}")
     found = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, FamilyContract))
@@ -75,7 +75,7 @@ def contract_of(path: Path) -> FamilyContract:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_published_checkpoint_equals_transformers(name, tmp_path):
-    """Ids, arrays and logits."""
+    """Compare ids, arrays and logits."""
     write_small(name, tmp_path)
     contract, path_file = contract_of(tmp_path), tmp_path / "shm_name.txt"
     reference = PublishedReference(tmp_path)
@@ -102,14 +102,14 @@ def test_every_published_folder_is_in_a_table():
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("start", [Tokenizer.from_pretrained, lambda path: load_model(path, device="cpu")])
-def test_what_is_not_served_is_told_by_what_it_is(name, start):
+def test_an_unsupported_checkpoint_is_refused_by_name(name, start):
     with pytest.raises(UnsupportedCheckpoint, match=REFUSED[name]) as error:
         start(FOLDER / name)
     assert str(FOLDER / name) in str(error.value)
 
 
 def test_a_model_without_a_head_is_refused(tmp_path):
-    """Embedding models are published under the model_type, and the architecture, of those that generate."""
+    """Refuse an embedding model, which is published under the model_type and architecture of a generating model."""
     write_small("qwen3_vl_cosmos2", tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     shard = tmp_path / index["weight_map"].pop("lm_head.weight")
@@ -123,8 +123,8 @@ def test_a_model_without_a_head_is_refused(tmp_path):
         load_model(tmp_path, device="cpu")
 
 
-def test_weights_with_an_adapter_in_place_are_told(random_checkpoint, tmp_path):
-    """As this LLaVA-NeXT was saved."""
+def test_weights_with_an_adapter_in_place_are_refused(random_checkpoint, tmp_path):
+    """Refuse weights that were saved with their adapter in place, as this LLaVA-NeXT's were."""
     published = json.loads((FOLDER / "llava_next" / "weight_names.json").read_text())
     wrapped = next(name for name in published if name.endswith("q_proj.base_layer.weight"))
     shutil.copytree(random_checkpoint, tmp_path / "other")

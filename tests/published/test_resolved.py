@@ -1,4 +1,4 @@
-"""Published config.json files are read as the releases of transformers read them that they were written for."""
+"""Tests that published config.json files are read as by the releases of transformers they were written for."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mindie_mm.nn.checkpoint.resolved import settle
 
 FOLDER = Path(__file__).parent
 RECORDED = json.loads((FOLDER / "resolved.json").read_text())
-"""What old releases read (record_resolved.py), by release and checkpoint."""
+"""Readings of old releases by release and checkpoint, printed by record_resolved.py."""
 CASES = [(release, name) for release, entries in RECORDED.items() for name in entries]
 NOT_SERVED = {"llava_next_video", "florence2_04rr", "florence2_amd", "florence2_large_ft"}
-"""Checkpoints of families or layouts that this test has no configuration of."""
+"""Checkpoints whose families or layouts this test has no configuration for."""
 _ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
 
 
 def resolved(config: dict[str, Any], tmp_path: Path) -> Any:
-    """transformers' configuration of the text model, as the family's model is made of it."""
+    """Return transformers' configuration of the text model, as the family passes it to its model."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = Checkpoint.open(tmp_path)
     family = family_of(checkpoint)
@@ -35,7 +35,7 @@ def resolved(config: dict[str, Any], tmp_path: Path) -> Any:
 
 
 def old_rope(entry: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings of transformers 4 in the words of transformers 5."""
+    """Convert rotary settings of transformers 4 to those of transformers 5."""
     rope = {"rope_theta": entry["rope_theta"], "rope_type": "default", **(entry.get("rope_scaling") or {})}
     if (fraction := entry.get("partial_rotary_factor")) is not None:
         rope["partial_rotary_factor"] = fraction
@@ -45,12 +45,12 @@ def old_rope(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_old_name(rope: dict[str, Any]) -> dict[str, Any]:
-    """Settings without `type`, which is another name of rope_type that is kept beside it."""
+    """Drop `type`, an old name of rope_type that transformers keeps beside it."""
     return {key: value for key, value in rope.items() if key != "type"}
 
 
 @pytest.mark.parametrize(("release", "name"), [case for case in CASES if case[1] not in NOT_SERVED])
-def test_a_published_configuration_means_what_it_meant(release, name, tmp_path):
+def test_a_published_configuration_keeps_its_meaning(release, name, tmp_path):
     entry = RECORDED[release][name]
     text = resolved(json.loads((FOLDER / name / "config.json").read_text()), tmp_path)
     assert without_old_name(text.rope_parameters) == without_old_name(old_rope(entry))
@@ -85,8 +85,8 @@ QWEN3 = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"
     ],
     ids=str,
 )  # fmt: skip
-def test_the_base_of_rotary_frequencies(config, theta, fraction, tmp_path):
-    """What config.json states in either place and spelling, else what transformers 4 took."""
+def test_the_rotary_base_is_the_stated_one_or_the_old_default(config, theta, fraction, tmp_path):
+    """Use the value that config.json states in either place and spelling, or else transformers 4's default."""
     rope = resolved(config, tmp_path).rope_parameters
     assert rope["rope_theta"] == theta
     assert rope.get("partial_rotary_factor") == fraction
@@ -105,14 +105,14 @@ def test_the_base_of_rotary_frequencies(config, theta, fraction, tmp_path):
     [("llava", "llama"), ("llava_next", "mistral"), ("llava_onevision", "qwen2"), ("idefics3", "llama"),
      ("smolvlm", "llama"), ("internvl", "qwen2"), ("qwen2_audio", "qwen2"), ("deepseek_vl", "llama")],
 )  # fmt: skip
-def test_old_and_new_spellings_of_rotary_settings_are_one(family, part, text, tmp_path):
+def test_old_and_new_spellings_of_rotary_settings_are_equal(family, part, text, tmp_path):
     rope = resolved({"model_type": family, "text_config": {"model_type": part, **text}}, tmp_path).rope_parameters
     assert without_old_name(rope) == {"rope_type": "linear", "factor": 2.0, "rope_theta": 777.0}
 
 
 @pytest.mark.parametrize("spelled", ["type", "rope_type"])
-def test_sections_of_three_axes(spelled, tmp_path):
-    """Flat, as Qwen2-VL was published, and as transformers saves it today."""
+def test_sections_of_three_axes_are_read_in_both_spellings(spelled, tmp_path):
+    """Accept the flat settings of the published Qwen2-VL and those that transformers saves today."""
     sections = {spelled: "mrope" if spelled == "type" else "default", "mrope_section": [16, 24, 24]}
     for family in ("qwen2_vl", "qwen2_5_vl"):
         rope = resolved({"model_type": family, "rope_theta": 7.0, "rope_scaling": sections}, tmp_path).rope_parameters
@@ -132,8 +132,8 @@ def test_rotary_settings_of_layers_are_not_mixed_with_settings_of_all(tmp_path):
     assert resolved({"model_type": "gemma3", "text_config": old}, tmp_path).rope_parameters == layers
 
 
-def test_embeddings_tied_by_the_text_models_settings(random_checkpoint, tmp_path):
-    """transformers 4 asked text_config; transformers 5 does not find it there, and misses the head."""
+def test_embeddings_are_tied_by_the_text_models_settings(random_checkpoint, tmp_path):
+    """Tie the head as transformers 4 does. transformers 5 ignores the setting in text_config and misses the head."""
     from safetensors.torch import load_file, save_file
 
     for file in random_checkpoint.iterdir():

@@ -1,4 +1,4 @@
-"""One service for all tests of this folder, in a process of its own."""
+"""Fixtures of the service that all tests of this folder share, in its own process."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ SETTINGS = {
     "max_media_bytes": 5 * MiB,
     "max_media_items": 4,
     "grace_s": 0.2,
-    "reclaim_interval_s": 3600.0,  # tests of reclaiming leave something for themselves to find
+    "reclaim_interval_s": 3600.0,  # no periodic reclaim may take the leftovers that tests look for
 }
 
 
 @pytest.fixture(scope="session")
 def settings(device: str) -> dict[str, object]:
-    """Small limits, so that tests reach them, and the device that the tests are asked for."""
+    """Return settings with limits small enough for tests to reach, and the device under test."""
     return SETTINGS | {"device": device}
 
 
 @pytest.fixture(scope="session")
 def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder from which the service reads files."""
+    """Return the folder from which the service may read files."""
     folder = tmp_path_factory.mktemp("media")
     star = picture("green", (40, 160, 60), "star", x=0.5)
     star.save(folder / "green_star.jpg", quality=90)
@@ -55,26 +55,26 @@ def service(
     given = settings | {"spool": folder / "spool", "allowed_media_dir": media_dir}
     with running_service(given, folder / "log", TINY) as running:
         yield running
-        found = running.wait_until_free()
-        assert found["blocks"] == 0, found
+        shm = running.wait_until_free()
+        assert shm["blocks"] == 0, shm
         assert running.stop() == 0, (folder / "log").read_text()[-2000:]
-    assert not [arena for arena in found["arenas"] if Path("/dev/shm", arena["name"]).exists()]
+    assert not [arena for arena in shm["arenas"] if Path("/dev/shm", arena["name"]).exists()]
     assert not list((folder / "spool").iterdir()), "request directories are left"
 
 
 @pytest.fixture(scope="session")
 def client(service: RunningService) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=300) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=300) as openai_client:
+        yield openai_client
 
 
 @pytest.fixture(scope="session")
 def http(service: RunningService) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=service.url, timeout=300) as made:
-        yield made
+    with httpx2.Client(base_url=service.url, timeout=300) as http_client:
+        yield http_client
 
 
 @pytest.fixture(scope="session")
 def red_square() -> str:
-    """A picture as a data: URL."""
+    """Return a picture as a data URL."""
     return data_url(picture("red", (220, 40, 40), "square", x=0.4))

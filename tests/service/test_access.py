@@ -1,4 +1,4 @@
-"""API keys, pages of other origins, and ids that clients give their requests."""
+"""Tests of API keys, cross-origin requests, host headers and client-given request ids."""
 
 import socket
 from collections.abc import Iterator
@@ -31,17 +31,17 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
 
 @pytest.fixture(scope="module")
 def bare(guarded: RunningService) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=guarded.url, timeout=300) as made:
-        yield made
+    with httpx2.Client(base_url=guarded.url, timeout=300) as client:
+        yield client
 
 
-def test_a_key_opens(guarded: RunningService) -> None:
+def test_each_api_key_is_accepted(guarded: RunningService) -> None:
     for key in KEYS:
         with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0) as client:
             assert client.models.list().data[0].id == "tiny"
 
 
-def test_another_key_does_not(guarded: RunningService) -> None:
+def test_an_unknown_api_key_is_refused(guarded: RunningService) -> None:
     with (
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="third-key", max_retries=0) as client,
         pytest.raises(openai.AuthenticationError) as caught,
@@ -63,7 +63,7 @@ def test_another_key_does_not(guarded: RunningService) -> None:
         "Bearer \xff",
     ],
 )
-def test_what_is_no_key(bare: httpx2.Client, header: str | None) -> None:
+def test_a_missing_or_malformed_key_is_401_on_every_path(bare: httpx2.Client, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
     for path in ("/v1/chat/completions", "/infer", "/generate", "/tokenize"):
         answer = bare.post(path, json={"inputs": "x"}, headers=headers)
@@ -79,24 +79,24 @@ def test_health_and_metrics_need_no_key(bare: httpx2.Client) -> None:
     assert [bare.get(path).status_code for path in ("/ping", "/v2/health/ready", "/v2/health/live")] == [200] * 3
 
 
-def test_the_description_says_where_a_key_is_asked_for(bare: httpx2.Client, http: Any) -> None:
-    described = bare.get("/openapi.json", headers={"Authorization": f"Bearer {KEYS[0]}"}).json()
-    assert described["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
-    for path, operations in described["paths"].items():
-        asked = bare.request(next(iter(operations)).upper(), path.replace("{name}", "tiny"), json={}).status_code == 401
-        assert all(("security" in operation) == asked for operation in operations.values())
+def test_the_openapi_schema_names_the_paths_that_need_a_key(bare: httpx2.Client, http: Any) -> None:
+    schema = bare.get("/openapi.json", headers={"Authorization": f"Bearer {KEYS[0]}"}).json()
+    assert schema["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in schema["paths"].items():
+        keyed = bare.request(next(iter(operations)).upper(), path.replace("{name}", "tiny"), json={}).status_code == 401
+        assert all(("security" in operation) == keyed for operation in operations.values())
     unguarded = http.get("/openapi.json").json()
     assert "securitySchemes" not in unguarded["components"]
     assert not any("security" in operation for path in unguarded["paths"].values() for operation in path.values())
 
 
-def test_a_page_of_the_origin_may_ask(bare: httpx2.Client) -> None:
-    asked = {
+def test_an_allowed_origin_gets_cors_headers(bare: httpx2.Client) -> None:
+    preflight = {
         "Origin": ORIGIN,
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization",
     }
-    answer = bare.options("/v1/chat/completions", headers=asked)
+    answer = bare.options("/v1/chat/completions", headers=preflight)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == ORIGIN
     answer = bare.get("/v1/models", headers={"Origin": ORIGIN, "Authorization": "Bearer first-key"})
@@ -126,34 +126,34 @@ def test_a_similar_origin_is_not_allowed(bare: httpx2.Client, origin: str) -> No
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_a_page_of_another_origin_may_not(bare: httpx2.Client) -> None:
+def test_another_origin_gets_no_cors_headers(bare: httpx2.Client) -> None:
     answer = bare.get("/health", headers={"Origin": "https://example.com"})
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_without_the_setting_no_page_may(http: Any) -> None:
+def test_no_origin_gets_cors_headers_without_the_setting(http: Any) -> None:
     assert "access-control-allow-origin" not in http.get("/health", headers={"Origin": ORIGIN}).headers
 
 
 @pytest.mark.parametrize("path", ["/", "/shm", "/metrics", "/v1/models", "/health"])
 @pytest.mark.parametrize("host", ["evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "[::1", ""])
-def test_a_page_that_rebinds_its_name_reads_nothing(http: Any, path: str, host: str) -> None:
-    """To the browser it is of the service's own origin."""
+def test_a_foreign_host_header_is_refused(http: Any, path: str, host: str) -> None:
+    """Refuse a page that rebinds its DNS name to the service, as the browser takes the page for same-origin."""
     answer = http.get(path, headers={"Host": host})
     assert answer.status_code == 403
     assert answer.json()["error"]["type"] == "PermissionDeniedError"
-    for said in ("--api-key", "proxy_set_header Host 127.0.0.1;"):
-        assert said in answer.json()["error"]["message"]
+    for advice in ("--api-key", "proxy_set_header Host 127.0.0.1;"):
+        assert advice in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
     "host", ["localhost:1", "LocalHost", "app.localhost", "127.0.0.1", "[::1]:8000", "10.1.2.3", socket.gethostname()]
 )
-def test_hosts_that_no_page_can_bear(http: Any, host: str) -> None:
+def test_local_names_and_addresses_are_accepted_as_host(http: Any, host: str) -> None:
     assert http.get("/v1/models", headers={"Host": host}).status_code == 200
 
 
-def test_a_key_makes_any_host_right(bare: httpx2.Client) -> None:
+def test_a_key_allows_any_host_header(bare: httpx2.Client) -> None:
     headers = {"Authorization": f"Bearer {KEYS[0]}", "Host": "behind.a.proxy"}
     assert bare.get("/v1/models", headers=headers).status_code == 200
 
@@ -162,25 +162,25 @@ def test_a_key_makes_any_host_right(bare: httpx2.Client) -> None:
     ("host", "expected"),
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)],
 )
-def test_what_is_loopback(host: str, expected: bool) -> None:
+def test_only_loopback_addresses_are_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
-def test_a_requests_own_id(service: RunningService, http: Any) -> None:
+def test_the_clients_request_id_is_returned_and_logged(service: RunningService, http: Any) -> None:
     answer = http.post("/tokenize", json={"prompt": "a"}, headers={"X-Request-Id": "trace-17:a.b_c"})
     assert answer.headers.get_list("x-request-id") == ["trace-17:a.b_c"]
     wait_until(lambda: "trace-17:a.b_c" in service.log.read_text())
 
 
 @pytest.mark.parametrize("given", ["x" * 129, "a b", "a\xe9"])
-def test_an_id_that_cannot_stand_in_a_log(http: Any, given: str) -> None:
+def test_a_request_id_unfit_for_a_log_is_replaced(http: Any, given: str) -> None:
     answer = http.get("/v1/models", headers={"X-Request-Id": given.encode("latin-1")})
     assert answer.headers["x-request-id"] != given
     assert len(answer.headers["x-request-id"]) == 24
 
 
-def test_two_requests_of_one_id(http: Any) -> None:
-    """The client's id is a label: two of one name do not meet in the engine."""
+def test_two_requests_with_the_same_id_do_not_collide(http: Any) -> None:
+    """Treat the client's id as a label only and give the engine a unique id."""
     body = {"prompt": "x", "max_tokens": 1}
     answers = [http.post("/v1/completions", json=body, headers={"X-Request-Id": "same"}) for _ in range(2)]
     assert len({answer.json()["id"] for answer in answers}) == 2

@@ -1,4 +1,4 @@
-"""docs/api.md is true: its requests are answered, and its answers have the fields that ours have."""
+"""Tests of the requests and answers of docs/api.md, and of the examples of docs/python.md for single parts."""
 
 import base64
 import dataclasses
@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindie_mm.settings.config import MediaCaps, ServiceConfig
 from mindie_mm.settings.sources import CLASSES
 from service.http.errors import KINDS, TABLE, error_body
 
-PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "api.md").read_text()
 ANSWERS: dict[str, Callable[[Any], object]] = {
     "/v1/chat/completions": lambda answer: answer["choices"][0]["message"]["content"],
     "/v1/completions": lambda answer: answer["choices"][0]["text"],
@@ -23,14 +23,13 @@ ANSWERS: dict[str, Callable[[Any], object]] = {
     "/tokenize": lambda answer: answer["tokens"] and answer["token_strs"],
     "/detokenize": lambda answer: answer["prompt"],
 }
-"""What is in the answer to a path's example."""
+"""Function that returns the expected content of the answer, by path."""
 CALLS = re.findall(r"^    curl localhost:8000(\S+) .*? -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
-
-
-PYTHON = re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-UNITS = {"": 1, "MiB": 2**20, "GiB": 2**30}
+PYTHON = dict(
+    re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)^```$", (DOCS / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+)
 IMAGE = 784
-"""The placeholder of images in the embedded checkpoint."""
+"""Token id of the image placeholder in the embedded checkpoint."""
 
 
 def section(title: str) -> str:
@@ -38,23 +37,23 @@ def section(title: str) -> str:
 
 
 def documented(start: str) -> dict[str, Any]:
-    """The example that begins with `start`, whose lines are indented by four."""
+    """Return the indented JSON example that begins with `start`."""
     text = PAGE[PAGE.index("    " + start) :]
-    found: dict[str, Any] = json.JSONDecoder().raw_decode(text.strip().removeprefix("data: "))[0]
-    return found
+    example: dict[str, Any] = json.JSONDecoder().raw_decode(text.strip().removeprefix("data: "))[0]
+    return example
 
 
 @pytest.mark.parametrize(("path", "body"), CALLS, ids=range(len(CALLS)))
-def test_requests(http: Any, red_square: str, path: str, body: str) -> None:
-    asked = json.loads(body.replace("data:image/png;base64,iVBORw0...", red_square))
+def test_each_curl_request_is_answered(http: Any, red_square: str, path: str, body: str) -> None:
+    request = json.loads(body.replace("data:image/png;base64,iVBORw0...", red_square))
     if path.startswith("/v1/"):
-        asked["max_tokens"] = 32
-    answer = http.post(path, json=asked)
+        request["max_tokens"] = 32
+    answer = http.post(path, json=request)
     assert answer.status_code == 200, answer.text
     assert ANSWERS[path](answer.json())
 
 
-def test_there_are_requests() -> None:
+def test_every_endpoint_has_a_curl_request() -> None:
     assert {path for path, _ in CALLS} == set(ANSWERS)
     assert len(CALLS) == 6
 
@@ -70,7 +69,7 @@ def test_there_are_requests() -> None:
         ),
     ],
 )
-def test_answers(http: Any, path: str, start: str, parameters: dict[str, Any]) -> None:
+def test_answers_have_the_documented_fields(http: Any, path: str, start: str, parameters: dict[str, Any]) -> None:
     shown = documented(start)
     answer = http.post(path, json={"inputs": "What colour", "parameters": parameters}).json()
     assert set(answer) == set(shown)
@@ -86,7 +85,7 @@ def test_answers(http: Any, path: str, start: str, parameters: dict[str, Any]) -
         ("/generate_stream", ('data: {"token":{"id":[64]', 'data: {"token":{"id":[2]')),
     ],
 )
-def test_streams(http: Any, path: str, starts: tuple[str, str]) -> None:
+def test_stream_events_have_the_documented_fields(http: Any, path: str, starts: tuple[str, str]) -> None:
     answer = http.post(path, json={"inputs": "What colour", "stream": True, "parameters": {"max_new_tokens": 4}})
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
     for event, start in zip((events[0], events[-1]), starts, strict=True):
@@ -95,7 +94,7 @@ def test_streams(http: Any, path: str, starts: tuple[str, str]) -> None:
         assert list(event["token"]) == list(shown["token"])
 
 
-def test_usage_and_timings(http: Any) -> None:
+def test_usage_and_timings_have_the_documented_fields(http: Any) -> None:
     body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2, "timings": True}
     answer = http.post("/v1/chat/completions", json=body).json()
     assert list(answer["usage"]["prompt_tokens_details"]) == list(documented('{"cached_tokens"'))
@@ -103,7 +102,7 @@ def test_usage_and_timings(http: Any) -> None:
     assert list(answer["timings"]) == list(timings)
 
 
-def test_a_picture_in_a_text(http: Any, media_dir: Path) -> None:
+def test_the_picture_in_the_text_example_becomes_an_item(http: Any, media_dir: Path) -> None:
     raw = base64.b64encode((media_dir / "green_star.jpg").read_bytes()).decode()
     asked = {"prompt": documented('{"prompt": "### Human')["prompt"].replace("/9j/4AAQ...", raw)}
     ids = http.post("/tokenize", json=asked).json()["tokens"]
@@ -111,66 +110,55 @@ def test_a_picture_in_a_text(http: Any, media_dir: Path) -> None:
     assert http.post("/v1/completions", json=asked).json()["usage"]["prompt_tokens"] == len(ids)
 
 
-def test_ids_and_back(http: Any) -> None:
+def test_the_tokenize_example_is_reversible(http: Any) -> None:
     ids = http.post("/tokenize", json={"prompt": "What colour"}).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "What colour"}
 
 
-def test_there_are_python_examples() -> None:
-    assert [title for title, _ in PYTHON] == ["Shared memory as a library", "The tokenizer as a library"]
-
-
-def test_shared_memory_as_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shared_memory_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("request").mkdir()
     pixels = np.arange(4 * 588, dtype=np.uint8).reshape(4, 588)
     given = {"n": 4, "pixels": pixels, "digest": bytes(16), "tower": np.sum, "copy_to_device": np.copy}
-    found = run(dict(PYTHON)["Shared memory as a library"], given)
-    assert found["features"] == pixels.sum()
+    names = run(PYTHON["Shared memory as a library"], given)
+    assert names["features"] == pixels.sum()
     assert not list(Path("request").iterdir())
 
 
-def test_the_tokenizer_as_a_library(tmp_path: Path, media_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_example_runs(tmp_path: Path, media_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("request/image").mkdir(parents=True)
     Path("request/image/1.jpg").write_bytes((media_dir / "green_star.jpg").read_bytes())
-    found = run(dict(PYTHON)["The tokenizer as a library"], {"path": None, "encoded": [64, IMAGE, 65]})
-    ids = found["ids"].tolist()
+    names = run(PYTHON["The tokenizer as a library"], {"path": None, "encoded": [64, IMAGE, 65]})
+    ids = names["ids"].tolist()
     assert (ids[0], ids[-1]) == (64, 65)
     assert ids[1] < 0, "a word"
     assert set(ids[3:-1]) == {IMAGE}
 
 
 def run(source: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The names of an example that was run with those of `given`."""
+    """Run an example with the names of `given` and return its names."""
     names = dict(given)
-    exec(compile(source, "docs/api.md", "exec"), names)
+    exec(compile(source, "docs/python.md", "exec"), names)
     return names
 
 
-def test_the_example_of_an_error(http: Any, media_dir: Path) -> None:
+def test_the_example_of_an_error_is_returned(http: Any, media_dir: Path) -> None:
     part = {"type": "image_url", "image_url": {"url": f"{media_dir}/none.png"}}
     answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]})
     assert answer.json() == documented('{"error"')
 
 
-def test_errors_are_those_of_the_table() -> None:
+def test_the_table_lists_every_error_status() -> None:
     rows = re.findall(r"^\| (\d{3}) \| (\w+) \|", section("Errors"), re.MULTILINE)
-    told = {int(status): kind for status, kind in rows}
-    assert len(told) == len(rows)
-    assert set(told) >= {*TABLE.values(), *KINDS}
-    assert told == {status: error_body("", status)["error"]["type"] for status in told}
+    types = {int(status): kind for status, kind in rows}
+    assert len(types) == len(rows)
+    assert set(types) >= {*TABLE.values(), *KINDS}
+    assert types == {status: error_body("", status)["error"]["type"] for status in types}
 
 
-def test_limits_are_those_of_the_settings() -> None:
-    defaults = {field.name: field.default for cls in CLASSES for field in dataclasses.fields(cls)}
-    text = section("Limits")
-    told = {
-        name.replace("-", "_"): int(number.replace(",", "")) * UNITS[unit]
-        for name, number, unit in re.findall(r"`--([a-z-]+)` \((\d[\d,]*)(?: ([MG]iB))?", text)
-    }
-    assert told == {name: defaults[name] for name in told}
-    caps = {field.name for cls in (MediaCaps, ServiceConfig) for field in dataclasses.fields(cls)}
-    assert {name for name in caps if name.startswith("max_")} <= told.keys()
-    named = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)", text)}
-    assert named - told.keys() == {"max_model_len", "truncate"}, "the checkpoint's, and a switch"
+def test_every_option_that_the_page_names_exists() -> None:
+    settings = {field.name for cls in CLASSES for field in dataclasses.fields(cls)}
+    named = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)", PAGE)} - {"no_web_page"}
+    assert "max_request_bytes" in named
+    assert named <= settings

@@ -1,4 +1,4 @@
-"""/v1/chat/completions as the openai client sees it."""
+"""Tests of /v1/chat/completions with the openai client."""
 
 import base64
 from pathlib import Path
@@ -29,7 +29,7 @@ def text(of: ChatCompletion) -> str:
     return of.choices[0].message.content or ""
 
 
-def test_text(client: openai.OpenAI) -> None:
+def test_a_text_prompt_is_answered(client: openai.OpenAI) -> None:
     answer = ask(client, "Hello!", max_tokens=64)
     assert text(answer) == CHAT_ANSWERS["hello"]
     assert answer.object == "chat.completion"
@@ -40,12 +40,12 @@ def test_text(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_an_image_as_data_url(client: openai.OpenAI, red_square: str) -> None:
+def test_an_image_may_be_a_data_url(client: openai.OpenAI, red_square: str) -> None:
     assert text(ask(client, [image(red_square), {"type": "text", "text": WHAT}])) == "red square"
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}"])
-def test_an_image_as_file(client: openai.OpenAI, media_dir: Path, form: str) -> None:
+def test_an_image_may_be_a_file_path_or_url(client: openai.OpenAI, media_dir: Path, form: str) -> None:
     url = form.format(media_dir / "green_star.jpg")
     assert text(ask(client, [image(url), {"type": "text", "text": WHAT}])) == "green star"
 
@@ -56,13 +56,13 @@ def test_a_file_url_is_unquoted(client: openai.OpenAI, media_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("format_name", ["JPEG", "PNG", "WEBP"])
-def test_an_image_as_raw_base64(client: openai.OpenAI, format_name: str) -> None:
+def test_an_image_may_be_raw_base64(client: openai.OpenAI, format_name: str) -> None:
     drawn = picture("yellow", (255, 255, 0), "triangle", x=0.5)
     raw = base64.b64encode(encode(drawn, format_name)).decode()
     assert text(ask(client, [image(raw), {"type": "text", "text": WHAT}])) == "yellow triangle"
 
 
-def test_two_images(client: openai.OpenAI, red_square: str, media_dir: Path) -> None:
+def test_two_images_keep_their_order(client: openai.OpenAI, red_square: str, media_dir: Path) -> None:
     content = [image(red_square), image(str(media_dir / "green_star.jpg"))]
     answer = ask(client, [*content, {"type": "text", "text": "Do both pictures show the same colour?"}])
     assert text(answer) == "red and green, so no"
@@ -70,12 +70,12 @@ def test_two_images(client: openai.OpenAI, red_square: str, media_dir: Path) -> 
     assert text(again) == "red and red, so yes"
 
 
-def test_a_video(client: openai.OpenAI, media_dir: Path) -> None:
+def test_a_video_is_answered(client: openai.OpenAI, media_dir: Path) -> None:
     part = {"type": "video_url", "video_url": {"url": str(media_dir / "right.mp4")}}
     assert text(ask(client, [part, {"type": "text", "text": "Which way does the shape move?"}])) == "right"
 
 
-def test_streaming(client: openai.OpenAI, red_square: str) -> None:
+def test_a_streamed_answer_equals_the_whole_answer(client: openai.OpenAI, red_square: str) -> None:
     chunks = list(
         client.chat.completions.create(
             model="tiny",
@@ -100,12 +100,12 @@ def test_streaming(client: openai.OpenAI, red_square: str) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_proxy_is_told_to_pass_events_on(http: Any) -> None:
+def test_streams_carry_headers_against_proxy_buffering(http: Any) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": [HELLO], "max_tokens": 2, "stream": True})
     assert (answer.headers["x-accel-buffering"], answer.headers["cache-control"]) == ("no", "no-cache")
 
 
-def test_streaming_without_usage(client: openai.OpenAI) -> None:
+def test_a_stream_carries_no_usage_by_default(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hello!"}], max_tokens=3, stream=True
@@ -115,7 +115,7 @@ def test_streaming_without_usage(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_n_choices(client: openai.OpenAI, red_square: str) -> None:
+def test_greedy_choices_are_equal_whole_and_streamed(client: openai.OpenAI, red_square: str) -> None:
     content = [image(red_square), {"type": "text", "text": WHAT}]
     alone = text(ask(client, content))
     answer = ask(client, content, n=3)
@@ -130,7 +130,7 @@ def test_n_choices(client: openai.OpenAI, red_square: str) -> None:
     assert texts == [alone] * 3
 
 
-def test_stop_strings(client: openai.OpenAI, red_square: str) -> None:
+def test_a_stop_string_cuts_the_text_and_is_reported(client: openai.OpenAI, red_square: str) -> None:
     content = [image(red_square), {"type": "text", "text": WHAT}]
     whole = text(ask(client, content))
     stop = whole[3:6]
@@ -140,7 +140,7 @@ def test_stop_strings(client: openai.OpenAI, red_square: str) -> None:
     assert answer.choices[0].stop_reason == stop  # type: ignore[attr-defined]
 
 
-def test_max_tokens(client: openai.OpenAI) -> None:
+def test_both_names_of_max_tokens_limit_the_answer(client: openai.OpenAI) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         answer = ask(client, "Hello!", **({"max_tokens": openai.omit} | {name: 2}))
         assert answer.usage is not None
@@ -148,7 +148,7 @@ def test_max_tokens(client: openai.OpenAI) -> None:
         assert answer.choices[0].finish_reason == "length"
 
 
-def test_seed(client: openai.OpenAI) -> None:
+def test_the_seed_decides_the_answer(client: openai.OpenAI) -> None:
     settings = {"temperature": 5.0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
     first, second, other = (text(ask(client, "Hello!", seed=seed, **settings)) for seed in (7, 7, 8))
     assert first == second != other
@@ -162,7 +162,7 @@ def test_seeded_choices_differ_and_repeat(client: openai.OpenAI) -> None:
     assert texts[0] != texts[1]
 
 
-def test_logprobs(client: openai.OpenAI, red_square: str) -> None:
+def test_each_token_has_its_logprobs(client: openai.OpenAI, red_square: str) -> None:
     content = [image(red_square), {"type": "text", "text": WHAT}]
     answer = ask(client, content, logprobs=True, top_logprobs=3)
     assert answer.choices[0].logprobs is not None
@@ -178,8 +178,7 @@ def test_logprobs(client: openai.OpenAI, red_square: str) -> None:
     assert ask(client, "Hello!", max_tokens=1).choices[0].logprobs is None
 
 
-def test_the_bytes_of_logprobs_are_the_text(client: openai.OpenAI) -> None:
-    """Of parts of characters, too."""
+def test_the_bytes_of_logprobs_join_to_the_text_across_split_characters(client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["日本 🎉"]}}}
     answer = ask(client, "Hello!", logprobs=True, response_format=form)
     found = answer.choices[0].logprobs
@@ -211,7 +210,10 @@ ANSWER = CHAT_ANSWERS["hello"]
     ],
 )
 def test_logprobs_end_where_a_stop_string_cuts_the_text(client: openai.OpenAI, stop: str, stream: bool) -> None:
-    """The cut may be within a token. A token that may begin a stop string is held back together with its text."""
+    """End the logprobs with the text, even where the cut falls within a token.
+
+    A token that may begin a stop string is held back together with its text.
+    """
     answer: Any = ask(client, "Hello!", logprobs=True, top_logprobs=1, max_tokens=64, stop=[stop], stream=stream)
     parts = [part.choices[0] for part in answer] if stream else answer.choices
     texts = [(part.delta if stream else part.message).content for part in parts]
@@ -237,7 +239,7 @@ def test_logprobs_end_at_a_cut_within_a_character(client: openai.OpenAI, stop: s
     assert bytes_.decode() == kept
 
 
-def test_logprobs_of_a_stream(client: openai.OpenAI, red_square: str) -> None:
+def test_streamed_logprobs_equal_the_whole_ones(client: openai.OpenAI, red_square: str) -> None:
     content = [image(red_square), {"type": "text", "text": WHAT}]
     whole = ask(client, content, logprobs=True, top_logprobs=2).choices[0].logprobs
     assert whole is not None
@@ -250,7 +252,7 @@ def test_logprobs_of_a_stream(client: openai.OpenAI, red_square: str) -> None:
     assert all(len(position.top_logprobs) == 2 for position in found)
 
 
-def test_logit_bias(client: openai.OpenAI, http: Any, red_square: str) -> None:
+def test_logit_bias_suppresses_a_token(client: openai.OpenAI, http: Any, red_square: str) -> None:
     content = [image(red_square), {"type": "text", "text": WHAT}]
     plain = ask(client, content, logprobs=True, top_logprobs=2, max_tokens=1)
     assert plain.choices[0].logprobs is not None
@@ -270,7 +272,7 @@ def test_a_spelled_out_placeholder_stays_text(client: openai.OpenAI, red_square:
     assert answer.usage.prompt_tokens > plain.usage.prompt_tokens + 3, "the text took more than three tokens"
 
 
-def test_roles_and_history(client: openai.OpenAI, red_square: str) -> None:
+def test_earlier_turns_are_part_of_the_prompt(client: openai.OpenAI, red_square: str) -> None:
     answer = client.chat.completions.create(
         model="tiny",
         messages=[
@@ -300,7 +302,7 @@ def test_roles_reach_the_template(client: openai.OpenAI, http: Any, role: str) -
     assert answer.usage.prompt_tokens == len(tokens)
 
 
-def test_an_earlier_refusal_is_text(client: openai.OpenAI, http: Any) -> None:
+def test_a_refusal_of_an_earlier_turn_is_read_as_text(client: openai.OpenAI, http: Any) -> None:
     def turns(answered: Any) -> list[Any]:
         return [{"role": "user", "content": "?"}, {"role": "assistant", "content": answered}, HELLO]
 
@@ -315,7 +317,7 @@ def test_an_earlier_refusal_is_text(client: openai.OpenAI, http: Any) -> None:
     assert answer.usage.prompt_tokens == len(tokens)
 
 
-def test_original_detail_is_the_checkpoints_own(client: openai.OpenAI, red_square: str) -> None:
+def test_original_detail_equals_the_default(client: openai.OpenAI, red_square: str) -> None:
     answer, plain = (
         ask(client, [image(red_square, **detail), {"type": "text", "text": WHAT}])
         for detail in ({"detail": "original"}, {})
@@ -324,7 +326,7 @@ def test_original_detail_is_the_checkpoints_own(client: openai.OpenAI, red_squar
     assert text(answer) == text(plain)
 
 
-def test_an_empty_model_is_left_out(client: openai.OpenAI) -> None:
+def test_an_empty_model_name_means_the_loaded_model(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="", messages=[HELLO], max_tokens=1)
     assert answer.model == "tiny"
 

@@ -1,4 +1,4 @@
-"""/v1/completions as the openai client sees it."""
+"""Tests of /v1/completions with the openai client."""
 
 import json
 from typing import Any
@@ -20,14 +20,14 @@ def ids_of(http: Any, prompt: str) -> list[int]:
     return ids
 
 
-def test_a_text(client: openai.OpenAI) -> None:
+def test_a_text_is_completed(client: openai.OpenAI) -> None:
     answer = complete(client, "What colour")
     assert answer.object == "text_completion"
     assert answer.usage is not None
     assert 1 <= answer.usage.completion_tokens <= 5
 
 
-def test_texts_and_ids_are_the_same_prompts(client: openai.OpenAI, http: Any) -> None:
+def test_a_prompt_may_be_text_or_token_ids(client: openai.OpenAI, http: Any) -> None:
     prompts = ["What colour", "Hello"]
     texts = complete(client, prompts)
     ids = complete(client, [ids_of(http, prompt) for prompt in prompts])
@@ -36,7 +36,7 @@ def test_texts_and_ids_are_the_same_prompts(client: openai.OpenAI, http: Any) ->
     assert complete(client, ids_of(http, prompts[0])).choices[0].text == texts.choices[0].text
 
 
-def test_choices_go_prompt_by_prompt(client: openai.OpenAI) -> None:
+def test_choices_are_ordered_by_prompt(client: openai.OpenAI) -> None:
     answer = complete(client, ["What colour", "Hello"], n=2)
     texts = [choice.text for choice in answer.choices]
     assert texts[0] == texts[1]
@@ -44,7 +44,7 @@ def test_choices_go_prompt_by_prompt(client: openai.OpenAI) -> None:
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
 
 
-def test_streaming_gives_the_whole_text(client: openai.OpenAI) -> None:
+def test_a_streamed_answer_equals_the_whole_answer(client: openai.OpenAI) -> None:
     whole = complete(client, ["What colour", "Hello"], echo=True)
     texts = ["", ""]
     chunks = list(
@@ -64,7 +64,7 @@ def test_streaming_gives_the_whole_text(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == whole.usage
 
 
-def test_echo_with_logprobs(client: openai.OpenAI) -> None:
+def test_echo_includes_the_logprobs_of_the_prompt(client: openai.OpenAI) -> None:
     answer = complete(client, "What colour", echo=True, logprobs=2)
     choice = answer.choices[0]
     assert choice.text.startswith("What colour")
@@ -81,8 +81,8 @@ def test_echo_with_logprobs(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_offsets_lie_in_the_text_and_a_stream_has_the_same(client: openai.OpenAI, echo: bool) -> None:
-    """Though a stop string holds text back, and special tokens and parts of characters add none of their own."""
+def test_text_offsets_match_the_text_whole_and_streamed(client: openai.OpenAI, echo: bool) -> None:
+    """Match the text although a stop string holds text back and some tokens add no text."""
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["日本 und 🎉"]}}}
     settings: dict[str, Any] = {"max_tokens": 64, "logprobs": 2, "stop": ["zzzzzzzz"], "echo": echo}
     settings["extra_body"] = {"response_format": form}
@@ -124,7 +124,7 @@ def test_tokens_end_where_a_stop_string_cuts_the_text(client: openai.OpenAI, at:
     assert lengths == {len(tokens)}
 
 
-def test_a_form_of_the_answer(client: openai.OpenAI, http: Any) -> None:
+def test_response_format_shapes_the_text_and_an_invalid_schema_is_refused(client: openai.OpenAI, http: Any) -> None:
     schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     answer = complete(client, ["What colour", "Hello"], max_tokens=64, extra_body={"response_format": form})
@@ -139,19 +139,19 @@ def test_a_form_of_the_answer(client: openai.OpenAI, http: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 10**9, -(2**62)])
-def test_ids_outside_the_vocabulary(client: openai.OpenAI, bad: int) -> None:
+def test_ids_outside_the_vocabulary_are_refused(client: openai.OpenAI, bad: int) -> None:
     with pytest.raises(openai.BadRequestError, match=f"token id {bad} is outside the vocabulary"):
         complete(client, [1, bad])
 
 
 @pytest.mark.parametrize("bad", ["", [], [[]], [""], [[1], []]])
-def test_empty_prompts(client: openai.OpenAI, bad: Any) -> None:
+def test_empty_prompts_are_refused(client: openai.OpenAI, bad: Any) -> None:
     with pytest.raises(openai.BadRequestError):
         complete(client, bad)
 
 
 @pytest.mark.parametrize("bad", [[1, "a"], [True], [1.5], 7, {"image": "x"}, None])
-def test_prompts_of_other_kinds(client: openai.OpenAI, bad: Any) -> None:
+def test_prompts_of_other_types_are_refused(client: openai.OpenAI, bad: Any) -> None:
     with pytest.raises(openai.BadRequestError):
         complete(client, bad)
 
@@ -161,26 +161,26 @@ def test_a_prompt_that_is_json_is_text(client: openai.OpenAI, http: Any) -> None
     assert complete(client, prompt, echo=True, max_tokens=1).choices[0].text.startswith(prompt)
 
 
-def test_too_many_choices(client: openai.OpenAI) -> None:
+def test_too_many_choices_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="limit is 64"):
         complete(client, ["a"] * 33, n=2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("path", "body", "found"),
+    ("path", "body", "number"),
     [
         ("/v1/completions", {"prompt": [5] * 2000, "n": 64, "max_tokens": 1, "echo": True}, 64 * 2001 * 21),
         ("/v1/completions", {"prompt": [[5] * 2000] * 16, "n": 4, "max_tokens": 1, "echo": True}, 64 * 2001 * 21),
         ("/v1/chat/completions", {"messages": HELLO, "n": 64, "max_tokens": 800, "top_logprobs": 20}, 64 * 800 * 21),
     ],
 )
-def test_more_log_probabilities_than_an_answer_may_have(
-    http: Any, path: str, body: dict[str, Any], found: int, stream: bool
+def test_too_many_log_probabilities_are_refused(
+    http: Any, path: str, body: dict[str, Any], number: int, stream: bool
 ) -> None:
     answer = http.post(path, json=body | {"logprobs": True if "messages" in body else 20, "stream": stream})
     assert answer.status_code == 400
-    assert f"{found} log probabilities" in answer.json()["error"]["message"]
+    assert f"{number} log probabilities" in answer.json()["error"]["message"]
     assert f"the limit is {2**20}" in answer.json()["error"]["message"]
 
 
@@ -190,7 +190,7 @@ def test_a_prompts_log_probabilities_are_computed_once(client: openai.OpenAI, ht
         (line,) = [line for line in http.get("/metrics").text.splitlines() if line.startswith(HITS)]
         return float(line.split()[-1])
 
-    before, prompt = hits(), [5 + stream, *range(100, 300)]  # more than a block, on every device
+    before, prompt = hits(), [5 + stream, *range(100, 300)]  # longer than a block on every device
     answer = complete(client, prompt, echo=True, logprobs=2, n=3, max_tokens=2, stream=stream)
     by_choice: dict[int, list[float | None]] = {0: [], 1: [], 2: []}
     for part in answer if stream else [answer]:
@@ -202,7 +202,7 @@ def test_a_prompts_log_probabilities_are_computed_once(client: openai.OpenAI, ht
 
 
 def tokens(client: openai.OpenAI, **changes: Any) -> list[str]:
-    """24 tokens, the likeliest ones after what `changes` do to them."""
+    """Return 24 greedily drawn tokens under the sampling parameters `changes`."""
     extra = {name: changes.pop(name) for name in ("repetition_penalty",) if name in changes} | {"ignore_eos": True}
     answer = complete(client, "What colour", max_tokens=24, logprobs=0, extra_body=extra, **changes)
     assert answer.choices[0].logprobs is not None
@@ -215,7 +215,7 @@ def tokens(client: openai.OpenAI, **changes: Any) -> list[str]:
     ("name", "off", "more", "fewer"),
     [("frequency_penalty", 0, 2, -2), ("presence_penalty", 0, 2, -2), ("repetition_penalty", 1, 3, 0.1)],
 )
-def test_penalties_turn_the_draw_away_from_what_came(
+def test_penalties_change_how_many_tokens_repeat(
     client: openai.OpenAI, name: str, off: float, more: float, fewer: float
 ) -> None:
     plain, away, back = (len(set(tokens(client, **{name: value}))) for value in (off, more, fewer))
@@ -224,18 +224,18 @@ def test_penalties_turn_the_draw_away_from_what_came(
 
 
 @pytest.mark.parametrize(("n", "best_of"), [(1, 1), (2, 2), (2, 1), (1, None)])
-def test_best_of_what_is_answered_anyway(client: openai.OpenAI, n: int, best_of: int | None) -> None:
+def test_best_of_up_to_n_is_accepted(client: openai.OpenAI, n: int, best_of: int | None) -> None:
     answer = complete(client, "What colour", n=n, best_of=best_of)
     assert [choice.text for choice in answer.choices] == [complete(client, "What colour").choices[0].text] * n
 
 
-def test_best_of_more_is_refused(client: openai.OpenAI) -> None:
+def test_best_of_above_n_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="best_of is 3; only 1 and the value of n are supported"):
         complete(client, "What colour", n=2, best_of=3)
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_the_likeliest_tokens_have_the_drawn_one_beside_them(client: openai.OpenAI, count: int) -> None:
+def test_top_logprobs_include_the_drawn_token(client: openai.OpenAI, count: int) -> None:
     settings: dict[str, Any] = {"temperature": 20.0, "seed": 1, "echo": True, "max_tokens": 8}
     found = complete(client, "What colour is it?", logprobs=count, **settings).choices[0].logprobs
     assert found is not None
@@ -247,7 +247,7 @@ def test_the_likeliest_tokens_have_the_drawn_one_beside_them(client: openai.Open
 
 
 @pytest.mark.parametrize("prompt", ["What colour is it?", [64, 65, 66]])
-def test_a_text_is_scored_and_nothing_generated(client: openai.OpenAI, prompt: Any) -> None:
+def test_max_tokens_0_scores_the_prompt_without_generation(client: openai.OpenAI, prompt: Any) -> None:
     settings: dict[str, Any] = {"echo": True, "logprobs": 1, "n": 2}
     whole = complete(client, prompt, max_tokens=1, **settings)
     scored = complete(client, prompt, max_tokens=0, **settings)
@@ -299,6 +299,6 @@ def test_a_text_that_fills_the_context_is_scored(client: openai.OpenAI, http: An
     assert (scored.usage.completion_tokens, scored.usage.prompt_tokens) == (0, limit)
 
 
-def test_no_tokens_and_no_echo_are_refused(client: openai.OpenAI) -> None:
+def test_max_tokens_0_without_echo_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens is 0, which requires echo to be true"):
         complete(client, "What colour", max_tokens=0, logprobs=1)

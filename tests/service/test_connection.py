@@ -1,6 +1,7 @@
-"""Heads of requests must come in time, and be short.
+"""Tests of the HTTP connection.
 
-What is being answered, and what waits for a next request, is left alone.
+Heads of requests must arrive in time and be short. These limits do not end connections that are being answered or that
+wait for the next request.
 """
 
 import asyncio
@@ -24,9 +25,10 @@ WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the request's body; at /early before it comes, at /late some time after it.
+    """Answer with the request's body.
 
-    At /lines with its headers' names, at /stream with the body twice, and no length; at /left when the client left.
+    The path /early answers before the body arrives, and /late some time after. The path /lines answers with the names
+    of the headers, and /stream with the body twice and no length. The path /left waits until the client leaves.
     """
     content = b"no" if scope["path"] == "/early" else await Request(scope, receive).body()
     if scope["path"] == "/late":
@@ -67,18 +69,18 @@ async def serving(pause_s: int = WAIT_S) -> AsyncIterator[tuple[str, int]]:
 
 @pytest.fixture
 async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    """A server without short time limits."""
+    """Yield the address of a server without short time limits."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", WAIT_S)
-    async with serving() as found:
-        yield found
+    async with serving() as server_address:
+        yield server_address
 
 
 @pytest.fixture
 async def hasty(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    """A server that waits only `TIMEOUT_S` for a request's head."""
+    """Yield the address of a server that waits only `TIMEOUT_S` for a request's head."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", TIMEOUT_S)
-    async with serving() as found:
-        yield found
+    async with serving() as server_address:
+        yield server_address
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: a\r\n", b"GET"])
@@ -104,7 +106,7 @@ EARLY = WHOLE.replace(b"POST /", b"POST /early").replace(b"Length: 2", b"Length:
 
 
 async def test_a_body_after_its_answer_is_read_and_the_connection_stays_open() -> None:
-    """The body may come in pieces or chunks. Each body has the full limit again."""
+    """Read bodies that arrive in pieces or chunks. Each body has the full limit."""
     long = b"h" * (connection.MAX_DROPPED_BYTES * 2 // 3)
     chunks = b"1\r\nh\r\n" * 100
     early_chunks = CHUNKED.replace(b"POST /", b"POST /early")
@@ -118,7 +120,7 @@ async def test_a_body_after_its_answer_is_read_and_the_connection_stays_open() -
                 await asyncio.sleep(0.01)
                 writer.write(piece)
         await writer.drain()
-        with pytest.raises(TimeoutError):  # the pause begins with the last byte
+        with pytest.raises(TimeoutError):  # the pause starts at the last byte
             await asyncio.wait_for(reader.read(1), 0.2)
         writer.write(WHOLE + b"hi")
         assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200")
@@ -158,8 +160,8 @@ async def test_an_endless_body_after_its_answer_ends_the_connection(
     writer.close()
 
 
-async def test_small_chunks_without_end(address: tuple[str, int]) -> None:
-    """After an answer they end the connection. In a body that the application reads they are refused."""
+async def test_too_many_small_chunks_end_the_connection_or_are_refused(address: tuple[str, int]) -> None:
+    """End the connection if the answer has been sent. Return 413 if the application still reads the body."""
     chunk = b"1\r\nh\r\n"
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
@@ -175,10 +177,10 @@ async def test_small_chunks_without_end(address: tuple[str, int]) -> None:
     assert b"the limit of 4096" in body
 
 
-async def test_chunks_that_are_not_small_have_no_number(address: tuple[str, int]) -> None:
+async def test_chunks_that_are_not_small_are_unlimited(address: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
-        for _ in range(2):  # each body is counted for itself
+        for _ in range(2):  # each body is counted separately
             count = connection.MAX_SMALL_CHUNKS
             writer.write(CHUNKED + b"1\r\nh\r\n" * (count - 1) + b"0\r\n\r\n")
             await reader.readuntil(b"\r\n\r\n" + b"h" * (count - 1))
@@ -187,9 +189,7 @@ async def test_chunks_that_are_not_small_have_no_number(address: tuple[str, int]
     writer.close()
 
 
-async def test_a_connection_that_was_reset_is_held_by_no_timer(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reset_connection_leaves_no_timer(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     lost = asyncio.get_running_loop().create_future()
     connection_lost = connection.Connection.connection_lost
 
@@ -209,7 +209,7 @@ async def test_a_connection_that_was_reset_is_held_by_no_timer(
     assert timer is None
 
 
-async def test_a_body_and_a_pause_may_take_longer(hasty: tuple[str, int]) -> None:
+async def test_a_body_and_a_pause_may_take_longer_than_a_head(hasty: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*hasty)
     async with asyncio.timeout(WAIT_S):
         for _ in range(2):
@@ -244,17 +244,17 @@ UNENDED = {
 
 
 @pytest.mark.parametrize("sent", OVERLONG.values(), ids=OVERLONG)
-async def test_a_head_that_is_too_long(address: tuple[str, int], sent: bytes) -> None:
+async def test_a_head_that_is_too_long_is_431(address: tuple[str, int], sent: bytes) -> None:
     assert_refused(await answers_to(address, sent), 431)
 
 
 @pytest.mark.parametrize("first", UNENDED.values(), ids=UNENDED)
-async def test_a_line_that_does_not_end(address: tuple[str, int], first: bytes) -> None:
+async def test_a_line_that_does_not_end_is_431(address: tuple[str, int], first: bytes) -> None:
     reader, writer = await asyncio.open_connection(*address)
     writer.write(first)
     async with asyncio.timeout(WAIT_S):
         while not reader.at_eof():
-            writer.write(LONG[: 1 << 14])  # a line that comes in pieces is no shorter
+            writer.write(LONG[: 1 << 14])  # the limit holds for a line in pieces, too
             with contextlib.suppress(TimeoutError):
                 head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 0.01)
                 break
@@ -266,7 +266,9 @@ async def test_a_line_that_does_not_end(address: tuple[str, int], first: bytes) 
 @pytest.mark.parametrize(
     "trailers", [MANY + b"a:b\r\n", b"a: " + LONG + b"\r\n", (b"a: " + LONG[:1000] + b"\r\n") * 70]
 )
-async def test_trailers_that_are_too_long(address: tuple[str, int], trailers: bytes) -> None:
+async def test_trailers_that_are_too_long_are_431_or_end_the_connection(
+    address: tuple[str, int], trailers: bytes
+) -> None:
     assert_refused(await answers_to(address, CHUNKED + b"1\r\na\r\n0\r\n" + trailers + b"a:b\r\n" * 2), 431)
     behind_early = CHUNKED.replace(b"POST /", b"POST /early")
     reader, writer = await asyncio.open_connection(*address)
@@ -278,13 +280,13 @@ async def test_trailers_that_are_too_long(address: tuple[str, int], trailers: by
     writer.close()
 
 
-async def test_what_is_not_http(address: tuple[str, int]) -> None:
+async def test_bytes_that_are_not_http_are_400(address: tuple[str, int]) -> None:
     assert_refused(await answers_to(address, b"hello\r\n\r\n"), 400)
     assert_refused(await answers_to(address, CHUNKED + b"x\r\n"), 400)
 
 
-async def test_heads_as_long_as_they_may_be(address: tuple[str, int]) -> None:
-    """One after the other, each in many reads: what one takes is not counted for the next."""
+async def test_heads_just_below_the_limit_are_accepted(address: tuple[str, int]) -> None:
+    """Accept several heads in a row, each in many reads, and count each separately."""
     reader, writer = await asyncio.open_connection(*address)
     values = (b"a: " + b"b" * 200 + b"\r\n") * (connection.MAX_HEADERS - 2)
     url = b"/" + b"c" * 12_000
@@ -300,8 +302,8 @@ async def test_heads_as_long_as_they_may_be(address: tuple[str, int]) -> None:
     writer.close()
 
 
-async def test_chunks_and_few_trailers(address: tuple[str, int]) -> None:
-    """A chunk's bytes are no line, though its size may come alone; a trailer is no header."""
+async def test_chunks_do_not_count_as_lines_and_trailers_do_not_become_headers(address: tuple[str, int]) -> None:
+    """Read long chunks and a few trailers, even if the size of a chunk arrives alone."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         for _ in range(2):
@@ -328,7 +330,7 @@ async def test_chunks_and_few_trailers(address: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("last", [*OVERLONG.values(), b"hello\r\n\r\n"], ids=[*OVERLONG, "no HTTP"])
-async def test_answers_that_are_due_come_before_the_end(address: tuple[str, int], last: bytes) -> None:
+async def test_pending_answers_are_sent_before_the_connection_ends(address: tuple[str, int], last: bytes) -> None:
     late = WHOLE.replace(b"/", b"/late", 1)
     answer = await answers_to(address, late + b"hi" + late + b"ho" + last)
     first, second = answer.split(b"HTTP/1.1 200 OK")[1:]
@@ -336,7 +338,7 @@ async def test_answers_that_are_due_come_before_the_end(address: tuple[str, int]
     assert second.endswith(b"\r\n\r\nho")
 
 
-async def test_requests_without_end_in_front_of_an_answer(address: tuple[str, int]) -> None:
+async def test_too_many_pipelined_requests_end_the_connection(address: tuple[str, int]) -> None:
     async with asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(WHOLE.replace(b"/", b"/late", 1) + b"hi" + (WHOLE + b"ho") * 2 * connection.MAX_PIPELINED)
@@ -346,8 +348,7 @@ async def test_requests_without_end_in_front_of_an_answer(address: tuple[str, in
     assert answer.endswith(b"\r\n\r\nho")
 
 
-async def test_many_requests_at_once(address: tuple[str, int]) -> None:
-    """Up to the limit they are answered, time after time."""
+async def test_pipelined_requests_up_to_the_limit_are_answered_repeatedly(address: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         for _ in range(3):
@@ -357,7 +358,7 @@ async def test_many_requests_at_once(address: tuple[str, int]) -> None:
     writer.close()
 
 
-async def test_who_leaves_ends_its_request(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_closed_connection_ends_its_request(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     left = asyncio.get_running_loop().create_future()
     connection_lost = connection.Connection.connection_lost
 
@@ -375,7 +376,7 @@ async def test_who_leaves_ends_its_request(address: tuple[str, int], monkeypatch
 
 
 async def test_pipelined_requests_may_come_in_pieces(hasty: tuple[str, int]) -> None:
-    """Answers before it take longer than a head may."""
+    """Accept a head in pieces while earlier answers take longer than the time limit of a head."""
     late = WHOLE.replace(b"/", b"/late", 1)
     sent = late + b"hi" + late + b"ho" + WHOLE + b"he" + WHOLE + b"hu"
     cuts = [len(2 * late) + 4 + cut for cut in (-1, 0, 10, len(WHOLE), len(WHOLE) + 1, len(WHOLE) + 3)]
@@ -402,8 +403,8 @@ async def test_a_missing_head_after_a_request_ends_the_connection(hasty: tuple[s
     assert answer.endswith(b"\r\n\r\nho")
 
 
-async def test_who_closes_its_sending_half_has_left(address: tuple[str, int]) -> None:
-    """One that is gone looks the same, and is not to be worked for."""
+async def test_a_half_closed_connection_ends_its_request(address: tuple[str, int]) -> None:
+    """Treat a half-closed connection as closed, as the server cannot tell the two apart."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE.replace(b"/", b"/left", 1) + b"hi")
@@ -426,7 +427,7 @@ OFFERED = {
 
 
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c", b"foo"])
-async def test_an_upgrade_is_not_served(
+async def test_an_upgrade_offer_is_ignored(
     address: tuple[str, int], caplog: pytest.LogCaptureFixture, protocol: bytes
 ) -> None:
     reader, writer = await asyncio.open_connection(*address)
@@ -440,8 +441,10 @@ async def test_an_upgrade_is_not_served(
 
 
 @pytest.mark.parametrize("offered", OFFERED.values(), ids=OFFERED)
-async def test_a_request_that_offers_an_upgrade_is_read_as_any_other(address: tuple[str, int], offered: bytes) -> None:
-    """Wherever its packets end."""
+async def test_a_request_that_offers_an_upgrade_is_read_like_any_other(
+    address: tuple[str, int], offered: bytes
+) -> None:
+    """Read the request the same way, wherever its packets end."""
     body = b"" if offered.startswith(b"GET") else b"hi"
     sent = offered + NEXT.replace(b"b: c", b"Connection: close")
 
@@ -462,7 +465,7 @@ async def test_a_request_that_offers_an_upgrade_is_read_as_any_other(address: tu
 
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"foo"])
-async def test_the_body_of_a_request_that_offers_an_upgrade_is_no_request(
+async def test_the_body_of_a_request_that_offers_an_upgrade_is_not_read_as_a_request(
     address: tuple[str, int], protocol: bytes
 ) -> None:
     head = b"POST / HTTP/1.1\r\n" + OFFER % protocol + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(NEXT)
@@ -478,7 +481,7 @@ async def test_the_body_of_a_request_that_offers_an_upgrade_is_no_request(
         assert one.endswith(b"\r\n\r\n" + NEXT)
 
 
-async def test_lengths_of_requests_that_offer_an_upgrade(address: tuple[str, int]) -> None:
+async def test_requests_that_offer_an_upgrade_obey_their_content_length(address: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         for _ in range(3):
@@ -493,15 +496,15 @@ async def test_lengths_of_requests_that_offer_an_upgrade(address: tuple[str, int
     )
 
 
-async def test_a_tunnel_is_not_served(address: tuple[str, int]) -> None:
+async def test_connect_is_refused(address: tuple[str, int]) -> None:
     for target in (b"a:443", b"/"):
         head = b"CONNECT " + target + b" HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(NEXT)
         assert_refused(await answers_to(address, head + NEXT), 400)
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"0.9", b"2.0"])
-async def test_a_client_of_another_version_gets_no_chunks(address: tuple[str, int], version: bytes) -> None:
-    """But an answer that ends with the connection, though it would keep that."""
+async def test_a_client_of_another_http_version_gets_no_chunks(address: tuple[str, int], version: bytes) -> None:
+    """End the answer by closing the connection, although the client asked for keep-alive."""
     head = b"%s HTTP/" + version + b"\r\nHost: a\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\n"
     answer = await answers_to(address, head % b"POST /stream" + b"hi")
     lines, _, body = answer.partition(b"\r\n\r\n")
@@ -521,7 +524,7 @@ async def test_a_client_of_http_1_1_gets_chunks(hasty: tuple[str, int]) -> None:
 
 
 async def answers_to(address: tuple[str, int], sent: bytes) -> bytes:
-    """All that comes until the connection ends."""
+    """Send bytes and return everything received until the connection ends."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         writer.write(sent)
@@ -531,7 +534,7 @@ async def answers_to(address: tuple[str, int], sent: bytes) -> bytes:
 
 
 async def written(writer: asyncio.StreamWriter, piece: bytes, ended: asyncio.Task[bytes]) -> int:
-    """How many bytes of pieces without end are taken until the connection ends."""
+    """Write a piece repeatedly until the connection ends, and return the number of bytes written."""
     num_bytes = 0
     with contextlib.suppress(ConnectionError):
         while not ended.done():
@@ -543,7 +546,7 @@ async def written(writer: asyncio.StreamWriter, piece: bytes, ended: asyncio.Tas
 
 
 async def lost(reader: asyncio.StreamReader) -> bytes:
-    """All that comes until the connection ends or is reset."""
+    """Return everything received until the connection ends or is reset."""
     answer = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := await reader.read(1 << 16):
@@ -552,7 +555,7 @@ async def lost(reader: asyncio.StreamReader) -> bytes:
 
 
 def assert_refused(answer: bytes, status: int) -> None:
-    """One answer: the status, and the error object."""
+    """Assert that the answer has the status and an error object, and closes the connection."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status)
     assert b"connection: close" in head.split(b"\r\n")

@@ -1,4 +1,4 @@
-"""Fields that a request leaves out take their values from a generation_config.json."""
+"""Tests that fields absent from a request take their values from a generation_config.json."""
 
 import json
 from collections.abc import Iterator
@@ -26,18 +26,18 @@ def greedy(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]
 def answer(service: RunningService, path: str, body: dict[str, Any]) -> dict[str, Any]:
     response = httpx2.post(service.url + path, json=body, timeout=300)
     assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
+    answered: dict[str, Any] = response.json()
+    return answered
 
 
-def test_a_chat_without_settings_has_the_defaults(greedy: RunningService) -> None:
+def test_a_chat_without_parameters_uses_the_defaults(greedy: RunningService) -> None:
     body = {"messages": [{"role": "user", "content": "What?"}]}
     answers = [answer(greedy, "/v1/chat/completions", body) for _ in range(2)]
     assert answers[0]["choices"] == answers[1]["choices"], "a top_k of 1 leaves no choice"
     assert answers[0]["usage"]["completion_tokens"] <= 3
 
 
-def test_what_a_request_states_wins(greedy: RunningService) -> None:
+def test_parameters_of_a_request_override_the_defaults(greedy: RunningService) -> None:
     body = {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 9, "ignore_eos": True}
     assert answer(greedy, "/v1/chat/completions", body)["usage"]["completion_tokens"] == 9
     drawn = {
@@ -50,7 +50,7 @@ def test_what_a_request_states_wins(greedy: RunningService) -> None:
     assert len(drawn) > 1, "0 and -1 take all tokens"
 
 
-def test_the_start_logs_them_once(greedy: RunningService) -> None:
+def test_the_defaults_are_logged_once_at_start(greedy: RunningService) -> None:
     lines = [line for line in greedy.log.read_text().splitlines() if "default sampling parameters" in line]
     assert len(lines) == 1
     assert "temperature 1e-06, top_k 1, max_tokens 3 (--generation-config " in lines[0]

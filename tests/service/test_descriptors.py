@@ -1,4 +1,4 @@
-"""The service at its limit of open files."""
+"""Tests of the service at its limit of open files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ IDLE = 80
 
 
 def is_refused(connection: socket.socket) -> bool:
-    """Return whether a connection got 503. It is reset instead if there was no descriptor for it."""
+    """Return whether a connection got 503. A connection is reset instead if no descriptor was left."""
     with contextlib.suppress(BlockingIOError, ConnectionResetError):
         return connection.recv(12, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b"HTTP/1.1 503"
     return False
 
 
-def told(service: RunningService) -> list[str]:
+def warnings(service: RunningService) -> list[str]:
     """Return the log lines about descriptors."""
     return [line for line in service.log.read_text().splitlines() if "descriptors (open files) are in use" in line]
 
@@ -38,10 +38,10 @@ def test_more_connections_than_descriptors_are_refused_and_logged(service: Runni
         with contextlib.ExitStack() as stack:
             idle = [stack.enter_context(socket.create_connection(address)) for _ in range(IDLE)]
             wait_until(lambda: any(map(is_refused, idle)))
-            wait_until(lambda: told(service))
+            wait_until(lambda: warnings(service))
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
-    (line,) = told(service)
+    (line,) = warnings(service)
     assert f" of at most {limit} descriptors" in line
     assert "LimitNOFILE=" in line
 

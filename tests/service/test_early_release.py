@@ -1,4 +1,4 @@
-"""A request holds its shared memory until the engine has consumed its media, and no longer."""
+"""Tests that a request holds shared memory only until the engine has consumed its media."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tools.serving import RunningService
 
 KiB = 2**10
 TOKENS = 400
-"""Tokens of the KV cache: one long answer about two pictures fits, and not two."""
+"""Tokens of the KV cache. One long answer about two pictures fits, but not two."""
 TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, width of a head, float32
 SETTINGS: dict[str, object] = {
     "dtype": "float32",
     "kv_cache_bytes": TOKENS * TOKEN_BYTES,
-    "encoder_cache_bytes": 0,  # the features of one picture stay, and each request has two
+    "encoder_cache_bytes": 0,  # the features of one picture always stay, but each request has two pictures
     "prefix_caching": False,
     "max_num_seqs": 2,
     "arena_bytes": 256 * KiB,
@@ -33,7 +33,7 @@ SETTINGS: dict[str, object] = {
 }
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 60, 220), "black": (0, 0, 0)}
 LONG = 220
-"""Tokens of an answer beside which another one runs, and is preempted."""
+"""Tokens of an answer so long that a second running answer is preempted."""
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +62,21 @@ def body(colour: str, **changes: Any) -> dict[str, Any]:
 
 
 def ask(service: RunningService, colour: str, **changes: Any) -> list[str]:
-    """The texts of an answer that is sent whole."""
+    """Return the texts of an unstreamed answer."""
     answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body(colour, **changes), timeout=300)
     assert answer.status_code == 200, answer.text
     return [choice["message"]["content"] for choice in answer.json()["choices"]]
 
 
 class Stream:
-    """An answer that is read piece by piece."""
+    """A streamed answer, read event by event."""
 
     def __init__(self, lines: Iterator[str]) -> None:
         self._lines = lines
         self.texts: dict[int, str] = {}
 
     def read(self) -> bool:
-        """Read one piece. Return False at the end."""
+        """Read one event. Return False at the end."""
         for line in self._lines:
             if line == "data: [DONE]":
                 return False
@@ -96,7 +96,7 @@ class Stream:
             assert self.read()
 
     def rest(self) -> dict[int, str]:
-        """Return the whole texts."""
+        """Read to the end and return the texts."""
         while self.read():
             pass
         return self.texts
@@ -125,28 +125,28 @@ def stopped_tokenizer(service: RunningService) -> Iterator[Callable[[], None]]:
 
 
 @pytest.fixture(scope="module")
-def alone(service: RunningService) -> dict[str, str]:
-    """The answers without a neighbour."""
+def undisturbed(service: RunningService) -> dict[str, str]:
+    """Return the answers that each request gets when no other request runs."""
     texts = {colour: ask(service, colour)[0] for colour in COLOURS}
     assert len(set(texts.values())) == len(texts)
     assert metric(service, "num_preemptions_total") == metric(service, "media_remade_total") == 0
     return texts
 
 
-def test_an_answer_holds_no_shared_memory_after_its_first_token_and_its_files_until_it_ends(
-    service: RunningService, alone: dict[str, str]
+def test_an_answer_frees_its_blocks_at_the_first_token_and_keeps_its_files_to_the_end(
+    service: RunningService, undisturbed: dict[str, str]
 ) -> None:
     with streaming(service, "red") as stream:
         stream.until(0)
-        found = service.shm()
+        shm = service.shm()
         assert metric(service, "num_requests_running") == 1, "it goes on"
-        assert (found["blocks"], found["bytes"]) == (0, 0)
+        assert (shm["blocks"], shm["bytes"]) == (0, 0)
         assert len(spooled(service)) == 2
-        assert stream.rest() == {0: alone["red"]}
+        assert stream.rest() == {0: undisturbed["red"]}
 
 
 def test_blocks_live_until_the_last_choice_has_consumed_them(service: RunningService) -> None:
-    """Two choices run at a time, the third one follows."""
+    """Keep the blocks until the third choice has started, as only two choices run at a time."""
     with streaming(service, "red", n=3, max_tokens=90) as stream:
         stream.until(1)
         with stopped_engine(service):
@@ -158,32 +158,36 @@ def test_blocks_live_until_the_last_choice_has_consumed_them(service: RunningSer
         stream.rest()
 
 
-def test_answers_that_preempt_each_other_are_those_made_alone(service: RunningService, alone: dict[str, str]) -> None:
+def test_answers_that_preempt_each_other_equal_undisturbed_answers(
+    service: RunningService, undisturbed: dict[str, str]
+) -> None:
     preempted, remade = (metric(service, f"{name}_total") for name in ("num_preemptions", "media_remade"))
     with ThreadPoolExecutor() as threads:
         answers = {colour: threads.submit(ask, service, colour) for colour in ("red", "green")}
-    assert {colour: answer.result()[0] for colour, answer in answers.items()} == {c: alone[c] for c in answers}
+    assert {colour: answer.result()[0] for colour, answer in answers.items()} == {c: undisturbed[c] for c in answers}
     assert metric(service, "num_preemptions_total") > preempted
     assert metric(service, "media_remade_total") >= remade + 2
 
 
 @pytest.mark.slow
-def test_media_that_are_needed_again_wait_for_room_that_waiting_requests_hold(
-    service: RunningService, alone: dict[str, str]
+def test_media_needed_again_wait_for_memory_that_queued_requests_hold(
+    service: RunningService, undisturbed: dict[str, str]
 ) -> None:
-    """More pictures than the arena holds, more answers than the KV cache."""
     remade = metric(service, "media_remade_total")
     with ThreadPoolExecutor(8) as threads:
         answers = [(colour, threads.submit(ask, service, colour)) for colour in [*COLOURS] * 2]
         wait_until(lambda: service.shm()["bytes"] > 0.7 * service.shm()["capacity_bytes"])
     for colour, answer in answers:
-        assert answer.result() == [alone[colour]]
+        assert answer.result() == [undisturbed[colour]]
     assert metric(service, "media_remade_total") > remade
 
 
 @contextmanager
 def two_streams(service: RunningService) -> Iterator[tuple[Stream, Stream]]:
-    """Answers about the red and the green pictures, whose media are consumed. The second one will be preempted."""
+    """Yield the answers about the red and the green pictures after the engine has consumed their media.
+
+    The second answer will be preempted.
+    """
     with streaming(service, "red") as first, streaming(service, "green") as second:
         first.until(0)
         second.until(0)
@@ -196,40 +200,44 @@ def wait_until_parked(service: RunningService) -> None:
     assert metric(service, "num_requests_waiting") == 1
 
 
-def test_an_answer_that_waits_for_its_media_can_be_given_up(service: RunningService, alone: dict[str, str]) -> None:
+def test_an_answer_that_waits_for_its_media_can_be_aborted(
+    service: RunningService, undisturbed: dict[str, str]
+) -> None:
     aborted = metric(service, "request_success_total", finished_reason="abort")
     with stopped_tokenizer(service) as stopped, two_streams(service) as (first, _):
         stopped()
-        assert first.rest() == {0: alone["red"]}, "it goes on"
+        assert first.rest() == {0: undisturbed["red"]}, "it goes on"
         wait_until_parked(service)
     wait_until(lambda: metric(service, "request_success_total", finished_reason="abort") == aborted + 1)
-    assert ask(service, "blue") == [alone["blue"]]
+    assert ask(service, "blue") == [undisturbed["blue"]]
 
 
-def test_an_answer_that_waits_for_its_media_goes_on_with_them(service: RunningService, alone: dict[str, str]) -> None:
+def test_an_answer_that_waits_for_its_media_resumes_with_them(
+    service: RunningService, undisturbed: dict[str, str]
+) -> None:
     with two_streams(service) as (first, second):
         with stopped_tokenizer(service) as stopped:
             stopped()
-            assert first.rest() == {0: alone["red"]}
+            assert first.rest() == {0: undisturbed["red"]}
             wait_until_parked(service)
-        assert second.rest() == {0: alone["green"]}
+        assert second.rest() == {0: undisturbed["green"]}
 
 
 @pytest.mark.slow
-def test_an_answer_that_waits_for_its_media_survives_the_tokenizer(
-    service: RunningService, alone: dict[str, str]
+def test_an_answer_that_waits_for_its_media_survives_a_killed_tokenizer(
+    service: RunningService, undisturbed: dict[str, str]
 ) -> None:
     restarts = metric(service, "process_restarts_total", process="tokenizer")
     with two_streams(service) as (first, second):
         process(service, "mindie_mm.tokenize.").kill()
-        assert first.rest() == {0: alone["red"]}
-        assert second.rest() == {0: alone["green"]}
+        assert first.rest() == {0: undisturbed["red"]}
+        assert second.rest() == {0: undisturbed["green"]}
     assert metric(service, "process_restarts_total", process="tokenizer") == restarts + 1
 
 
 @pytest.mark.slow
-def test_a_whole_answer_whose_engine_died_after_the_release_is_right(
-    service: RunningService, alone: dict[str, str]
+def test_an_unstreamed_answer_survives_an_engine_killed_after_the_release(
+    service: RunningService, undisturbed: dict[str, str]
 ) -> None:
     remade = metric(service, "media_remade_total")
     with ThreadPoolExecutor() as threads:
@@ -237,16 +245,16 @@ def test_a_whole_answer_whose_engine_died_after_the_release_is_right(
         wait_until(lambda: metric(service, "num_requests_running") == 1)
         wait_until(lambda: service.shm()["blocks"] == 0)
         process(service, "mindie_mm.engine.").kill()
-        assert answer.result() == [alone["red"]]
+        assert answer.result() == [undisturbed["red"]]
     assert metric(service, "media_remade_total") == remade + 2
 
 
-def test_media_that_cannot_be_made_again_fail_their_answer_alone(
-    service: RunningService, alone: dict[str, str]
+def test_media_that_cannot_be_decoded_again_fail_only_their_answer(
+    service: RunningService, undisturbed: dict[str, str]
 ) -> None:
     with two_streams(service) as (first, second):
         for path in spooled(service):
             path.write_bytes(b"no picture")
-        assert first.rest() == {0: alone["red"]}
+        assert first.rest() == {0: undisturbed["red"]}
         with pytest.raises(AssertionError, match="media item 0"):
             second.rest()

@@ -1,4 +1,7 @@
-"""A full arena makes nobody wait who needs no room in it, and those who wait for room are served in the end."""
+"""Tests of a full arena.
+
+Requests without media are not delayed. Requests that wait for memory are served eventually.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"
 SIZE = 448
-"""Side of a picture in pixels. The embedded model sees it smaller."""
+"""Side of a picture in pixels. The embedded model's processor makes the picture smaller."""
 BLOCK_BYTES = 40960
-"""Size of its block."""
+"""Size of the picture's block."""
 NUM_ANSWERS = 4
 SETTINGS = {
     "arena_bytes": NUM_ANSWERS * BLOCK_BYTES,
@@ -36,7 +39,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[RunningService]:
-    """A service whose arena holds four pictures."""
+    """Yield a service whose arena holds four pictures."""
     folder = tmp_path_factory.mktemp("narrow")
     settings = SETTINGS | {"spool": folder / "spool", "device": device}
     with running_service(settings, folder / "log") as running:
@@ -62,7 +65,7 @@ def complete(service: RunningService, *nums_pictures: int) -> httpx2.Response:
 
 
 def waits_for(service: RunningService, num_blocks: int) -> bool:
-    """Return whether requests wait for so many blocks, or more."""
+    """Return whether requests wait for at least `num_blocks` blocks."""
     return metric(service, "shm_waiting_bytes") >= num_blocks * BLOCK_BYTES
 
 
@@ -71,8 +74,8 @@ def engine_of(service: RunningService) -> psutil.Process:
     return next(child for child in children if "mindie_mm.engine.process.engine_process" in child.cmdline())
 
 
-def test_text_passes_pictures_that_wait_for_room(narrow: RunningService) -> None:
-    """The engine is held up, so that it has not taken the pictures of the first requests out of the arena."""
+def test_text_requests_overtake_pictures_that_wait_for_memory(narrow: RunningService) -> None:
+    """Tokenize text while pictures wait, as the suspended engine has not yet consumed the first pictures."""
     picture = image(data_url(photograph(size=(SIZE, SIZE))))
     assert ask(narrow, picture)[0] == 200
     engine = engine_of(narrow)
@@ -102,8 +105,8 @@ def test_text_passes_pictures_that_wait_for_room(narrow: RunningService) -> None
     assert metric(narrow, "shm_waiting_bytes") == 0
 
 
-def test_the_prompts_of_a_request_get_room_together_or_wait_holding_nothing(narrow: RunningService) -> None:
-    """Each of two requests needs the whole arena, and there is room for the first prompt of each."""
+def test_the_prompts_of_a_request_are_allocated_together_or_not_at_all(narrow: RunningService) -> None:
+    """Serve two requests that each need the whole arena, although the first prompt of each would fit."""
     assert complete(narrow, 1).status_code == 200
     waits, full = (metric(narrow, name) for name in ("shm_waits_total", "shm_full_total"))
     engine = engine_of(narrow)
@@ -127,7 +130,7 @@ def test_the_prompts_of_a_request_get_room_together_or_wait_holding_nothing(narr
 
 
 def test_prompts_that_exceed_the_arena_together_are_refused_at_once(narrow: RunningService) -> None:
-    """They are refused as one prompt with all their pictures is, while the arena is in use."""
+    """Refuse such a request while the arena is in use, with the same message as one prompt with all the pictures."""
     assert complete(narrow, 1).status_code == 200
     waits, engine = metric(narrow, "shm_waits_total"), engine_of(narrow)
     with ThreadPoolExecutor(1) as pool:
@@ -142,6 +145,6 @@ def test_prompts_that_exceed_the_arena_together_are_refused_at_once(narrow: Runn
         assert held.result().status_code == 200
     assert together.status_code == 400
     assert together.json() == alone.json()
-    said = f"the request's media take {5 * BLOCK_BYTES} bytes of shared memory; the arena has {4 * BLOCK_BYTES}"
-    assert said in together.json()["error"]["message"]
+    message = f"the request's media take {5 * BLOCK_BYTES} bytes of shared memory; the arena has {4 * BLOCK_BYTES}"
+    assert message in together.json()["error"]["message"]
     assert metric(narrow, "shm_waits_total") == waits

@@ -1,4 +1,4 @@
-"""/generate and /generate_stream, in MindIE's forms; tests/service/test_infer.py has /infer."""
+"""Tests of /generate and /generate_stream in the forms of MindIE."""
 
 import base64
 import json
@@ -18,8 +18,8 @@ def generate(http: Any, inputs: Any, *, path: str = "/generate", **parameters: A
 def text(answer: Any) -> str:
     assert answer.status_code == 200, answer.text
     if answer.headers["content-type"].startswith("text/event-stream"):
-        found: str = events(answer)[-1]["generated_text"]
-        return found
+        generated: str = events(answer)[-1]["generated_text"]
+        return generated
     return answer.json()["generated_text"]  # type: ignore[no-any-return]
 
 
@@ -30,7 +30,7 @@ def events(answer: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", FORMS)
-def test_items_in_both_forms(http: Any, media_dir: Path, path: str) -> None:
+def test_items_in_our_form_and_the_openai_form_are_answered(http: Any, media_dir: Path, path: str) -> None:
     file = str(media_dir / "green_star.jpg")
     ours = [{"image": file}, {"text": WHAT}]
     theirs = [{"type": "image_url", "image_url": file}, {"type": "text", "text": WHAT}]
@@ -39,7 +39,7 @@ def test_items_in_both_forms(http: Any, media_dir: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", FORMS)
-def test_a_picture_in_a_text(http: Any, media_dir: Path, path: str) -> None:
+def test_a_picture_within_a_text_is_an_item(http: Any, media_dir: Path, path: str) -> None:
     raw = base64.b64encode((media_dir / "green_star.jpg").read_bytes()).decode()
     inputs = f'See <img src="data:image/jpeg;base64,{raw}"> {WHAT}'
     same = [{"text": "See "}, {"image": raw}, {"text": f" {WHAT}"}]
@@ -53,12 +53,12 @@ def test_a_picture_in_a_text(http: Any, media_dir: Path, path: str) -> None:
         assert details["prompt_tokens"] < len(raw) // 4
 
 
-def test_an_answer(http: Any, red_square: str) -> None:
+def test_an_answer_has_only_its_text_by_default(http: Any, red_square: str) -> None:
     answer = generate(http, [{"image": red_square}, {"text": WHAT}])
     assert answer.json() == {"generated_text": "red square"}
 
 
-def test_details(http: Any) -> None:
+def test_details_describe_the_generated_tokens(http: Any) -> None:
     answer = generate(http, "What colour", details=True, max_new_tokens=1).json()
     details = answer["details"]
     assert set(details) == {"prompt_tokens", "finish_reason", "generated_tokens", "seed", "prefill", "tokens"}
@@ -68,26 +68,26 @@ def test_details(http: Any) -> None:
     assert all(token["logprob"] is None and token["special"] is None for token in details["tokens"])
 
 
-def test_the_prompts_tokens(http: Any) -> None:
+def test_decoder_input_details_list_the_tokens_of_the_prompt(http: Any) -> None:
     details = generate(http, "What colour", decoder_input_details=True, max_new_tokens=1).json()["details"]
     assert "".join(token["text"] for token in details["prefill"]) == "What colour"
     assert details["prompt_tokens"] == len(details["prefill"])
     assert generate(http, "What colour", path="/generate_stream", decoder_input_details=True).status_code == 400
 
 
-def test_the_whole_text(http: Any) -> None:
+def test_return_full_text_puts_a_text_prompt_first(http: Any) -> None:
     answer = text(generate(http, "What colour"))
     assert text(generate(http, "What colour", return_full_text=True)) == "What colour" + answer
     assert generate(http, [{"text": "What colour"}], return_full_text=True).status_code == 400
 
 
-def test_a_prompt_is_cut(http: Any) -> None:
+def test_truncate_cuts_the_prompt(http: Any) -> None:
     long = "red square " * 50
     details = generate(http, long, truncate=7, details=True, max_new_tokens=1).json()["details"]
     assert details["prompt_tokens"] == 7
 
 
-def test_a_seed_is_drawn_and_named(http: Any) -> None:
+def test_a_drawn_seed_is_reported_and_reproduces_the_answer(http: Any) -> None:
     drawn = generate(http, "What colour", temperature=50.0, details=True).json()
     seed = drawn["details"]["seed"]
     assert isinstance(seed, int)
@@ -95,19 +95,19 @@ def test_a_seed_is_drawn_and_named(http: Any) -> None:
     assert generate(http, "What colour", temperature=50.0, details=True).json()["details"]["seed"] != seed
 
 
-def test_a_stream(http: Any, red_square: str) -> None:
+def test_a_stream_ends_with_the_whole_text_and_details(http: Any, red_square: str) -> None:
     items = [{"image": red_square}, {"text": WHAT}]
-    found = events(generate(http, items, path="/generate_stream", details=True))
-    assert all(set(event) == {"token", "generated_text", "details"} for event in found)
-    assert all(event["generated_text"] is None and event["details"] is None for event in found[:-1])
-    assert found[-1]["generated_text"] == "red square" == "".join(event["token"]["text"] for event in found)
-    assert found[-1]["details"]["finish_reason"] == "eos_token"
-    assert found[-1]["details"]["generated_tokens"] == sum(len(event["token"]["id"]) for event in found)
+    streamed = events(generate(http, items, path="/generate_stream", details=True))
+    assert all(set(event) == {"token", "generated_text", "details"} for event in streamed)
+    assert all(event["generated_text"] is None and event["details"] is None for event in streamed[:-1])
+    assert streamed[-1]["generated_text"] == "red square" == "".join(event["token"]["text"] for event in streamed)
+    assert streamed[-1]["details"]["finish_reason"] == "eos_token"
+    assert streamed[-1]["details"]["generated_tokens"] == sum(len(event["token"]["id"]) for event in streamed)
     bare = events(generate(http, items, path="/generate_stream"))
     assert bare[-1]["details"] is None
 
 
-def test_a_stop_string(http: Any, red_square: str) -> None:
+def test_a_stop_string_ends_the_text(http: Any, red_square: str) -> None:
     items = [{"image": red_square}, {"text": WHAT}]
     answer = generate(http, items, stop=" square", details=True).json()
     assert answer["generated_text"] == "red"
@@ -128,7 +128,7 @@ def test_a_stop_string(http: Any, red_square: str) -> None:
         {"stop": ["x"] * 17},
     ],
 )
-def test_bad_parameters(http: Any, path: str, parameters: dict[str, Any]) -> None:
+def test_invalid_parameters_are_refused_by_name(http: Any, path: str, parameters: dict[str, Any]) -> None:
     answer = generate(http, "x", path=path, **parameters)
     assert answer.status_code == 400
     assert next(iter(parameters)) in answer.json()["error"]["message"]
@@ -138,19 +138,19 @@ def test_bad_parameters(http: Any, path: str, parameters: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     "field", [{"truncate": 2}, {"decoder_input_details": True}, {"return_full_text": True}, {"adapter_id": "lora"}]
 )
-def test_its_own_parameters_stand_in_their_place(http: Any, path: str, field: dict[str, Any]) -> None:
+def test_a_parameter_outside_parameters_is_refused(http: Any, path: str, field: dict[str, Any]) -> None:
     answer = http.post(path, json={"inputs": "What colour"} | field)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == f"body: {min(field)} must be inside parameters"
 
 
 @pytest.mark.parametrize("inputs", [[], "", [{"image": "/etc/passwd"}], 5, None, [{"text": 5}]])
-def test_bad_inputs(http: Any, inputs: Any) -> None:
+def test_invalid_inputs_are_refused(http: Any, inputs: Any) -> None:
     assert generate(http, inputs).status_code == 400
     assert generate(http, inputs, path="/generate_stream").status_code == 400
 
 
-def test_timings_in_the_details(http: Any, red_square: str) -> None:
+def test_details_contain_timings_on_request(http: Any, red_square: str) -> None:
     for path in ("/infer", "/generate"):
         answer = generate(http, [{"image": red_square}, {"text": WHAT}], path=path, details=True, timings=True)
         assert answer.json()["details"]["timings"]["total_s"] > 0

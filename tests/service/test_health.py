@@ -1,4 +1,4 @@
-"""How the service says that it is."""
+"""Tests of health checks, metrics and startup logs."""
 
 import dataclasses
 import json
@@ -19,20 +19,19 @@ from service.telemetry.metrics import Metrics
 from tools.serving import RunningService
 
 
-def test_health(http: Any) -> None:
+def test_health_reports_the_arena(http: Any) -> None:
     answer = http.get("/health")
     assert answer.status_code == 200
-    told = answer.json()
-    assert told["status"] == "ok"
-    (arena,) = told["shared_memory"]["arenas"]
+    health = answer.json()
+    assert health["status"] == "ok"
+    (arena,) = health["shared_memory"]["arenas"]
     assert arena["name"].startswith("mindie_mm-")
     assert 0 <= arena["populated"] <= 1
-    assert told["shared_memory"]["populated"] == pytest.approx(arena["populated"])
+    assert health["shared_memory"]["populated"] == pytest.approx(arena["populated"])
     assert http.get("/health/live").status_code == 200
 
 
-def test_the_probes_of_others(http: Any) -> None:
-    """MindIE's and vLLM's mean the same as ours."""
+def test_the_health_probes_of_mindie_and_vllm_are_served(http: Any) -> None:
     for path in ("/v2/health/ready", "/ping"):
         assert http.get(path).json()["status"] == "ok"
     assert http.get("/v2/health/live").status_code == 200
@@ -40,7 +39,7 @@ def test_the_probes_of_others(http: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/", "/static/api.js", "/metrics", "/v1/models"])
-def test_head_is_get_without_its_body(http: Any, path: str) -> None:
+def test_head_equals_get_without_the_body(http: Any, path: str) -> None:
     head, whole = http.head(path), http.get(path)
     assert head.status_code == whole.status_code == 200
     assert head.content == b""
@@ -50,35 +49,35 @@ def test_head_is_get_without_its_body(http: Any, path: str) -> None:
     assert re.search(counted, http.get("/metrics").text)
 
 
-def test_a_service_in_use_comes_to_be_faulted_in_whole(http: Any) -> None:
+def test_the_arena_is_faulted_in_completely_after_a_while(http: Any) -> None:
     deadline = time.monotonic() + 60
     while (found := http.get("/health").json()["shared_memory"]["populated"]) < 1 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert found == 1
 
 
-def test_the_log_says_what_is_loaded(service: RunningService, device: str) -> None:
-    said = service.log.read_text()
-    assert re.search(rf"service.server: loading \S+/assets/tiny on device {device} with \d+ decoders?\n", said)
+def test_the_log_names_the_loaded_model(service: RunningService, device: str) -> None:
+    log = service.log.read_text()
+    assert re.search(rf"service.server: loading \S+/assets/tiny on device {device} with \d+ decoders?\n", log)
 
 
-def test_the_engine_is_on_the_device_that_the_tests_are_asked_for(http: Any, device: str) -> None:
+def test_the_engine_runs_on_the_requested_device(http: Any, device: str) -> None:
     (found,) = re.findall(r'mindie_mm:build_info{.*device="(\w+)', http.get("/metrics").text)
     assert found == device
 
 
-def test_the_log_says_where_each_setting_came_from(service: RunningService) -> None:
-    said = service.log.read_text()
-    found = dict(re.findall(r"mindie_mm.settings: (\w+) = .* \(([^()]*)\)\n", said))
+def test_the_log_names_the_source_of_each_setting(service: RunningService) -> None:
+    log = service.log.read_text()
+    sources = dict(re.findall(r"mindie_mm.settings: (\w+) = .* \(([^()]*)\)\n", log))
     expected = {field.name for cls in CLASSES for field in dataclasses.fields(cls)} - PARTS
-    assert found.keys() == expected
-    assert found["arena_bytes"] == "--arena-bytes"
-    assert found["model"] == "argument"
-    assert found["max_audios"] == "default"
-    assert "port = 0 (--port)\n" in said
+    assert sources.keys() == expected
+    assert sources["arena_bytes"] == "--arena-bytes"
+    assert sources["model"] == "argument"
+    assert sources["max_audios"] == "default"
+    assert "port = 0 (--port)\n" in log
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models_lists_the_loaded_model(client: openai.OpenAI) -> None:
     (model,) = client.models.list()
     assert model.id == "tiny"
     assert model.object == "model"
@@ -89,7 +88,7 @@ def test_models(client: openai.OpenAI) -> None:
 QUERIES, HITS = "prefix_cache_queries_total", "prefix_cache_hits_total"
 
 
-def test_metrics_count(http: Any, red_square: str) -> None:
+def test_metrics_count_a_request(http: Any, red_square: str) -> None:
     def read() -> dict[str, float]:
         families = text_string_to_metric_families(http.get("/metrics").text)
         return {sample.name: sample.value for family in families for sample in family.samples}
@@ -111,7 +110,7 @@ def test_metrics_count(http: Any, red_square: str) -> None:
         assert f"mindie_mm:{name}" in after
 
 
-def test_a_prompt_that_comes_again_is_told_as_cached(http: Any) -> None:
+def test_a_repeated_prompt_is_reported_as_cached(http: Any) -> None:
     def read() -> dict[str, float]:
         families = text_string_to_metric_families(http.get("/metrics").text)
         return {sample.name: sample.value for family in families for sample in family.samples}
@@ -127,9 +126,9 @@ def test_a_prompt_that_comes_again_is_told_as_cached(http: Any) -> None:
     assert grown == {QUERIES: 2 * usage["prompt_tokens"], HITS: 2 * cached}
 
 
-def test_metrics_tell_shared_memory(http: Any, service: RunningService, red_square: str) -> None:
+def test_metrics_report_shared_memory(http: Any, service: RunningService, red_square: str) -> None:
     def read() -> dict[str, dict[str, float]]:
-        """Values by the label that tells the series of a metric apart, by the metric's name."""
+        """Return the values by metric name and distinguishing label."""
         found: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(http.get("/metrics").text):
             for sample in family.samples:
@@ -158,9 +157,9 @@ def test_metrics_tell_shared_memory(http: Any, service: RunningService, red_squa
     assert {"shm_waits_total", "shm_taken_back_total", "shm_populated_ratio"} <= after.keys()
 
 
-def test_the_longest_choice_of_a_prompt_is_measured(http: Any) -> None:
+def test_the_longest_choice_of_each_prompt_is_measured(http: Any) -> None:
     def read() -> list[float]:
-        """Count and sum."""
+        """Return the count and the sum."""
         lines = re.findall(r"request_max_num_generation_tokens_(count|sum){.*} (.*)", http.get("/metrics").text)
         return [float(value) for _, value in sorted(lines)]
 
@@ -178,19 +177,19 @@ def test_bad_references_are_counted_by_kind() -> None:
         assert f'mindie_mm:shm_bad_references_total{{kind="{kind}",model_name="m"}} {number}.0' in text
 
 
-def test_shm_names_the_arenas(service: RunningService) -> None:
+def test_the_shm_endpoint_names_the_arenas(service: RunningService) -> None:
     found = service.shm()
     assert set(found) >= {"arenas", "blocks", "bytes"}
     for arena in found["arenas"]:
         assert arena["name"].startswith("mindie_mm-")
 
 
-def test_answers_carry_a_request_id(http: Any) -> None:
+def test_each_answer_carries_its_own_request_id(http: Any) -> None:
     ids = {http.get("/health").headers["x-request-id"] for _ in range(3)}
     assert len(ids) == 3
 
 
-def test_the_api_is_described(http: Any) -> None:
+def test_the_openapi_schema_covers_the_endpoints(http: Any) -> None:
     schema = http.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/infer", "/tokenize"} <= set(schema["paths"])
     assert "422" not in schema["paths"]["/infer"]["post"]["responses"]

@@ -1,4 +1,4 @@
-"""Every mistake has its status and an error object of OpenAI's form; nothing is lost, nobody else is hurt."""
+"""Tests that each kind of error has its status and an error object in OpenAI's form."""
 
 import asyncio
 import base64
@@ -19,7 +19,7 @@ from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"
 JPEG = f"/9j/{'A' * 90}"
-"""94 characters that base64 of a JPEG may begin with."""
+"""94 characters with which the base64 of a JPEG may begin."""
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 
@@ -41,7 +41,7 @@ def with_image(url: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/infer", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"nonsense", b"\xff\xfe", b'{"messages": ', b"[" * 100_000])
-def test_bodies_that_are_no_object(http: Any, path: str, body: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_400(http: Any, path: str, body: bytes) -> None:
     check(http.post(path, content=body, headers={"Content-Type": "application/json"}), 400)
 
 
@@ -70,7 +70,7 @@ def test_bodies_that_are_no_object(http: Any, path: str, body: bytes) -> None:
         ({"logit_bias": {"1": "a"}}, "logit_bias"),
     ],
 )
-def test_fields_of_the_wrong_kind(http: Any, change: dict[str, Any], param: str) -> None:
+def test_a_field_of_the_wrong_type_or_range_is_named(http: Any, change: dict[str, Any], param: str) -> None:
     assert check(http.post(CHAT, json={"messages": HELLO} | change), 400)["param"] == param
 
 
@@ -104,7 +104,7 @@ def test_fields_of_the_wrong_kind(http: Any, change: dict[str, Any], param: str)
         {"ban_eos_token": True},
     ],
 )
-def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, path: str, field: Any) -> None:
+def test_unsupported_fields_that_would_change_the_answer_are_refused(http: Any, path: str, field: Any) -> None:
     body = {"messages": HELLO, "prompt": "Hello!", "max_tokens": 2} | field
     (name,) = field
     error = check(http.post(path, json=body), 400)
@@ -151,7 +151,7 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, pa
         ("/v1/completions", {"tools": [{"type": "function"}]}, "not supported"),
     ],
 )
-def test_what_is_refused_says_what_is_taken(http: Any, path: str, field: Any, harmless: str) -> None:
+def test_a_refusal_states_the_accepted_value_or_field(http: Any, path: str, field: Any, harmless: str) -> None:
     body = {"messages": HELLO, "prompt": "Hello!", "max_tokens": 2} | field
     (name,) = field
     message = check(http.post(path, json=body), 400)["message"]
@@ -190,7 +190,7 @@ def test_what_is_refused_says_what_is_taken(http: Any, path: str, field: Any, ha
         {"grammar": "", "n_predict": None, "watermark": False, "options": {}, "adapter_id": "None", "num_beams": 1},
     ],
 )
-def test_what_changes_nothing_is_taken(http: Any, path: str, field: Any) -> None:
+def test_unsupported_fields_with_neutral_values_are_accepted(http: Any, path: str, field: Any) -> None:
     body = {"messages": HELLO, "prompt": "Hello!", "max_tokens": 8, "temperature": 0}
     plain, given = (http.post(path, json=one).json() for one in (body, body | field))
     assert given["choices"][0] == plain["choices"][0]
@@ -198,17 +198,17 @@ def test_what_changes_nothing_is_taken(http: Any, path: str, field: Any) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_number_outside_its_range_is_named_with_its_limit(http: Any, stream: bool) -> None:
-    for change, said in (
+    for change, message in (
         ({"temperature": 1000.5}, "temperature: Input should be less than or equal to 100, not 1000.5"),
         ({"n": 65}, "n: Input should be less than or equal to 64, not 65"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, not 0"),
     ):
         body = {"messages": HELLO, "stream": stream} | change
-        assert check(http.post(CHAT, json=body), 400)["message"] == said
+        assert check(http.post(CHAT, json=body), 400)["message"] == message
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"messages": []}, "empty"),
         ({"messages": [{"role": "pirate", "content": "x"}]}, "role"),
@@ -240,9 +240,9 @@ def test_a_number_outside_its_range_is_named_with_its_limit(http: Any, stream: b
         ({"chat_template_kwargs": {"x": 10**30}}, "64 bits"),
     ],
 )
-def test_values_outside_their_limits(http: Any, change: dict[str, Any], said: str) -> None:
-    assert said in check(http.post(CHAT, json={"messages": HELLO} | change), 400)["message"]
-    assert said in check(http.post(CHAT, json={"messages": HELLO, "stream": True} | change), 400)["message"]
+def test_values_outside_their_limits_are_refused(http: Any, change: dict[str, Any], message: str) -> None:
+    assert message in check(http.post(CHAT, json={"messages": HELLO} | change), 400)["message"]
+    assert message in check(http.post(CHAT, json={"messages": HELLO, "stream": True} | change), 400)["message"]
 
 
 NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {"type": "string"}}}}
@@ -252,7 +252,7 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
 
 
 @pytest.mark.parametrize(
-    ("path", "change", "param", "said"),
+    ("path", "change", "param", "message"),
     [
         (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has the key 'x'; keys must be token ids"),
         (CHAT, {"logit_bias": {"1": 101}}, "logit_bias", "logit_bias is 101"),
@@ -319,13 +319,13 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
         ("/tokenize", {"prompt": "a", "n_predict": 2}, "n_predict", "n_predict is not supported"),
     ],
 )
-def test_errors_name_the_field_and_the_value(http: Any, path: str, change: Any, param: str, said: str) -> None:
+def test_errors_name_the_field_and_the_value(http: Any, path: str, change: Any, param: str, message: str) -> None:
     error = check(http.post(path, json={"messages": HELLO} | change), 400)
     assert error["param"] == param
-    assert said in error["message"]
+    assert message in error["message"]
 
 
-def test_a_picture_that_cannot_be_read_is_the_messages_fault(http: Any) -> None:
+def test_an_unreadable_picture_is_an_error_of_messages(http: Any) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     error = check(http.post(CHAT, json={"messages": [{"role": "user", "content": [picture]}]}), 400)
     assert error["param"] == "messages"
@@ -333,14 +333,14 @@ def test_a_picture_that_cannot_be_read_is_the_messages_fault(http: Any) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/infer", "/generate", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_a_body_that_is_not_said_to_be_json(http: Any, path: str, kind: str | None) -> None:
+def test_a_body_without_a_json_content_type_is_refused(http: Any, path: str, kind: str | None) -> None:
     headers = {"Content-Type": kind} if kind else {}
     error = check(http.post(path, content=json.dumps({"messages": HELLO}).encode(), headers=headers), 400)
     assert error["message"] == "body: the request must have the header Content-Type: application/json"
 
 
 @pytest.mark.parametrize("name", ["Content-Encoding", "Transfer-Encoding"])
-def test_a_body_that_is_packed(service: RunningService, name: str) -> None:
+def test_a_compressed_body_is_415(service: RunningService, name: str) -> None:
     address = urlsplit(service.url)
     packed = gzip.compress(json.dumps({"messages": HELLO}).encode())
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
@@ -358,7 +358,7 @@ def test_a_body_that_is_packed(service: RunningService, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "said"),
+    ("kwargs", "reason"),
     [
         ({"self": 1}, "chat_template_kwargs must not contain 'self'"),
         ({"continue_final_message": True}, "chat_template_kwargs must not contain 'continue_final_message'"),
@@ -367,57 +367,57 @@ def test_a_body_that_is_packed(service: RunningService, name: str) -> None:
         ({"a": json.loads("[" * 900 + "]" * 900)}, "nest"),
     ],
 )
-def test_variables_of_the_template_that_cannot_be(http: Any, kwargs: dict[str, Any], said: str) -> None:
+def test_invalid_chat_template_kwargs_are_refused(http: Any, kwargs: dict[str, Any], reason: str) -> None:
     message = check(http.post(CHAT, json={"messages": HELLO, "chat_template_kwargs": kwargs}), 400)["message"]
-    assert said in message
+    assert reason in message
     assert "recursion" not in message
 
 
-def test_not_a_number(http: Any) -> None:
+def test_nan_is_refused(http: Any) -> None:
     body = json.dumps({"messages": HELLO, "temperature": float("nan")})
     check(http.post(CHAT, content=body, headers={"Content-Type": "application/json"}), 400)
 
 
 @pytest.mark.parametrize("field", [b"content", b"name"])
-def test_a_lone_surrogate(http: Any, field: bytes) -> None:
+def test_a_lone_surrogate_is_refused(http: Any, field: bytes) -> None:
     body = b'{"messages": [{"role": "user", "content": "x", "%s": "\\ud800"}]}' % field
     check(http.post(CHAT, content=body, headers={"Content-Type": "application/json"}), 400)
 
 
-def test_another_model(client: openai.OpenAI) -> None:
+def test_another_model_is_404(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="gpt-5", messages=[{"role": "user", "content": "x"}])
     assert caught.value.param == "model"
     assert "'gpt-5'" in caught.value.message
 
 
-def test_no_route_answers_for_another_model(http: Any) -> None:
-    """Whatever form its body has; what is no field of it is passed over."""
-    routes = [path for path, asked in http.get("/openapi.json").json()["paths"].items() if "post" in asked]
+def test_every_route_answers_404_for_another_model(http: Any) -> None:
+    """Return 404 from each route. One body serves all routes, as each ignores the fields of the others."""
+    routes = [path for path, operations in http.get("/openapi.json").json()["paths"].items() if "post" in operations]
     assert len(routes) > 6
     body = {"messages": HELLO, "prompt": "x", "inputs": [{"text": "x"}], "tokens": [1], "model": "gpt-5"}
     for route in routes:
         assert check(http.post(route, json=body), 404)["param"] == "model", route
 
 
-def test_unknown_routes_and_methods(http: Any) -> None:
+def test_unknown_routes_are_404_and_unknown_methods_405(http: Any) -> None:
     check(http.get("/v1/nothing"), 404)
     check(http.get(CHAT), 405)
     assert http.head(CHAT).status_code == 405
     assert http.head("/v1/nothing").status_code == 404
 
 
-def test_a_slash_behind_a_route_leads_nowhere_else(http: Any) -> None:
-    """A redirect would go to the Host that the client names, and by http: with what it posts."""
+def test_a_trailing_slash_is_404_without_a_redirect(http: Any) -> None:
+    """Return 404, as a redirect would go to the Host of the request and repeat the body over plain HTTP."""
     check(http.get("/health/", headers={"Host": "127.0.0.1"}), 404)
     check(http.post(f"{CHAT}/", json={"messages": HELLO}), 404)
 
 
-def test_a_union_is_told_in_one_sentence(http: Any) -> None:
-    said = "prompt: must be a string, a list of strings, a list of token ids or a list of lists of token ids"
+def test_an_error_about_a_union_is_one_sentence(http: Any) -> None:
+    message = "prompt: must be a string, a list of strings, a list of token ids or a list of lists of token ids"
     for prompt in (None, 1, ["a", 1], [[1], "a"], [1.5]):
         error = check(http.post("/v1/completions", json={"prompt": prompt}), 400)
-        assert (error["message"].removesuffix(f", not {prompt}"), error["param"]) == (said, "prompt")
+        assert (error["message"].removesuffix(f", not {prompt}"), error["param"]) == (message, "prompt")
     error = check(http.post(CHAT, json={"messages": HELLO, "stop": ["a", 1]}), 400)
     assert (error["message"], error["param"]) == ("stop: must be a string or a list of strings", "stop")
     error = check(http.post("/infer", json={"inputs": [1, 2]}), 400)
@@ -427,10 +427,10 @@ def test_a_union_is_told_in_one_sentence(http: Any) -> None:
     )
 
 
-def test_a_prompt_that_is_too_long(client: openai.OpenAI, http: Any) -> None:
+def test_a_prompt_too_long_has_its_own_error_code(client: openai.OpenAI, http: Any) -> None:
     limit = http.get("/v1/models").json()["data"][0]["max_model_len"]
     hello = [{"role": "user", "content": "Hello!"}]
-    for path, body, said in (
+    for path, body, part in (
         (
             CHAT,
             {"messages": [{"role": "user", "content": "red square " * limit}]},
@@ -459,13 +459,13 @@ def test_a_prompt_that_is_too_long(client: openai.OpenAI, http: Any) -> None:
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
         assert error["message"].startswith(f"This model's maximum context length is {limit} tokens; ")
-        assert said in error["message"]
+        assert part in error["message"]
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x " * limit}])
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_body_that_is_too_large(service: RunningService, client: openai.OpenAI, http: Any) -> None:
+def test_a_body_too_large_is_413(service: RunningService, client: openai.OpenAI, http: Any) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * (9 << 20)}])
     assert caught.value.status_code == 413
@@ -473,7 +473,7 @@ def test_a_body_that_is_too_large(service: RunningService, client: openai.OpenAI
     assert http.get("/health").status_code == 200
 
 
-def test_a_chunked_body_that_grows_too_large(service: RunningService) -> None:
+def test_a_chunked_body_that_grows_too_large_is_413(service: RunningService) -> None:
     host = urlsplit(service.url)
     assert host.hostname is not None
     with socket.create_connection((host.hostname, host.port or 80), timeout=300) as connection:
@@ -485,7 +485,7 @@ def test_a_chunked_body_that_grows_too_large(service: RunningService) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "reason"),
     [
         ("/etc/passwd", "there is no such file in the allowed media folder"),
         ("file:///etc/passwd", "there is no such file in the allowed media folder"),
@@ -523,7 +523,9 @@ def test_a_chunked_body_that_grows_too_large(service: RunningService) -> None:
         (None, "image_url"),
     ],
 )
-def test_media_that_cannot_be_had(http: Any, media_dir: Path, url: Any, said: str) -> None:
+def test_media_that_cannot_be_read_are_refused_with_the_reason(
+    http: Any, media_dir: Path, url: Any, reason: str
+) -> None:
     (media_dir / "link.png").unlink(missing_ok=True)
     (media_dir / "link.png").symlink_to("/etc/passwd")
     if not (media_dir / "pipe").exists():
@@ -531,19 +533,19 @@ def test_media_that_cannot_be_had(http: Any, media_dir: Path, url: Any, said: st
     (media_dir / "large.png").write_bytes(bytes((4 << 20) + 1))
     if isinstance(url, str):
         url = url.format(media=media_dir)
-    body = json.dumps(with_image(url))  # as ASCII, which can hold lone surrogates
+    body = json.dumps(with_image(url))  # ASCII, as its escapes can express lone surrogates
     message = check(http.post(CHAT, content=body, headers={"Content-Type": "application/json"}), 400)["message"]
-    assert said in message
+    assert reason in message
     assert "root:" not in message
 
 
-def test_a_truncated_image(http: Any, media_dir: Path) -> None:
+def test_a_truncated_image_is_refused(http: Any, media_dir: Path) -> None:
     whole = (media_dir / "green_star.jpg").read_bytes()
     raw = base64.b64encode(whole[: len(whole) // 3]).decode()
     assert "image" in check(http.post(CHAT, json=with_image(raw)), 400)["message"]
 
 
-def test_too_many_items_and_bytes(http: Any, red_square: str) -> None:
+def test_too_many_items_or_bytes_are_refused(http: Any, red_square: str) -> None:
     items = [{"image": red_square}] * 5 + [{"text": "?"}]
     assert "5 media items; the limit is 4" in check(http.post("/infer", json={"inputs": items}), 400)["message"]
     big = base64.b64encode(bytes(2_900_000)).decode()
@@ -557,7 +559,7 @@ def test_audio_is_refused_by_this_family(http: Any) -> None:
     assert "audio" in check(http.post(CHAT, json=body), 400)["message"]
 
 
-async def test_a_broken_image_fails_alone(service: RunningService, red_square: str) -> None:
+async def test_a_broken_image_fails_only_its_request(service: RunningService, red_square: str) -> None:
     broken = f"data:image/png;base64,{base64.b64encode(b'not a picture').decode()}"
     async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
 
@@ -582,8 +584,8 @@ def test_every_error_class_has_a_status() -> None:
         status = status_of(kind("x"))
         caller = issubclass(kind, errors.InputError)
         assert (400 <= status < 500) or (not caller and status >= 500)
-        told = error_object(kind("said"))["error"]["message"]
-        assert (told == "said") is not issubclass(kind, errors.SharedMemoryError), (
+        message = error_object(kind("said"))["error"]["message"]
+        assert (message == "said") is not issubclass(kind, errors.SharedMemoryError), (
             "the message names files of this machine"
         )
     assert status_of(errors.ProcessDied("x")) == status_of(errors.NoProcess("x")) == 503, "a later try may succeed"
@@ -592,7 +594,7 @@ def test_every_error_class_has_a_status() -> None:
 
 
 def test_every_status_has_a_type() -> None:
-    """Those that no exception of ours has, too: what a route answers by itself."""
+    """Give a type even to statuses that no exception class has but a route may return."""
     kinds = {status: error_body("x", status)["error"]["type"] for status in (400, 401, 422, 429, 500, 502, 503)}
     assert list(kinds.values()) == [
         "BadRequestError",

@@ -1,4 +1,8 @@
-"""A service's own process loads no decoder and no torch: it starts seconds earlier, and a crash there is a child's."""
+"""Tests of the imports of the service's main process.
+
+Without torch and the decoders, the process starts seconds earlier. A crash of such a library can end only a child
+process.
+"""
 
 import subprocess
 import sys

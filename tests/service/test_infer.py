@@ -1,4 +1,4 @@
-"""/infer, in MindIE's forms."""
+"""Tests of /infer in the forms of MindIE."""
 
 import json
 import re
@@ -15,13 +15,13 @@ def infer(http: Any, inputs: Any, *, stream: bool = False, **parameters: Any) ->
     return http.post("/infer", json=body)
 
 
-def test_a_list_of_dicts(http: Any, media_dir: Path) -> None:
+def test_items_are_answered_through_the_chat_template(http: Any, media_dir: Path) -> None:
     answer = infer(http, [{"image": str(media_dir / "green_star.jpg")}, {"text": WHAT}])
     assert answer.status_code == 200
     assert answer.json() == {"generated_text": "green star"}
 
 
-def test_openai_style_items_and_details(http: Any, red_square: str) -> None:
+def test_items_in_the_openai_form_are_answered_with_details(http: Any, red_square: str) -> None:
     items = [{"type": "image_url", "image_url": red_square}, {"type": "text", "text": WHAT}]
     answer = infer(http, items, details=True, seed=5).json()
     assert answer["generated_text"] == infer(http, [{"image": red_square}, {"text": WHAT}]).json()["generated_text"]
@@ -31,25 +31,25 @@ def test_openai_style_items_and_details(http: Any, red_square: str) -> None:
     assert details["generated_tokens"] == len(details["generated_token_ids"])
 
 
-def test_a_video(http: Any, media_dir: Path) -> None:
+def test_a_video_is_answered(http: Any, media_dir: Path) -> None:
     items = [{"video": str(media_dir / "right.mp4")}, {"text": "Which way does the shape move?"}]
     assert infer(http, items).json() == {"generated_text": "right"}
 
 
-def test_a_text_is_taken_as_it_is(http: Any) -> None:
+def test_a_text_is_completed_without_a_template(http: Any) -> None:
     answer = infer(http, "What colour", details=True, max_new_tokens=3).json()
     same = http.post("/v1/completions", json={"prompt": "What colour", "temperature": 0, "max_tokens": 3}).json()
     assert answer["generated_text"] == same["choices"][0]["text"]
 
 
-def test_a_list_without_template(http: Any) -> None:
+def test_chat_template_false_leaves_the_template_out(http: Any) -> None:
     raw = http.post("/infer", json={"inputs": [{"text": "What "}, {"text": "colour"}], "chat_template": False})
     assert raw.json() == infer(http, "What colour", max_new_tokens=20).json()
     null = http.post("/infer", json={"inputs": [{"text": "What colour"}], "chat_template": None})
     assert null.json() == infer(http, [{"text": "What colour"}], max_new_tokens=20).json()
 
 
-def test_streaming(http: Any, red_square: str) -> None:
+def test_a_stream_has_times_tokens_and_the_whole_text(http: Any, red_square: str) -> None:
     answer = infer(http, [{"image": red_square}, {"text": WHAT}], stream=True, details=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
@@ -64,14 +64,14 @@ def test_streaming(http: Any, red_square: str) -> None:
     assert events[-1]["details"]["generated_tokens"] == sum(len(event["token"]["id"]) for event in events)
 
 
-def test_sampling_is_decided_by_do_sample(http: Any) -> None:
+def test_do_sample_false_overrides_the_temperature(http: Any) -> None:
     greedy = infer(http, "What colour", do_sample=False, temperature=50.0, seed=1).json()
     assert greedy == infer(http, "What colour").json()
     drawn = {infer(http, "What colour", temperature=50.0, seed=seed).json()["generated_text"] for seed in (1, 2, 3)}
     assert len(drawn) > 1
 
 
-def test_a_seed_is_drawn_and_named(http: Any) -> None:
+def test_a_drawn_seed_is_reported_and_reproduces_the_answer(http: Any) -> None:
     drawn = infer(http, "What colour", do_sample=True, temperature=50.0, details=True).json()
     seed = drawn["details"]["seed"]
     assert infer(http, "What colour", do_sample=True, temperature=50.0, details=True, seed=seed).json() == drawn
@@ -80,7 +80,7 @@ def test_a_seed_is_drawn_and_named(http: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/infer", "/generate", "/generate_stream"])
-def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, path: str) -> None:
+def test_unsupported_parameters_that_would_change_the_answer_are_refused(http: Any, path: str) -> None:
     def ask(**parameters: Any) -> Any:
         return http.post(path, json={"inputs": "What colour", "parameters": {"max_new_tokens": 2} | parameters})
 
@@ -102,7 +102,7 @@ def test_what_would_change_the_answer_and_is_not_served_is_refused(http: Any, pa
 
 
 @pytest.mark.parametrize("path", ["/infer", "/generate", "/generate_stream"])
-def test_parameters_stand_in_their_place(http: Any, path: str) -> None:
+def test_a_parameter_outside_parameters_is_refused(http: Any, path: str) -> None:
     for field in ({"max_new_tokens": 3}, {"do_sample": True}, {"stop": "x"}):
         answer = http.post(path, json={"inputs": "What colour"} | field)
         assert answer.status_code == 400
@@ -124,14 +124,14 @@ def test_parameters_stand_in_their_place(http: Any, path: str) -> None:
         {"max_tokens": 2},
     ],
 )
-def test_what_is_not_served_is_refused_beside_parameters_too(http: Any, path: str, field: dict[str, Any]) -> None:
+def test_an_unsupported_field_outside_parameters_is_refused(http: Any, path: str, field: dict[str, Any]) -> None:
     answer = http.post(path, json={"inputs": "What colour"} | field)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(f"body: {min(field)} is not supported")
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "message"),
     [
         ([], "empty"),
         ("", "empty"),
@@ -143,10 +143,10 @@ def test_what_is_not_served_is_refused_beside_parameters_too(http: Any, path: st
         (None, "inputs"),
     ],
 )
-def test_bad_inputs(http: Any, inputs: Any, said: str) -> None:
+def test_invalid_inputs_are_refused_by_name(http: Any, inputs: Any, message: str) -> None:
     answer = infer(http, inputs)
     assert answer.status_code == 400, answer.text
-    assert re.search(said, answer.json()["error"]["message"]), answer.text
+    assert re.search(message, answer.json()["error"]["message"]), answer.text
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_bad_inputs(http: Any, inputs: Any, said: str) -> None:
         {"seed": 1.5},
     ],
 )
-def test_bad_parameters(http: Any, parameters: dict[str, Any]) -> None:
+def test_invalid_parameters_are_refused_by_name(http: Any, parameters: dict[str, Any]) -> None:
     answer = infer(http, "x", **parameters)
     assert answer.status_code == 400
     assert next(iter(parameters)) in answer.json()["error"]["message"]

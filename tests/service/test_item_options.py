@@ -1,4 +1,4 @@
-"""Options of single items over HTTP: how many tokens a picture or a video takes."""
+"""Tests of the item options that set how many tokens a picture or a video takes."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ def media_tokens(http: Any, item: dict[str, Any], kind: str) -> int:
     messages = [{"role": "user", "content": [item, {"type": "text", "text": "What is it?"}]}]
     answer = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
     assert answer.status_code == 200, answer.text
-    found: int = answer.json()["usage"]["prompt_tokens_details"][f"{kind}_tokens"]
-    return found
+    num_tokens: int = answer.json()["usage"]["prompt_tokens_details"][f"{kind}_tokens"]
+    return num_tokens
 
 
-def test_pixels(http: Any, red_square: str) -> None:
+def test_min_and_max_pixels_change_the_tokens_of_a_picture(http: Any, red_square: str) -> None:
     plain = media_tokens(http, {"image": red_square}, "image")
     fewer = media_tokens(http, {"image": red_square, "max_pixels": 3136}, "image")
     assert fewer < plain
@@ -30,7 +30,7 @@ def test_pixels(http: Any, red_square: str) -> None:
     )
 
 
-def test_frames(http: Any, media_dir: Path) -> None:
+def test_num_frames_and_fps_change_the_tokens_of_a_video(http: Any, media_dir: Path) -> None:
     url = str(media_dir / "right.mp4")
     two, six = (media_tokens(http, {"video": url, "num_frames": n}, "video") for n in (2, 6))
     assert six == 3 * two
@@ -38,8 +38,8 @@ def test_frames(http: Any, media_dir: Path) -> None:
     assert slow < fast
 
 
-def test_a_video_of_frames(http: Any, red_square: str, media_dir: Path) -> None:
-    """As vLLM, qwen-vl-utils and Hugging Face's chats have them; files and data: URLs alike."""
+def test_a_video_may_be_a_list_of_frames(http: Any, red_square: str, media_dir: Path) -> None:
+    """Accept lists of frames in the forms of vLLM, qwen-vl-utils and Hugging Face, as files or data URLs."""
     encoded = red_square.partition(",")[2]
     frames = [red_square] * 4
     star = str(media_dir / "green_star.jpg")
@@ -76,7 +76,9 @@ def test_a_video_of_frames(http: Any, red_square: str, media_dir: Path) -> None:
     ],
     ids=str,
 )
-def test_bad_frames(http: Any, red_square: str, media_dir: Path, item: dict[str, Any], message: str) -> None:
+def test_invalid_frames_are_refused(
+    http: Any, red_square: str, media_dir: Path, item: dict[str, Any], message: str
+) -> None:
     small = data_url(Image.new("RGB", (30, 30), "red"))
     named = {"RED": red_square, "STAR": small, "MOVIE": str(media_dir / "right.mp4")}
     video = item["video"]
@@ -89,13 +91,13 @@ def test_bad_frames(http: Any, red_square: str, media_dir: Path, item: dict[str,
 @pytest.mark.parametrize(
     "options", [{"max_pixels": True}, {"max_pixels": 1.5}, {"max_pixels": "9"}, {"min_pixels": 9, "max_pixels": 8}]
 )
-def test_bad_options(http: Any, red_square: str, options: dict[str, Any]) -> None:
+def test_invalid_pixel_limits_are_refused(http: Any, red_square: str, options: dict[str, Any]) -> None:
     answer = http.post("/infer", json={"inputs": [{"image": red_square, **options}, {"text": "x"}]})
     assert answer.status_code == 400
     assert "pixels" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("options", [{"fps": 0}, {"fps": "2"}, {"fps": 1, "num_frames": 4}, {"num_frames": 0}])
-def test_bad_video_options(http: Any, media_dir: Path, options: dict[str, Any]) -> None:
+def test_invalid_frame_options_are_refused(http: Any, media_dir: Path, options: dict[str, Any]) -> None:
     item = {"video": str(media_dir / "right.mp4"), **options}
     assert http.post("/infer", json={"inputs": [item, {"text": "x"}]}).status_code == 400

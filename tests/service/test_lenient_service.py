@@ -1,4 +1,7 @@
-"""A service with --truncate and --allow-private-media; at the end its processes are killed, one after another."""
+"""Tests of a service with --truncate and --allow-private-media.
+
+The last tests kill the processes of the service, one after another.
+"""
 
 import asyncio
 import base64
@@ -39,7 +42,7 @@ def lenient(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
 
 @pytest_asyncio.fixture(scope="module")
 async def picture_url() -> AsyncIterator[str]:
-    """A picture on a web server at a loopback address."""
+    """Yield the URL of a picture on a web server at a loopback address."""
 
     async def answer(_: web.Request) -> web.Response:
         return web.Response(body=STAR)
@@ -69,7 +72,7 @@ def test_truncation_never_cuts_through_a_picture(lenient: RunningService, red_sq
     pad = max(short["tokens"], key=short["tokens"].count)
     start, num_pads = short["tokens"].index(pad), short["tokens"].count(pad)
     per_word = longer["count"] - short["count"]
-    # As many words as put the cut into the middle of the picture; what is left begins behind its end token.
+    # So many words that the cut falls within the picture. The rest of the prompt then starts after its end token.
     num_words = 10 + (room + start + num_pads // 2 - short["count"]) // per_word
     whole = short["count"] + (num_words - 10) * per_word
     assert start < whole - room < start + num_pads
@@ -93,7 +96,9 @@ def test_a_prompt_too_long_is_truncated(service: RunningService, lenient: Runnin
     assert lenient.wait_until_free()["blocks"] == 0
 
 
-async def test_media_from_a_private_address(service: RunningService, lenient: RunningService, picture_url: str) -> None:
+async def test_media_at_a_private_address_need_the_setting(
+    service: RunningService, lenient: RunningService, picture_url: str
+) -> None:
     body = chat([picture_url], "What is in the image?")
     answer = await asyncio.to_thread(post, lenient, CHAT, body)
     assert answer["usage"]["completion_tokens"] == 4
@@ -116,7 +121,9 @@ def wait_for_health(service: RunningService, status: int) -> httpx2.Response:
     return answer
 
 
-def test_without_tokenizers_it_is_unhealthy_until_others_have_started(lenient: RunningService, red_square: str) -> None:
+def test_the_service_is_unhealthy_until_killed_tokenizers_are_replaced(
+    lenient: RunningService, red_square: str
+) -> None:
     post(lenient, CHAT, chat([red_square], "What?"))
     for child in children(lenient, "mindie_mm.tokenize.stage.tokenizer_process"):
         child.kill()
@@ -129,33 +136,33 @@ def test_without_tokenizers_it_is_unhealthy_until_others_have_started(lenient: R
     assert post(lenient, CHAT, chat([red_square], "What?"))["usage"]["completion_tokens"] == 4
 
 
-def test_a_dead_engine_fails_started_streams_alone_and_comes_back(lenient: RunningService, red_square: str) -> None:
+def test_a_dead_engine_fails_only_started_streams_and_restarts(lenient: RunningService, red_square: str) -> None:
     limit = lenient.get("/v1/models")["data"][0]["max_model_len"]
     body = chat([red_square], "What?", max_tokens=limit // 2)
-    right = post(lenient, CHAT, chat([red_square], "What?"))["choices"]
+    expected = post(lenient, CHAT, chat([red_square], "What?"))["choices"]
     host = urlsplit(lenient.url)
     data = json.dumps(body | {"stream": True}).encode()
     with (
         socket.create_connection((str(host.hostname), host.port or 80), timeout=300) as stream,
         ThreadPoolExecutor(1) as pool,
     ):
-        begun = metric(lenient, "time_to_first_token_seconds_count")
+        started_before = metric(lenient, "time_to_first_token_seconds_count")
         whole = pool.submit(post, lenient, CHAT, body)
         stream.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode())
         stream.sendall(f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        wait_until(lambda: metric(lenient, "time_to_first_token_seconds_count") >= begun + 2)
+        wait_until(lambda: metric(lenient, "time_to_first_token_seconds_count") >= started_before + 2)
         (engine,) = children(lenient, "mindie_mm.engine.process.engine_process")
         engine.kill()
-        said = b""
-        while b"data: [DONE]" not in said:
-            said += stream.recv(1 << 16)
-        assert b"HTTP/1.1 200" in said
-        assert b'data: {"error":{"message":"the engine process' in said
+        received = b""
+        while b"data: [DONE]" not in received:
+            received += stream.recv(1 << 16)
+        assert b"HTTP/1.1 200" in received
+        assert b'data: {"error":{"message":"the engine process' in received
         error = wait_for_health(lenient, 503).json()["error"]
         assert error["type"] == "ServiceUnavailableError"
         assert "engine process" in error["message"]
         assert httpx2.get(f"{lenient.url}/health/live").status_code == 200
-        assert post(lenient, CHAT, chat([red_square], "What?"))["choices"] == right, "one that comes meanwhile waits"
+        assert post(lenient, CHAT, chat([red_square], "What?"))["choices"] == expected, "one that comes meanwhile waits"
         assert whole.result()["usage"]["completion_tokens"] == limit // 2, "nothing of this answer was sent before"
     wait_for_health(lenient, 200)
     assert lenient.wait_until_free()["blocks"] == 0

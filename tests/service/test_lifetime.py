@@ -1,4 +1,4 @@
-"""What ends a request early frees what it held: its client, its deadline, its abort."""
+"""Tests that a request frees its memory when its client leaves, its timeout passes or the request is aborted."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def endless_chat(service: RunningService, red_square: str, **changes: Any) -> di
 
 
 def post(service: RunningService, path: str, body: dict[str, Any]) -> socket.socket:
-    """Sends a request and returns its connection, on which nothing has been read."""
+    """Send a request and return its connection, from which nothing has been read."""
     host = urlsplit(service.url)
     assert host.hostname is not None
     connection = socket.create_connection((host.hostname, host.port or 80), timeout=300)
@@ -42,13 +42,13 @@ def test_a_client_that_leaves_frees_everything(
     service: RunningService, red_square: str, path: str, stream: bool
 ) -> None:
     aborted = metric(service, "request_success_total", finished_reason="abort")
-    begun = metric(service, "time_to_first_token_seconds_count")
+    started_before = metric(service, "time_to_first_token_seconds_count")
     body = endless_chat(service, red_square, stream=stream)
     if path == "/infer":
         parameters = {"max_new_tokens": body["max_tokens"], "temperature": 50.0, "seed": 0}
         body = {"inputs": [{"image": red_square}, {"text": "What?"}], "stream": stream, "parameters": parameters}
     with post(service, path, body) as connection:
-        wait_until(lambda: metric(service, "time_to_first_token_seconds_count") > begun)
+        wait_until(lambda: metric(service, "time_to_first_token_seconds_count") > started_before)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
     assert service.wait_until_free()["blocks"] == 0
@@ -64,7 +64,7 @@ def test_a_client_that_leaves_stops_the_engine(service: RunningService, red_squa
     assert service.wait_until_free()["blocks"] == 0
 
 
-def test_tokens_are_counted_as_they_are_generated_each_once(service: RunningService, red_square: str) -> None:
+def test_each_token_is_counted_once_as_it_is_generated(service: RunningService, red_square: str) -> None:
     wait_until(lambda: metric(service, "num_requests_running") == 0)
     names = ("generation_tokens_total", "request_generation_tokens_sum", "request_success_total")
     before = {name: metric(service, name) for name in names}
@@ -76,8 +76,7 @@ def test_tokens_are_counted_as_they_are_generated_each_once(service: RunningServ
     assert counted == of_choices > 2
 
 
-def test_what_cannot_be_answered_is_no_error_of_the_service(service: RunningService, http: Any) -> None:
-    """One prompt is too long, and the other is given up with it."""
+def test_a_prompt_too_long_counts_as_refused_with_its_neighbour(service: RunningService, http: Any) -> None:
     wait_until(lambda: metric(service, "num_requests_running") == 0)
     limit = service.get("/v1/models")["data"][0]["max_model_len"]
     ends = ("refused", "error", "abort")
@@ -98,7 +97,7 @@ def test_what_cannot_be_answered_is_no_error_of_the_service(service: RunningServ
         ("/infer", {"inputs": [{"image": "/etc/passwd"}]}, 1),
     ],
 )
-def test_what_is_refused_before_the_engine_has_it_counts_too(
+def test_requests_refused_before_the_engine_are_counted(
     service: RunningService, http: Any, path: str, body: dict[str, Any], number: int, stream: bool
 ) -> None:
     ends = ("refused", "error", "abort")
@@ -116,7 +115,9 @@ def test_clients_that_leave_at_once_free_everything(service: RunningService, red
     assert service.wait_until_free()["blocks"] == 0
 
 
-def test_the_openai_client_closes_a_stream(service: RunningService, client: openai.OpenAI, red_square: str) -> None:
+def test_a_stream_closed_by_the_openai_client_frees_everything(
+    service: RunningService, client: openai.OpenAI, red_square: str
+) -> None:
     body = endless_chat(service, red_square)
     messages = body.pop("messages")
     ignore_eos = {"ignore_eos": body.pop("ignore_eos")}
@@ -128,12 +129,12 @@ def test_the_openai_client_closes_a_stream(service: RunningService, client: open
     assert service.wait_until_free()["blocks"] == 0
 
 
-def test_a_deadline(service: RunningService, http: Any, red_square: str) -> None:
+def test_a_timeout_frees_everything(service: RunningService, http: Any, red_square: str) -> None:
     body = {"inputs": [{"image": red_square}, {"text": "What?"}]}
     limit = service.get("/v1/models")["data"][0]["max_model_len"]
     parameters = {"max_new_tokens": limit - 300, "timeout": 1, "temperature": 50.0}
     answer = http.post("/infer", json=body | {"parameters": parameters})
-    # A fast machine may finish in time; what counts is that nothing is left either way.
+    # A fast machine may finish in time. Either way, no block may be left.
     assert answer.status_code in (200, 504), answer.text
     if answer.status_code == 504:
         assert answer.json()["error"]["type"] == "TimeoutError"
@@ -145,7 +146,7 @@ async def never() -> dict[str, Any]:
     raise AssertionError
 
 
-async def test_admission_refuses_above_its_limit() -> None:
+async def test_admission_refuses_requests_above_its_limit() -> None:
     admission = Admission(1, 10)
     async with admission.admit(never):
         with pytest.raises(QueueFull, match="the limit is 1"):
@@ -156,13 +157,13 @@ async def test_admission_refuses_above_its_limit() -> None:
     assert len(admission) == 0
 
 
-async def test_admission_ends_what_is_late() -> None:
+async def test_admission_ends_a_request_at_its_timeout() -> None:
     with pytest.raises(RequestTimeout, match=r"limit of 0\.05 s"):
         async with Admission(1, 10).admit(never, timeout_s=0.05):
             await asyncio.Event().wait()
 
 
-async def test_admission_ends_what_was_abandoned() -> None:
+async def test_admission_ends_a_request_whose_client_left() -> None:
     async def gone() -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
@@ -171,7 +172,7 @@ async def test_admission_ends_what_was_abandoned() -> None:
             await asyncio.Event().wait()
 
 
-async def test_admission_stops() -> None:
+async def test_a_stopping_admission_ends_and_refuses_requests() -> None:
     admission = Admission(2, 10)
     started = asyncio.Event()
 
@@ -190,13 +191,13 @@ async def test_admission_stops() -> None:
             pytest.fail("admitted")
 
 
-async def test_an_error_inside_goes_through_admission() -> None:
+async def test_admission_lets_an_error_through() -> None:
     with pytest.raises(KeyError):
         async with Admission(1, 10).admit(never):
             raise KeyError
 
 
-async def test_a_foreign_cancellation_goes_through_admission() -> None:
+async def test_admission_lets_a_foreign_cancellation_through() -> None:
     admission = Admission(1, 10)
     started = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""A request's media are parted from it before the rest is looked through."""
+"""Tests that media are taken out of a request before the request is checked."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def traced() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("traced")
-def test_media_take_no_part_in_the_check() -> None:
+def test_the_check_of_a_request_does_not_copy_its_media() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:;base64," + "A" * 8 * MiB}}, {"text": "What is it?"}]
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
@@ -44,6 +44,6 @@ def test_media_take_no_part_in_the_check() -> None:
     ],
     ids=["text", "surrogate", "beside-media", "variable"],
 )
-def test_what_no_message_to_a_tokenizer_holds(request_: TokenizeRequest) -> None:
+def test_values_that_msgpack_cannot_encode_are_refused(request_: TokenizeRequest) -> None:
     with pytest.raises(InputError, match=r"^the (request|prompt) holds an? .*lone surrogate"):
         _checked(request_, ServiceConfig())

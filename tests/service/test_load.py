@@ -1,4 +1,4 @@
-"""More requests than are taken, requests that take too long, clients that leave and clients that do not read."""
+"""Tests of the service under load: full queues, timeouts, and clients that leave or do not read."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ MORE_THAN_SOCKETS_HOLD: dict[str, Any] = {
     "ignore_eos": True,
     "stream": True,
 }
-"""About 13 MB of answer from little work: the choices share the prompt's cache."""
+"""Request with an answer of about 13 MB and little work, as the choices share the prompt's KV cache."""
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    """A service that takes few requests, each for a long time."""
+    """Yield a service that accepts few requests and lets each run for a long time."""
     folder = tmp_path_factory.mktemp("loaded")
     settings = {
         "max_concurrent_requests": LIMIT,
@@ -67,7 +67,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    """A service that gives each request two seconds, and a client that takes nothing one."""
+    """Yield a service that gives a request two seconds, and disconnects a client that reads nothing for one second."""
     folder = tmp_path_factory.mktemp("hasty")
     settings = {
         "request_timeout_s": 2.0,
@@ -89,22 +89,22 @@ def content(red_square: str) -> list[dict[str, Any]]:
 
 
 def post(service: RunningService, path: str, body: dict[str, Any], receive_bytes: int | None = None) -> socket.socket:
-    """Sends a request and returns its connection, on which nothing has been read."""
+    """Send a request and return its connection, from which nothing has been read."""
     parts = urlsplit(service.url)
-    made = socket.socket()
+    connection = socket.socket()
     if receive_bytes is not None:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    made.settimeout(WAIT_S)
-    made.connect((parts.hostname, parts.port))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(WAIT_S)
+    connection.connect((parts.hostname, parts.port))
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
     head += "Content-Type: application/json\r\n\r\n"
-    made.sendall(head.encode() + data)
-    return made
+    connection.sendall(head.encode() + data)
+    return connection
 
 
 def answer_of(connection: socket.socket) -> tuple[int, list[dict[str, Any]]]:
-    """Status and events of a stream that is read to its end, which must be there."""
+    """Read a stream to its end, which must be `[DONE]`, and return its status and events."""
     response = http.client.HTTPResponse(connection)
     response.begin()
     lines = response.read().splitlines()
@@ -113,27 +113,27 @@ def answer_of(connection: socket.socket) -> tuple[int, list[dict[str, Any]]]:
 
 
 def id_of(response: http.client.HTTPResponse) -> str:
-    """As it stands in the log."""
-    found = response.headers["X-Request-Id"]
-    assert found
-    return found
+    """Return the request id as it appears in the log."""
+    request_id = response.headers["X-Request-Id"]
+    assert request_id
+    return request_id
 
 
 def unfinished(service: RunningService) -> Counter[str]:
-    """Choices that ended so, by reason."""
+    """Return the number of unfinished choices by reason."""
     ends = ("refused", "error", "abort")
     return Counter({end: int(metric(service, "request_success_total", finished_reason=end)) for end in ends})
 
 
 def connections(service: RunningService) -> int:
-    """Open ones of clients; the one that asks is none of them."""
+    """Return the number of open client connections of the service."""
     port = urlsplit(service.url).port
-    own = psutil.Process(service.process.pid).net_connections("tcp")
-    return sum(one.status != psutil.CONN_LISTEN and one.laddr.port == port for one in own)
+    of_service = psutil.Process(service.process.pid).net_connections("tcp")
+    return sum(one.status != psutil.CONN_LISTEN and one.laddr.port == port for one in of_service)
 
 
 def announcing(service: RunningService, num_bytes: int) -> int:
-    """The status of a request whose body does not come."""
+    """Announce a body without sending it, and return the status of the answer."""
     with socket.create_connection(urlsplit(service.url).netloc.rsplit(":", 1), WAIT_S) as uploading:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {num_bytes}\r\n\r\n"
         uploading.sendall(head.encode())
@@ -143,7 +143,7 @@ def announcing(service: RunningService, num_bytes: int) -> int:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_full_queue_refuses_and_says_when_to_come_back(loaded: RunningService, red_square: str, stream: bool) -> None:
+def test_a_full_queue_refuses_requests_with_retry_after(loaded: RunningService, red_square: str, stream: bool) -> None:
     body = {"messages": content(red_square), **ENDLESS, "stream": stream}
     running = [post(loaded, CHAT, body) for _ in range(LIMIT)]
     wait_until(lambda: metric(loaded, "num_requests_running") == LIMIT)
@@ -166,29 +166,29 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(loaded: RunningService,
     assert loaded.wait_until_free()["blocks"] == 0
 
 
-def test_the_deadline_of_a_stream_is_its_last_event(hasty: RunningService, red_square: str) -> None:
+def test_a_stream_ends_with_a_504_event_at_its_timeout(hasty: RunningService, red_square: str) -> None:
     body = {"messages": content(red_square), **ENDLESS, "n": 8, "stream": True}
     before = unfinished(hasty)
     with post(hasty, CHAT, body) as connection:
         response = http.client.HTTPResponse(connection)
         response.begin()
         text = response.read().decode()
-    assert response.status in (200, 504)  # on a busy machine it comes before the first event
+    assert response.status in (200, 504)  # on a busy machine the timeout precedes the first event
     assert '"code":504' in text
     assert "the limit of 2 s" in text
     if response.status == 200:
         assert text.endswith("data: [DONE]\n\n")
         why = "RequestTimeout: the request took longer than the limit of 2 s"
-        told = f"the response was aborted: {why} [{id_of(response)}]"
-        wait_until(lambda: told in hasty.log.read_text())
+        warning = f"the response was aborted: {why} [{id_of(response)}]"
+        wait_until(lambda: warning in hasty.log.read_text())
         line = re.compile(rf"POST {CHAT} 200 [\d.]+ s, aborted: RequestTimeout \[{id_of(response)}\]")
-        wait_until(lambda: line.search(hasty.log.read_text()) is not None)  # written once the client has it
+        wait_until(lambda: line.search(hasty.log.read_text()) is not None)  # written once the client has the answer
     assert unfinished(hasty) == before + Counter(error=8), "its client did not leave"
     assert hasty.wait_until_free()["blocks"] == 0
     wait_until(lambda: metric(hasty, "num_requests_running") == 0)
 
 
-def test_the_deadline_of_an_answer_is_its_status(hasty: RunningService, red_square: str) -> None:
+def test_an_unstreamed_answer_is_504_at_its_timeout(hasty: RunningService, red_square: str) -> None:
     body = {"messages": content(red_square), **ENDLESS, "n": 8}
     before = unfinished(hasty)
     late = httpx2.post(hasty.url + CHAT, json=body, timeout=WAIT_S)
@@ -200,7 +200,7 @@ def test_the_deadline_of_an_answer_is_its_status(hasty: RunningService, red_squa
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_ends_while_its_media_are_fetched_is_counted(hasty: RunningService, stream: bool) -> None:
+def test_requests_that_end_while_fetching_media_are_counted(hasty: RunningService, stream: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.png"
         body = {"messages": content(url), "n": 2, "stream": stream}
@@ -215,7 +215,7 @@ def test_what_ends_while_its_media_are_fetched_is_counted(hasty: RunningService,
         assert unfinished(hasty) == before + Counter(error=2, abort=2)
 
 
-def test_who_reads_nothing_is_dropped(hasty: RunningService) -> None:
+def test_a_client_that_reads_nothing_is_disconnected(hasty: RunningService) -> None:
     before = connections(hasty)
     with post(hasty, COMPLETIONS, MORE_THAN_SOCKETS_HOLD, receive_bytes=2048):
         wait_until(lambda: metric(hasty, "http_requests_total", handler=COMPLETIONS) == 1)
@@ -224,7 +224,7 @@ def test_who_reads_nothing_is_dropped(hasty: RunningService) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_reads_byte_by_byte_is_left_at_the_deadline(hasty: RunningService, stream: bool) -> None:
+def test_a_client_that_reads_byte_by_byte_is_disconnected_at_the_timeout(hasty: RunningService, stream: bool) -> None:
     answered = metric(hasty, "http_requests_total", handler=COMPLETIONS)
     with post(hasty, COMPLETIONS, MORE_THAN_SOCKETS_HOLD | {"stream": stream}, receive_bytes=2048) as trickle:
         read = 0
@@ -239,12 +239,12 @@ def test_who_reads_byte_by_byte_is_left_at_the_deadline(hasty: RunningService, s
         wait_until(lambda: metric(hasty, "num_requests_running") == 0)
 
 
-def test_slow_readers_hold_nothing_and_nobody(loaded: RunningService, red_square: str) -> None:
-    """The engine is done with them, and answers others, before they have read a byte."""
-    asked = {**MORE_THAN_SOCKETS_HOLD, "stream_options": {"include_usage": True}}
+def test_slow_readers_delay_no_other_request(loaded: RunningService, red_square: str) -> None:
+    """Finish the answers and serve other requests before the slow clients have read a byte."""
+    request = {**MORE_THAN_SOCKETS_HOLD, "stream_options": {"include_usage": True}}
     before = metric(loaded, "request_success_total", finished_reason="length")
-    slow = [post(loaded, COMPLETIONS, asked, receive_bytes=2048) for _ in range(LIMIT - 1)]
-    done = before + len(slow) * asked["n"]
+    slow = [post(loaded, COMPLETIONS, request, receive_bytes=2048) for _ in range(LIMIT - 1)]
+    done = before + len(slow) * request["n"]
     wait_until(lambda: metric(loaded, "request_success_total", finished_reason="length") == done)
     assert metric(loaded, "num_requests_running") == 0
     answered = httpx2.post(loaded.url + CHAT, json={"messages": content(red_square), "temperature": 0}, timeout=WAIT_S)
@@ -255,28 +255,28 @@ def test_slow_readers_hold_nothing_and_nobody(loaded: RunningService, red_square
         with connection:
             status, events = answer_of(connection)
         assert status == 200
-        assert events[-1]["usage"]["completion_tokens"] == asked["n"] * asked["max_tokens"]
+        assert events[-1]["usage"]["completion_tokens"] == request["n"] * request["max_tokens"]
         ends = [choice["finish_reason"] for event in events for choice in event["choices"]]
-        assert ends.count("length") == asked["n"]
+        assert ends.count("length") == request["n"]
 
 
-def test_a_whole_answer_that_nobody_reads_counts(loaded: RunningService) -> None:
-    """As being answered, until its client has it or leaves; the engine is done with it."""
+def test_an_unread_answer_counts_as_a_concurrent_request(loaded: RunningService) -> None:
+    """Count an answer as running until its client has read the answer or left, although the engine has finished."""
     before = metric(loaded, "request_success_total", finished_reason="length")
     whole = MORE_THAN_SOCKETS_HOLD | {"stream": False}
     slow = [post(loaded, COMPLETIONS, whole, receive_bytes=2048) for _ in range(LIMIT)]
     wait_until(lambda: metric(loaded, "request_success_total", finished_reason="length") == before + LIMIT * whole["n"])
 
-    def others() -> int:
+    def status_of_another() -> int:
         return httpx2.post(f"{loaded.url}/tokenize", json={"prompt": "x"}, timeout=WAIT_S).status_code
 
-    assert others() == 429
+    assert status_of_another() == 429
     with slow.pop() as reading:
         response = http.client.HTTPResponse(reading)
         response.begin()
-        assert others() == 429, "the client has its beginning alone"
+        assert status_of_another() == 429, "the client has its beginning alone"
         assert len(json.loads(response.read())["choices"]) == whole["n"]
-    wait_until(lambda: others() == 200)
+    wait_until(lambda: status_of_another() == 200)
     for connection in slow:
         connection.close()
     wait_until(lambda: f"POST {COMPLETIONS} 200" in loaded.log.read_text())
@@ -291,20 +291,20 @@ def test_a_whole_answer_that_nobody_reads_counts(loaded: RunningService) -> None
     wait_until(all_places_are_free)
 
 
-def test_a_slow_reader_s_media_are_freed_while_it_reads(loaded: RunningService, red_square: str) -> None:
+def test_the_media_of_a_slow_reader_are_freed_while_it_reads(loaded: RunningService, red_square: str) -> None:
     pictured = f'<img src="{red_square.replace("image/png", "image/jpeg")}">'
     changes = {"prompt": f"{pictured} " + "red square " * 400, "stop": None}
     before = metric(loaded, "request_success_total", finished_reason="length")
     with post(loaded, COMPLETIONS, MORE_THAN_SOCKETS_HOLD | changes, receive_bytes=2048) as slow:
         wait_until(lambda: metric(loaded, "request_success_total", finished_reason="length") == before + 20)
         wait_until(lambda: loaded.shm()["blocks"] == 0)
-        with pytest.raises(httpx2.HTTPStatusError):  # it is still being answered: one place fewer is left
+        with pytest.raises(httpx2.HTTPStatusError):  # the slow answer still takes one place
             fill_up(loaded, LIMIT)
         assert answer_of(slow)[0] == 200
 
 
 def fill_up(service: RunningService, count: int) -> None:
-    """As many requests at once; raises for one that is refused."""
+    """Send `count` requests at once. Raise if one is refused."""
     held = [post(service, CHAT, {"messages": [{"role": "user", "content": "x"}], **ENDLESS}) for _ in range(count - 1)]
     try:
         wait_until(lambda: metric(service, "num_requests_running") == count - 1)
@@ -315,8 +315,8 @@ def fill_up(service: RunningService, count: int) -> None:
         wait_until(lambda: metric(service, "num_requests_running") == 0)
 
 
-def test_who_reads_nothing_does_not_keep_the_service_from_stopping(loaded: RunningService) -> None:
-    """The last test of this service."""
+def test_a_client_that_reads_nothing_does_not_delay_the_stop(loaded: RunningService) -> None:
+    """Stop the service with an unread answer. This must be the last test that uses the service."""
     before = metric(loaded, "request_success_total", finished_reason="length")
     with post(loaded, COMPLETIONS, MORE_THAN_SOCKETS_HOLD, receive_bytes=2048):
         wait_until(lambda: metric(loaded, "request_success_total", finished_reason="length") == before + 20)
@@ -325,7 +325,7 @@ def test_who_reads_nothing_does_not_keep_the_service_from_stopping(loaded: Runni
 
 @pytest.mark.usefixtures("copied_workers")
 async def test_an_abort_stops_the_engine_within_one_step() -> None:
-    """The engine is halted in the midst of a step while the client leaves: that step is the last with its request."""
+    """Run no further step with the request of a client that left during a step."""
     engine = await AsyncEngine.start(
         None, EngineConfig(device="cpu", kv_cache_bytes=16 * MiB, num_threads=1, measure_s=0)
     )
@@ -338,13 +338,13 @@ async def test_an_abort_stops_the_engine_within_one_step() -> None:
 
         async def read() -> None:
             async for _ in staying:
-                running.append(engine.stats.num_running)  # noqa: PERF401 - looked at meanwhile
+                running.append(engine.stats.num_running)  # noqa: PERF401 - read while the loop runs
 
         reading = asyncio.create_task(read())
         await anext(leaving)
         await until(lambda: 2 in running)
         os.kill(engine.pid, signal.SIGSTOP)
-        await halted(engine)
+        await wait_until_stopped_and_read(engine)
         before = len(running)
         await leaving.aclose()
         os.kill(engine.pid, signal.SIGCONT)
@@ -360,17 +360,17 @@ async def test_an_abort_stops_the_engine_within_one_step() -> None:
         await engine.close()
 
 
-async def halted(engine: AsyncEngine) -> None:
-    """Returns once what the engine had sent until it was halted has been read."""
+async def wait_until_stopped_and_read(engine: AsyncEngine) -> None:
+    """Return once the engine is stopped and everything it had sent has been read."""
     process = psutil.Process(engine.pid)
     await until(lambda: process.status() == psutil.STATUS_STOPPED)
     channel = engine._child.channel._writer.get_extra_info("socket")
     await until(lambda: not select.select([channel.fileno()], [], [], 0)[0])
-    for _ in range(3):  # from the stream to the queue, from the queue to who reads it
+    for _ in range(3):  # from the stream to the queue, and from the queue to the reader
         await asyncio.sleep(0)
 
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in another process
+        while not condition():  # noqa: ASYNC110 - the condition depends on another process
             await asyncio.sleep(0)

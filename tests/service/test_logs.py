@@ -1,4 +1,4 @@
-"""What the log of a service says, and what it never says: media, prompts and keys."""
+"""Tests that the log has the expected records and contains no media, prompts or keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = "Whisper about Ozymandias"
 SYSTEM = "You never mention Xanadu"
 SCHEMA_NAME = "Kubla"
 OF_A_LIBRARY = re.compile(r"\[W\d{4} \d\d:\d\d:\d\d.\d+ \w+\.cpp:\d+\] ")
-"""What torch's or torch_npu's C++ writes to standard error by itself."""
+"""Lines that the C++ code of torch or torch_npu writes to standard error."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def talk(
 
 
 def converse(http: Any, picture: str, *, strict: bool) -> None:
-    """Requests that go well, and such that go wrong at every station."""
+    """Send successful requests, and requests that fail at each stage."""
     chat = "/v1/chat/completions"
     content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": PROMPT}]
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
@@ -95,7 +95,7 @@ def records(log: str) -> list[dict[str, Any]]:
 Talk = tuple[bool, str, str, RunningService]
 
 
-def test_every_line_is_an_object(talk: Talk) -> None:
+def test_every_log_line_is_a_json_object(talk: Talk) -> None:
     found = records(talk[1])
     assert {record["process"] for record in found} >= {"api", "engine"}
     assert {record["process"] for record in found} <= {"api", "engine", "tokenizer", "nursery"}
@@ -105,8 +105,8 @@ def test_every_line_is_an_object(talk: Talk) -> None:
 
 def test_an_ignored_key_is_logged_once(talk: Talk) -> None:
     strict, log, _, _ = talk
-    told = [record["message"] for record in records(log) if record["level"] == "warning"]
-    assert [said for said in told if "annotations" in said or "'id'" in said] == [
+    warnings = [record["message"] for record in records(log) if record["level"] == "warning"]
+    assert [message for message in warnings if "annotations" in message or "'id'" in message] == [
         f"ignoring the unknown key {key!r} of an item; this warning is not repeated"
         for key in ([] if strict else ["annotations", "id"])
     ]
@@ -122,24 +122,24 @@ def test_keys_and_media_are_never_logged(talk: Talk) -> None:
         assert data[start : start + 24] not in log
 
 
-def test_prompts_are_logged_where_that_was_asked_for(talk: Talk) -> None:
-    asked, log, _, _ = talk
-    said = [record for record in records(log) if record["logger"] == "service.request.call"]
-    if not asked:
-        assert said == []
+def test_prompts_are_logged_only_with_log_prompts(talk: Talk) -> None:
+    log_prompts, log, _, _ = talk
+    logged = [record for record in records(log) if record["logger"] == "service.request.call"]
+    if not log_prompts:
+        assert logged == []
         for word in ("Ozymandias", "Xanadu", SCHEMA_NAME, "Whisper"):
             assert word not in log
         return
-    assert len(said) == 5
-    for record in said:
+    assert len(logged) == 5
+    for record in logged:
         assert PROMPT in record["message"]
         assert record["request_id"]
-    assert SYSTEM in said[0]["message"]
-    assert "<image of " in said[0]["message"]
-    assert "data:image/png;base64,..." in said[3]["message"] or "data:image/jpeg;base64,..." in said[3]["message"]
+    assert SYSTEM in logged[0]["message"]
+    assert "<image of " in logged[0]["message"]
+    assert "data:image/png;base64,..." in logged[3]["message"] or "data:image/jpeg;base64,..." in logged[3]["message"]
 
 
-def test_each_request_has_its_line(talk: Talk) -> None:
+def test_each_request_has_its_access_line(talk: Talk) -> None:
     lines = [record for record in records(talk[1]) if record["logger"] == "service.access"]
     assert [(line["status"], line["route"]) for line in lines[:6]] == [
         (200, "/v1/chat/completions"),
@@ -158,7 +158,7 @@ def test_each_request_has_its_line(talk: Talk) -> None:
 
 @contextmanager
 def streaming(service: RunningService, n: int) -> Iterator[Any]:
-    """An answer of `n` choices that has begun, as its response."""
+    """Yield the response of a started stream of `n` choices."""
     limit = service.get("/v1/models")["data"][0]["max_model_len"]
     body = {"prompt": PROMPT, "n": n, "max_tokens": limit // 2, "ignore_eos": True, "stream": True}
     with httpx2.stream("POST", f"{service.url}/v1/completions", json=body, timeout=300) as response:
@@ -166,8 +166,11 @@ def streaming(service: RunningService, n: int) -> Iterator[Any]:
         yield response
 
 
-def test_answers_that_break_off_are_told_and_counted(settings: dict[str, object], tmp_path: Path) -> None:
-    """Their status said that all is well: one whose client leaves, one whose engine dies, one that a stop ends."""
+def test_interrupted_streams_are_logged_and_counted(settings: dict[str, object], tmp_path: Path) -> None:
+    """Log and count streams that fail after their status 200.
+
+    The client of the first stream leaves, the engine of the second dies, and the service stops during the third.
+    """
     log = tmp_path / "log"
     with running_service(settings | {"log_format": "json", "spool": tmp_path / "spool"}, log) as service:
         with streaming(service, 2) as left:
@@ -189,19 +192,19 @@ def test_answers_that_break_off_are_told_and_counted(settings: dict[str, object]
             service.process.send_signal(signal.SIGTERM)
             assert '"code":503' in [line for line in events if line][-2]
         assert service.process.wait(120) == 0
-    found = records(log.read_text())
+    logged = records(log.read_text())
     ids = [response.headers["x-request-id"] for response in (left, died, stopped)]
     names = ["RequestAborted", "ProcessDied", "ServiceStopping"]
-    lines = [line for line in found if line["logger"] == "service.access" and line["level"] == "info"]
+    lines = [line for line in logged if line["logger"] == "service.access" and line["level"] == "info"]
     assert [(line["request_id"], line["status"], line["error"]) for line in lines] == [
         (one, 200, name) for one, name in zip(ids, names, strict=True)
     ]
     assert [line["message"].rpartition(", ")[2] for line in lines] == [f"aborted: {name}" for name in names]
-    told = [
+    breaks = [
         (line["level"], line["request_id"], line["message"])
-        for line in found
+        for line in logged
         if line["logger"] == "service.request.admitted"
     ]
-    assert [one[:2] for one in told] == [("warning", ids[1]), ("warning", ids[2])], "one line each; clients may leave"
-    assert re.search(r"was aborted: ProcessDied: the engine process \d+ died", told[0][2])
-    assert "was aborted: ServiceStopping: the service stopped before the request was finished" in told[1][2]
+    assert [one[:2] for one in breaks] == [("warning", ids[1]), ("warning", ids[2])], "one line each; clients may leave"
+    assert re.search(r"was aborted: ProcessDied: the engine process \d+ died", breaks[0][2])
+    assert "was aborted: ServiceStopping: the service stopped before the request was finished" in breaks[1][2]

@@ -1,4 +1,4 @@
-"""Bodies on their way in: each bounded, and all of them together."""
+"""Tests of the limits of each request body and of all bodies together."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ ADMISSION = Admission(limit=9, timeout_s=60)
 
 
 class Inside:
-    """An application that reads the body, and holds it until it is let go."""
+    """An application that reads the body and holds it until `go` is set."""
 
     def __init__(self) -> None:
         self.read = asyncio.Event()
@@ -40,7 +40,7 @@ def call(middleware: Middleware, body: bytes, headers: Any = ()) -> Any:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_bodies_have_a_limit_together(announced: bool) -> None:
+async def test_the_bodies_of_all_requests_share_a_limit(announced: bool) -> None:
     inside = Inside()
     middleware = Middleware(
         inside,
@@ -62,7 +62,7 @@ async def test_bodies_have_a_limit_together(announced: bool) -> None:
     assert middleware.held_bytes == 0
 
 
-async def test_bodies_that_are_refused_are_held_no_longer() -> None:
+async def test_refused_bodies_are_not_held() -> None:
     config = ServiceConfig(max_request_bytes=100, max_request_values=10)
     middleware = Middleware(Inside(), config=config, admission=ADMISSION, metrics=Metrics("x"))
     for body, limit in ((b"," * 11, "JSON values than the limit of 10"), (bytes(101), "the limit is 100")):
@@ -71,7 +71,7 @@ async def test_bodies_that_are_refused_are_held_no_longer() -> None:
         assert middleware.held_bytes == 0
 
 
-async def test_a_body_that_does_not_come() -> None:
+async def test_a_body_that_does_not_arrive_in_time_is_408() -> None:
     async def never() -> Message:
         await asyncio.Event().wait()
         raise AssertionError

@@ -1,4 +1,4 @@
-"""The interface's description is true: schemathesis asks after it and believes it."""
+"""Tests that /openapi.json describes the service correctly."""
 
 import json
 import subprocess
@@ -35,9 +35,9 @@ ROUTES = {
 
 
 ELSEWHERE = {"n", "best_of"}
-"""Numbers that are no setting of the sampler."""
+"""Numeric fields that are not sampling parameters."""
 NAMES = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
-"""Settings of the sampler that have another name there."""
+"""Sampling parameter by field name, where the two differ."""
 
 
 def test_every_route_is_described(http: Any) -> None:
@@ -51,7 +51,7 @@ def test_every_route_is_described(http: Any) -> None:
 
 @pytest.mark.parametrize("body", ["ChatBody", "CompletionBody"])
 def test_numbers_have_the_ranges_of_the_sampler(http: Any, body: str) -> None:
-    """Of each, the outermost that the description allows is taken, and what is next to it is not."""
+    """Accept the extreme values that the schema allows, and refuse the values just outside."""
     properties = http.get("/openapi.json").json()["components"]["schemas"][body]["properties"]
     numbers = {name: number for name, described in properties.items() for number in numeric(described)}
     assert len(numbers) > 11
@@ -65,7 +65,7 @@ def test_numbers_have_the_ranges_of_the_sampler(http: Any, body: str) -> None:
             else:
                 last = kind(number[f"m{side}"])
                 outside = last + step
-            # -1 is vLLM's word for all. Without echo, a completion needs at least one token.
+            # The value -1 means all, as in vLLM. Without echo, a completion needs at least one token.
             if (name, last) in {("top_k", -1), ("max_tokens", 1), ("max_completion_tokens", 1)}:
                 continue
             setting = NAMES.get(name, name)
@@ -79,16 +79,16 @@ def numeric(described: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 PICTURE = "<picture>"
-"""Stands for its address."""
+"""Stand-in for the URL of a picture."""
 SEEN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}]
-TOLD = {"max_tokens": 2, "timings": True}
+SHORT = {"max_tokens": 2, "timings": True}
 ALL_OF_CHATS = {"n": 2, "logprobs": True, "top_logprobs": 2, "media_spans": True}
 ALL_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 ANSWERS = [
-    ("/v1/chat/completions", {"messages": SEEN, **TOLD}),
-    ("/v1/chat/completions", {"messages": SEEN, **TOLD, **ALL_OF_CHATS}),
-    ("/v1/completions", {"prompt": "a", **TOLD}),
-    ("/v1/completions", {"prompt": ["a", "b"], **TOLD, "echo": True, "logprobs": 2}),
+    ("/v1/chat/completions", {"messages": SEEN, **SHORT}),
+    ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS}),
+    ("/v1/completions", {"prompt": "a", **SHORT}),
+    ("/v1/completions", {"prompt": ["a", "b"], **SHORT, "echo": True, "logprobs": 2}),
     ("/infer", {"inputs": "a"}),
     ("/infer", {"inputs": "a", "parameters": {"details": True, "timings": True}}),
     ("/generate", {"inputs": "a"}),
@@ -98,10 +98,10 @@ ANSWERS = [
     ("/detokenize", {"tokens": [1]}),
 ]
 STREAMS = [
-    ("/v1/chat/completions", {"messages": SEEN, **TOLD}),
-    ("/v1/chat/completions", {"messages": SEEN, **TOLD, **ALL_OF_CHATS, **ALL_USAGE}),
-    ("/v1/completions", {"prompt": "a", **TOLD}),
-    ("/v1/completions", {"prompt": "a", **TOLD, "echo": True, "logprobs": 2, **ALL_USAGE}),
+    ("/v1/chat/completions", {"messages": SEEN, **SHORT}),
+    ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS, **ALL_USAGE}),
+    ("/v1/completions", {"prompt": "a", **SHORT}),
+    ("/v1/completions", {"prompt": "a", **SHORT, "echo": True, "logprobs": 2, **ALL_USAGE}),
     ("/infer", {"inputs": "a"}),
     ("/infer", {"inputs": "a", "parameters": {"details": True, "timings": True}}),
     ("/generate_stream", {"inputs": "a"}),
@@ -110,22 +110,22 @@ STREAMS = [
 
 
 @pytest.mark.parametrize(("route", "body"), ANSWERS)
-def test_answers_are_those_described(http: Any, red_square: str, route: str, body: dict[str, Any]) -> None:
+def test_answers_match_the_schema(http: Any, red_square: str, route: str, body: dict[str, Any]) -> None:
     answer = http.post(route, json=with_picture(body, red_square)).raise_for_status()
     require(http, described(http, "post", route)["application/json"]["schema"], [answer.json()])
 
 
 @pytest.mark.parametrize(("route", "body"), STREAMS)
-def test_events_are_those_described(http: Any, red_square: str, route: str, body: dict[str, Any]) -> None:
+def test_stream_events_match_the_schema(http: Any, red_square: str, route: str, body: dict[str, Any]) -> None:
     answer = http.post(route, json=with_picture(body | {"stream": True}, red_square)).raise_for_status()
     data = described(http, "post", route)["text/event-stream"]["itemSchema"]["properties"]["data"]
-    told = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     if "anyOf" in data:
         last, data = data["anyOf"]
-        assert told.pop() == last["const"]
-    assert len(told) > 1
+        assert events.pop() == last["const"]
+    assert len(events) > 1
     (event, _) = data["contentSchema"]["anyOf"]
-    require(http, event, [json.loads(one) for one in told])
+    require(http, event, [json.loads(one) for one in events])
 
 
 @pytest.mark.parametrize(
@@ -136,43 +136,45 @@ def test_events_are_those_described(http: Any, red_square: str, route: str, body
         ("/shm", "/shm?blocks=true"),
     ],
 )
-def test_what_is_told_of_the_service_is_as_described(http: Any, route: str, path: str) -> None:
+def test_answers_to_get_match_the_schema(http: Any, route: str, path: str) -> None:
     answer = http.get(path).raise_for_status()
     require(http, described(http, "get", route)["application/json"]["schema"], [answer.json()])
 
 
 def with_picture(body: dict[str, Any], picture: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(body).replace(PICTURE, picture))
-    return found
+    filled: dict[str, Any] = json.loads(json.dumps(body).replace(PICTURE, picture))
+    return filled
 
 
 def described(http: Any, method: str, route: str) -> dict[str, Any]:
-    """What the route answers, by media type."""
+    """Return the schemas of the route's answers by media type."""
     found: dict[str, Any] = http.get("/openapi.json").json()["paths"][route][method]["responses"]["200"]["content"]
     return found
 
 
-def require(http: Any, schema: dict[str, Any], found: list[Any]) -> None:
-    """Each of `found` has what the schema says, and nothing else."""
+def require(http: Any, schema: dict[str, Any], answers: list[Any]) -> None:
+    """Assert that each answer has exactly the fields of the schema."""
     assert schema, "nothing is said"
     components = http.get("/openapi.json").json()["components"]
     for component in components["schemas"].values():
         if "properties" in component:
             component["additionalProperties"] = False
     validator = jsonschema.Draft202012Validator(schema | {"components": components})
-    for one in found:
+    for one in answers:
         validator.validate(one)
 
 
 @pytest.mark.parametrize(
     ("phases", "examples"), [("fuzzing", 5), pytest.param("coverage,fuzzing", 10, marks=pytest.mark.slow)]
 )
-def test_schemathesis(service: RunningService, http: Any, tmp_path: Path, phases: str, examples: int) -> None:
-    """Wrong requests are refused, no request is a 5xx, statuses, types and bodies are those described.
+def test_schemathesis_finds_no_violation(
+    service: RunningService, http: Any, tmp_path: Path, phases: str, examples: int
+) -> None:
+    """Refuse invalid requests, return no 5xx, and match the described statuses, types and bodies.
 
-    Not asked: that every request of the described form is answered. No schema says which model is served, what
-    a message or an image holds, which ids are in the vocabulary, what joins several fields (`stream_options` and
-    `stream`, `min_tokens` and `max_tokens`), or what the context still holds.
+    A request that fits the schema may be refused, so `positive_data_acceptance` is excluded. The schema cannot express
+    the served model, valid messages and images, the vocabulary, the length of the context or conditions across fields
+    (`stream_options` and `stream`, `min_tokens` and `max_tokens`).
     """
     ended = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""The runbook of docs/operate.md: each of its commands, run in what it is for."""
+"""Tests of the runbook of docs/operate.md, with each command run in the situation for which it is meant."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def commands() -> list[str]:
-    """The lines of every fenced block of the page, in order."""
+    """Return the lines of every fenced block of the page, in order."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
 def dead(script: str, *arguments: object) -> Path:
-    """What a process printed before it died by SIGKILL."""
+    """Return the path that a process printed before SIGKILL ended the process."""
     ended = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=60
     )
@@ -64,14 +64,14 @@ def is_attachable(ref: Ref) -> bool:
 
 @dataclass
 class Situation:
-    """A full /dev/shm, with a bit of everything in it."""
+    """A full /dev/shm with files of living and dead processes and of another program."""
 
     folder: Path
     arena: Arena
-    """This process's: it lives."""
+    """Arena of this process, which is alive."""
     url: str
     foreign: Path = field(init=False)
-    """Another program's file."""
+    """File of another program."""
 
     def __post_init__(self) -> None:
         self.spool = self.folder / "spool"
@@ -94,7 +94,7 @@ class Situation:
         return f"{self.arena.path.name}:{ref.block}"
 
     def run(self, command: str) -> str:
-        """What the command, with the examples' names replaced, prints; it must end with 0."""
+        """Run a command with the example names replaced, and return its output. The command must exit with 0."""
         for example, real in (
             ("/var/spool/mindie_mm/7f3c/shm_name.txt", str(self.path_file)),
             ("mindie_mm-1f2a:17", self.block_name(self.of_path_file)),
@@ -116,107 +116,107 @@ class Situation:
 @pytest.fixture
 def situation(tmp_path: Path, service: RunningService) -> Iterator[Situation]:
     with Arena.create(1 << 20) as arena:
-        made = Situation(tmp_path, arena, service.url)
-        yield made
-        for path in (made.dead_arena, made.foreign, made.segment):
+        full = Situation(tmp_path, arena, service.url)
+        yield full
+        for path in (full.dead_arena, full.foreign, full.segment):
             path.unlink(missing_ok=True)
 
 
-def sees_all(it: Situation, said: str) -> None:
-    (row,) = [line for line in said.splitlines() if line.startswith(it.dead_arena.name)]
+def lists_all(situation: Situation, output: str) -> None:
+    (row,) = [line for line in output.splitlines() if line.startswith(situation.dead_arena.name)]
     assert "DEAD" in row
-    (row,) = [line for line in said.splitlines() if line.startswith(it.arena.path.name)]
+    (row,) = [line for line in output.splitlines() if line.startswith(situation.arena.path.name)]
     assert "alive" in row
     assert "3 published" in row
-    assert re.search(r"in other files$", said)
+    assert re.search(r"in other files$", output)
 
 
-def names_the_foreign_file(it: Situation, said: str) -> None:
-    assert it.foreign.name in said
+def names_the_foreign_file(situation: Situation, output: str) -> None:
+    assert situation.foreign.name in output
 
 
-def changes_nothing(it: Situation, said: str) -> None:
-    for path in (it.dead_arena, it.dead_request):
-        assert str(path) in said
+def names_the_dead_and_keeps_them(situation: Situation, output: str) -> None:
+    for path in (situation.dead_arena, situation.dead_request):
+        assert str(path) in output
         assert path.exists()
-    assert is_attachable(it.of_dead_request)
+    assert is_attachable(situation.of_dead_request)
 
 
-def takes_the_dead_alone(it: Situation, said: str) -> None:
-    for path in (it.dead_arena, it.dead_request):
-        assert str(path) in said
+def removes_only_the_dead(situation: Situation, output: str) -> None:
+    for path in (situation.dead_arena, situation.dead_request):
+        assert str(path) in output
         assert not path.exists()
-    assert not is_attachable(it.of_dead_request)
-    assert is_attachable(it.of_path_file)
-    assert is_attachable(it.living)
-    assert it.segment.exists()
-    assert it.foreign.exists()
+    assert not is_attachable(situation.of_dead_request)
+    assert is_attachable(situation.of_path_file)
+    assert is_attachable(situation.living)
+    assert situation.segment.exists()
+    assert situation.foreign.exists()
 
 
-def would_free_the_path_file(it: Situation, said: str) -> None:
-    assert it.block_name(it.of_path_file) in said
-    assert it.segment.name in said
-    assert is_attachable(it.of_path_file)
-    assert it.segment.exists()
+def would_free_the_path_file(situation: Situation, output: str) -> None:
+    assert situation.block_name(situation.of_path_file) in output
+    assert situation.segment.name in output
+    assert is_attachable(situation.of_path_file)
+    assert situation.segment.exists()
 
 
-def frees_the_path_file(it: Situation, said: str) -> None:
-    assert it.segment.name in said
-    assert not is_attachable(it.of_path_file)
-    assert not it.segment.exists()
-    assert is_attachable(it.living)
-    it.of_path_file = it.publish(it.path_file)  # for those who free it in another way
+def frees_the_path_file(situation: Situation, output: str) -> None:
+    assert situation.segment.name in output
+    assert not is_attachable(situation.of_path_file)
+    assert not situation.segment.exists()
+    assert is_attachable(situation.living)
+    situation.of_path_file = situation.publish(situation.path_file)  # the next command frees the block in another way
 
 
-def lists_blocks(it: Situation, said: str) -> None:
-    (row,) = [line for line in said.splitlines() if line.startswith(it.block_name(it.living))]
+def lists_blocks(situation: Situation, output: str) -> None:
+    (row,) = [line for line in output.splitlines() if line.startswith(situation.block_name(situation.living))]
     assert row.endswith("other.txt")
 
 
-def frees_it(it: Situation, said: str) -> None:
-    assert said == "freed 1 block\n"
-    assert not is_attachable(it.of_path_file)
-    assert is_attachable(it.living)
-    it.of_path_file = it.publish(it.path_file)
+def frees_the_block(situation: Situation, output: str) -> None:
+    assert output == "freed 1 block\n"
+    assert not is_attachable(situation.of_path_file)
+    assert is_attachable(situation.living)
+    situation.of_path_file = situation.publish(situation.path_file)
 
 
-def says_three_lines(_: Situation, said: str) -> None:
-    assert len(said.splitlines()) == 3
+def prints_three_lines(_: Situation, output: str) -> None:
+    assert len(output.splitlines()) == 3
 
 
-def says_ok(_: Situation, said: str) -> None:
-    assert json.loads(said)["status"] == "ok"
+def prints_ok(_: Situation, output: str) -> None:
+    assert json.loads(output)["status"] == "ok"
 
 
-def lists_as_json(it: Situation, said: str) -> None:
-    assert str(it.arena.path) in {arena["file"] for arena in json.loads(said)}
+def lists_as_json(situation: Situation, output: str) -> None:
+    assert str(situation.arena.path) in {arena["file"] for arena in json.loads(output)}
 
 
-def finds_nothing_more(it: Situation, said: str) -> None:
-    ours = {str(it.dead_arena), str(it.dead_request)}
-    assert ours.isdisjoint(one["what"] for one in json.loads(said)["reclaimed"])
+def reports_none_of_ours(situation: Situation, output: str) -> None:
+    ours = {str(situation.dead_arena), str(situation.dead_request)}
+    assert ours.isdisjoint(one["what"] for one in json.loads(output)["reclaimed"])
 
 
 EFFECTS: dict[str, Callable[[Situation, str], None]] = {
     "df -h /dev/shm": lambda _, said: None if "/dev/shm" in said else pytest.fail(said),
-    "mindie-mm shm list": sees_all,
+    "mindie-mm shm list": lists_all,
     "ls -lAS /dev/shm": names_the_foreign_file,
-    "mindie-mm shm gc --dry-run": changes_nothing,
-    "mindie-mm shm gc": takes_the_dead_alone,
+    "mindie-mm shm gc --dry-run": names_the_dead_and_keeps_them,
+    "mindie-mm shm gc": removes_only_the_dead,
     "mindie-mm shm gc --path-file /var/spool/mindie_mm/7f3c/shm_name.txt --dry-run": would_free_the_path_file,
     "mindie-mm shm gc --path-file /var/spool/mindie_mm/7f3c/shm_name.txt": frees_the_path_file,
     "mindie-mm shm list --blocks": lists_blocks,
-    "mindie-mm shm free mindie_mm-1f2a:17": frees_it,
-    "mindie-mm shm free /var/spool/mindie_mm/7f3c/shm_name.txt": frees_it,
-    "mindie-mm shm watch --count 3": says_three_lines,
-    "curl -sf http://127.0.0.1:8000/health": says_ok,
+    "mindie-mm shm free mindie_mm-1f2a:17": frees_the_block,
+    "mindie-mm shm free /var/spool/mindie_mm/7f3c/shm_name.txt": frees_the_block,
+    "mindie-mm shm watch --count 3": prints_three_lines,
+    "curl -sf http://127.0.0.1:8000/health": prints_ok,
     "mindie-mm shm list --json": lists_as_json,
-    "mindie-mm shm gc --json": finds_nothing_more,
+    "mindie-mm shm gc --json": reports_none_of_ours,
 }
 
 
-def test_every_command_of_the_runbook_does_what_the_page_says(situation: Situation) -> None:
-    found = commands()
-    assert found == list(EFFECTS), "each command of the page has its effect here, in the same order"
-    for command in found:
+def test_every_command_of_the_runbook_has_its_documented_effect(situation: Situation) -> None:
+    documented = commands()
+    assert documented == list(EFFECTS), "each command of the page has its effect here, in the same order"
+    for command in documented:
         EFFECTS[command](situation, situation.run(command))

@@ -1,4 +1,4 @@
-"""The guides name settings, metrics and files: each exists, and each file is taken by what reads it."""
+"""Tests that the settings and metrics which the guides name exist and that the example files are valid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from service.http.page import PATHS as page_paths  # noqa: N811
 from tools.serving import RunningService
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in ("serve", "operate", "monitoring", "security", "ascend"))
+PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in ("serve", "operate", "monitoring", "security", "npu"))
 OTHERS = {
     *(
         "--cpus",
@@ -41,7 +41,7 @@ OTHERS = {
     *("--read-only", "--cap-drop", "--device", "--gpus", "--group-add", "--build-arg", "--profile", "--build"),
     *("--kustomize", "--from-literal", "--index-url", "--help"),
 }
-"""Options of docker, kubectl and pip; and click's own."""
+"""Options of docker, kubectl, pip and click."""
 VLLM = {
     *("num_requests_running", "num_requests_waiting", "num_preemptions_total", "kv_cache_usage_perc"),
     *("cache_config_info", "prefix_cache_queries_total", "prefix_cache_hits_total", "mm_cache_queries_total"),
@@ -59,7 +59,7 @@ VLLM = {
     ),
     "process_resident_memory_bytes",
 }
-"""Names of vLLM 0.32 whose meaning is the same here."""
+"""Metric names of vLLM 0.32 that mean the same here."""
 
 
 def fenced(language: str) -> list[str]:
@@ -73,33 +73,33 @@ def options(command: click.Command) -> Iterator[str]:
     if isinstance(command, click.Group):
         context = click.Context(command)
         for name in command.list_commands(context):
-            found = command.get_command(context, name)
-            assert found is not None
-            yield from options(found)
+            subcommand = command.get_command(context, name)
+            assert subcommand is not None
+            yield from options(subcommand)
 
 
-def test_every_option_that_is_named_exists() -> None:
+def test_every_documented_option_exists() -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
     assert named - set(options(main)) - OTHERS == set()
 
 
-def test_every_variable_that_is_named_exists() -> None:
+def test_every_documented_variable_exists() -> None:
     fields = {field.name for cls in CLASSES for field in dataclasses.fields(cls)} - PARTS
     variables = {f"MINDIE_MM_{name.upper()}" for name in fields} | {"MINDIE_MM_CONFIG"}
     assert set(re.findall(r"MINDIE_MM_\w+", PAGE)) <= variables
 
 
-def test_the_file_of_settings_is_one(tmp_path: Path) -> None:
+def test_the_documented_settings_file_is_valid(tmp_path: Path) -> None:
     (text,) = fenced("toml")
     file = tmp_path / "settings.toml"
     file.write_text(text)
-    found = configuration({}, file)
-    assert found.service.grace_s == 20
-    assert found.worker.arena_bytes == 512 << 20
-    assert len(found.origins) == len(re.findall("^[a-z_]+ =", text, re.MULTILINE))
+    loaded = configuration({}, file)
+    assert loaded.service.grace_s == 20
+    assert loaded.worker.arena_bytes == 512 << 20
+    assert len(loaded.origins) == len(re.findall("^[a-z_]+ =", text, re.MULTILINE))
 
 
-def test_the_unit_is_one_for_systemd(tmp_path: Path) -> None:
+def test_the_documented_systemd_unit_is_valid(tmp_path: Path) -> None:
     (text,) = fenced("ini")
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze")
@@ -114,7 +114,7 @@ def test_the_unit_is_one_for_systemd(tmp_path: Path) -> None:
 
 
 def metric_names(http: Any) -> set[str]:
-    """Of samples and of families, without the prefix."""
+    """Return the names of samples and of families without the prefix."""
     http.post("/v1/completions", json={"prompt": "What?", "max_tokens": 3, "ignore_eos": True}).raise_for_status()
     names: set[str] = set()
     for family in text_string_to_metric_families(http.get("/metrics").text):
@@ -122,7 +122,7 @@ def metric_names(http: Any) -> set[str]:
     return {name.removeprefix("mindie_mm:") for name in names}
 
 
-def test_every_metric_that_is_named_exists(http: Any) -> None:
+def test_every_documented_metric_exists(http: Any) -> None:
     section = PAGE.partition("\n## Metrics\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
     named = {name for cell in cells for name in re.findall(r"`([a-z_]+)`", cell)}
@@ -131,9 +131,9 @@ def test_every_metric_that_is_named_exists(http: Any) -> None:
     assert named - metric_names(http) == set()
 
 
-def test_the_alerts_are_of_metrics_that_exist(http: Any) -> None:
-    (found,) = [each for each in map(yaml.safe_load, fenced("yaml")) if "groups" in each]
-    (group,) = found["groups"]
+def test_the_alerts_use_existing_metrics(http: Any) -> None:
+    (rules,) = [each for each in map(yaml.safe_load, fenced("yaml")) if "groups" in each]
+    (group,) = rules["groups"]
     exist = metric_names(http)
     for rule in group["rules"]:
         named = re.findall(r"mindie_mm:(\w+)", rule["expr"])
@@ -143,8 +143,8 @@ def test_the_alerts_are_of_metrics_that_exist(http: Any) -> None:
         assert rule["expr"].count("(") == rule["expr"].count(")")
 
 
-def test_the_alert_of_errors_is_about_requests_that_are_answered(service: RunningService) -> None:
-    """Probes, scrapes and the page come every second, and would hide what fails."""
+def test_the_error_alert_ignores_probes_scrapes_and_the_web_page(service: RunningService) -> None:
+    """Leave out probes, scrapes and the web page, whose frequent successes would hide failures."""
     (expr,) = re.findall(r"alert: MindieMmErrors\n +expr: (.*)", PAGE)
     left_out, again = re.findall(r'handler!~"([^"]*)"', expr)
     assert left_out == again
@@ -156,18 +156,17 @@ def test_the_alert_of_errors_is_about_requests_that_are_answered(service: Runnin
     }
 
 
-def test_the_reasons_of_an_ending_are_those_of_the_page(http: Any) -> None:
+def test_the_documented_finish_reasons_are_those_of_the_metric(http: Any) -> None:
     (row,) = [line for line in PAGE.splitlines() if line.startswith("| `request_success_total`")]
-    told = set(re.findall(r"`(\w+)`", row)) - {"request_success_total", "finished_reason"}
-    assert told == set(re.findall(r'request_success_total\{finished_reason="(\w+)"', http.get("/metrics").text))
+    reasons = set(re.findall(r"`(\w+)`", row)) - {"request_success_total", "finished_reason"}
+    assert reasons == set(re.findall(r'request_success_total\{finished_reason="(\w+)"', http.get("/metrics").text))
 
 
-def test_the_dashboards_of_vllm_find_its_names(http: Any) -> None:
-    """What vLLM 0.32 has, of the same meaning here."""
+def test_the_metric_names_of_vllm_exist(http: Any) -> None:
     assert VLLM - metric_names(http) == set()
 
 
-def test_a_line_of_the_log_has_the_keys_of_the_example(service: RunningService) -> None:
+def test_the_example_log_line_has_the_keys_of_a_record(service: RunningService) -> None:
     (text,) = [one for one in fenced("json") if "duration_s" in one]
     assert json.loads(text).keys() >= {"time", "level", "logger", "process", "pid", "message", "request_id"}
     method, route, status = re.search(r"(\S+) (\S+) (\d+) [\d.]+ s", json.loads(text)["message"]).groups()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The nginx and HAProxy configurations of docs/operate.md, in front of a service."""
+"""Tests of the nginx and HAProxy configurations of docs/operate.md in front of a service."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMANDS = {"nginx": ("nginx", "-c"), "haproxy": ("haproxy", "-db", "-f")}
 def proxied(
     request: pytest.FixtureRequest, service: RunningService, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx2.Client]:
-    """A client of a proxy with the page's configuration, except for both ports."""
+    """Yield a client of a proxy that runs the page's configuration, except for both ports."""
     command = COMMANDS[request.param]
     program = shutil.which(command[0], path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
     if program is None:
@@ -44,12 +44,12 @@ def proxied(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     own = service.url.removeprefix("http://")
-    for wanted, found in (
+    for original, replacement in (
         ("127.0.0.1:8000", own),
         ("listen 8080", f"listen 127.0.0.1:{port}"),
         (" :8080", f" 127.0.0.1:{port}"),
     ):
-        configuration = configuration.replace(wanted, found)
+        configuration = configuration.replace(original, replacement)
     if request.param == "nginx":
         configuration = NGINX.format(folder=folder, configuration=configuration)
     file = folder / "configuration"
@@ -74,11 +74,11 @@ def is_well(http: httpx2.Client) -> bool:
         return False
 
 
-def test_answers_are_those_of_the_service(proxied: httpx2.Client, http: Any, red_square: str) -> None:
+def test_answers_through_a_proxy_are_those_of_the_service(proxied: httpx2.Client, http: Any, red_square: str) -> None:
     content = [{"type": "image_url", "image_url": red_square}, {"type": "text", "text": "What is in the image?"}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
-    said = [client.post("/v1/chat/completions", json=body).json()["choices"] for client in (proxied, http)]
-    assert said[0] == said[1]
+    answers = [client.post("/v1/chat/completions", json=body).json()["choices"] for client in (proxied, http)]
+    assert answers[0] == answers[1]
     with proxied.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
         events = [line for line in answer.iter_lines() if line]
     assert len(events) > 3

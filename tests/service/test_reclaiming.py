@@ -1,4 +1,4 @@
-"""The service's own collecting, which goes on whatever happens."""
+"""Tests of the service's periodic reclaiming of shared memory."""
 
 import asyncio
 from pathlib import Path
@@ -9,13 +9,13 @@ from service.app import reclaiming
 
 
 class Unforeseen(type(Path())):  # type: ignore[misc]
-    """A spool that fails with none of the errors that a spool can fail with."""
+    """A spool path that raises an error which no file operation raises."""
 
     def __fspath__(self) -> str:
         raise ZeroDivisionError
 
 
-async def test_what_nobody_foresaw_ends_one_turn_and_not_those_after_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unforeseen_error_does_not_end_periodic_reclaiming(caplog: pytest.LogCaptureFixture) -> None:
     async with reclaiming(Unforeseen("spool"), 0.01), asyncio.timeout(120):
         while caplog.text.count("shared memory cannot be reclaimed") < 3:  # noqa: ASYNC110 - no event says so
             await asyncio.sleep(0.01)

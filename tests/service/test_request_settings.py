@@ -1,4 +1,4 @@
-"""Each setting of the sampler can be asked for over HTTP, under its own name, and reaches it."""
+"""Tests that each sampling parameter of a request reaches the sampler."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ GIVEN: dict[str, Any] = {
     "ignore_eos": True,
     "cache_salt": "s",
 }
-MADE = {"logit_bias": {3: -2.0}, "stop": ("a", "b"), "stop_token_ids": (4, 5)}
+CONVERTED = {"logit_bias": {3: -2.0}, "stop": ("a", "b"), "stop_token_ids": (4, 5)}
 ELSEWHERE = {
     "cut_max_tokens": "off with max_tokens, which it is about",
     "logprobs": "in each body in its own way",
@@ -38,12 +38,12 @@ ELSEWHERE = {
 }
 
 
-def test_every_setting_is_given_here() -> None:
+def test_these_tests_cover_every_sampling_parameter() -> None:
     assert {*SamplingParams.__struct_fields__} == GIVEN.keys() | ELSEWHERE.keys()
 
 
-def test_chat_and_completions() -> None:
-    expected = SamplingParams(**GIVEN | MADE)
+def test_chats_and_completions_set_every_sampling_parameter() -> None:
+    expected = SamplingParams(**GIVEN | CONVERTED)
     assert ChatBody(messages=[], **GIVEN).sampling_params(SamplingParams()) == expected
     assert CompletionBody(prompt="x", **GIVEN).sampling_params(SamplingParams()) == expected
     default = SamplingParams(max_tokens=9, cut_max_tokens=True)
@@ -53,7 +53,7 @@ def test_chat_and_completions() -> None:
     assert ChatBody(messages=[], **nothing).sampling_params(SamplingParams()) == SamplingParams()
 
 
-def test_infer() -> None:
+def test_infer_sets_its_sampling_parameters() -> None:
     names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "cache_salt")
     given = {name: GIVEN[name] for name in names}
     expected = SamplingParams(max_tokens=5, **given | {"stop": ("a", "b")})
@@ -76,13 +76,13 @@ BODIES: list[tuple[type[Fields], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("body", "rest"), BODIES)
 def test_an_integer_may_be_written_as_a_float(body: type[Fields], rest: dict[str, Any]) -> None:
-    """Some languages only have floats. Numbers with a fraction, and `true`, are still refused."""
+    """Accept 1.0 as 1, as some languages only have floats. Refuse fractions and `true`."""
     names = [name for name, field in body.model_fields.items() if "int" in str(field.annotation).split(" | ")[0]]
     integers = [name for name in names if name not in ("prompt", "stop_token_ids")]
     assert len(integers) >= 4
     for name in integers:
-        found = getattr(body(**rest | {name: 1.0}), name)
-        assert (found, type(found)) == (1, int), name
+        value = getattr(body(**rest | {name: 1.0}), name)
+        assert (value, type(value)) == (1, int), name
         for wrong in (1.5, True, "1", 1e300, float("inf"), float("nan")):
             with pytest.raises(ValidationError):
                 body(**rest | {name: wrong})
@@ -99,6 +99,6 @@ def test_token_ids_may_be_written_as_floats() -> None:
 
 
 @pytest.mark.parametrize(("stop", "strings"), [("a", ("a",)), (["a"], ("a",)), ([], ()), (None, ())])
-def test_stop_strings_come_alone_or_in_a_list(stop: Any, strings: tuple[str, ...]) -> None:
+def test_stop_may_be_a_string_or_a_list(stop: Any, strings: tuple[str, ...]) -> None:
     assert ChatBody(messages=[], stop=stop).sampling_params(SamplingParams()).stop == strings
     assert InferParameters(stop=stop).sampling_params(SamplingParams()).stop == strings

@@ -1,11 +1,11 @@
-"""Choices of a seeded request draw from the seeds that follow the request's, which go round."""
+"""Tests that the choices of a seeded request use consecutive seeds, which wrap around."""
 
 from typing import Any
 
 LEAST, MOST = -(2**63), 2**63 - 1
 
 
-def test_the_seed_behind_the_greatest_is_the_least(http: Any) -> None:
+def test_the_seed_after_the_greatest_is_the_least(http: Any) -> None:
     def texts(seed: int, n: int) -> list[str]:
         body = {"prompt": "What?", "temperature": 5, "max_tokens": 8, "ignore_eos": True, "seed": seed, "n": n}
         answer = http.post("/v1/completions", json=body)

@@ -1,4 +1,4 @@
-"""Starting and stopping: whatever ends the service, nothing is left in shared memory."""
+"""Tests of start and stop. A service leaves nothing in shared memory, however it ends."""
 
 import contextlib
 import json
@@ -45,7 +45,9 @@ ENGINE = "mindie_mm.engine.process.engine_process"
         ("/runs/snapshots/12", "12"),
     ],
 )
-def test_the_name_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, name: str) -> None:
+def test_a_checkpoint_is_named_after_its_folder_or_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, name: str
+) -> None:
     (tmp_path / "models/qwen").mkdir(parents=True)
     (tmp_path / "models/latest").symlink_to("qwen")
     monkeypatch.chdir(tmp_path / "models/qwen")
@@ -53,24 +55,24 @@ def test_the_name_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def start_endless_stream(service: RunningService, red_square: str) -> socket.socket:
-    """A streamed answer of which the first event has come."""
+    """Start a long stream and return its connection once the status line has arrived."""
     return start_stream(service, red_square, service.get("/v1/models")["data"][0]["max_model_len"] // 2, n=8)
 
 
 def start_stream(service: RunningService, red_square: str, max_tokens: int, n: int = 1) -> socket.socket:
-    """As above, one that ends."""
-    connection = connected(service)
-    connection.sendall(head_and_body(asked(red_square, max_tokens, n) | {"stream": True}))
+    """Start a stream and return its connection once the status line has arrived."""
+    connection = connect(service)
+    connection.sendall(head_and_body(chat_body(red_square, max_tokens, n) | {"stream": True}))
     assert connection.recv(12) == b"HTTP/1.1 200"
     return connection
 
 
-def asked(red_square: str, max_tokens: int, n: int) -> dict[str, Any]:
+def chat_body(red_square: str, max_tokens: int, n: int) -> dict[str, Any]:
     messages = [{"role": "user", "content": [{"image": red_square}, {"text": "What?"}]}]
     return {"messages": messages, "max_tokens": max_tokens, "n": n, "ignore_eos": True}
 
 
-def connected(service: RunningService) -> socket.socket:
+def connect(service: RunningService) -> socket.socket:
     host = urlsplit(service.url)
     assert host.hostname is not None
     return socket.create_connection((host.hostname, host.port or 80), timeout=300)
@@ -96,17 +98,19 @@ def wait_until_gone(arenas: list[str], timeout_s: float = 60) -> list[str]:
     return left
 
 
-def names(found: dict[str, Any]) -> list[str]:
-    arenas = [arena["name"] for arena in found["arenas"]]
+def arena_names(shm: dict[str, Any]) -> list[str]:
+    arenas = [arena["name"] for arena in shm["arenas"]]
     assert arenas
     return arenas
 
 
-def test_sigterm_ends_what_runs_and_frees_all(settings: dict[str, object], tmp_path: Path, red_square: str) -> None:
+def test_sigterm_ends_running_requests_and_frees_everything(
+    settings: dict[str, object], tmp_path: Path, red_square: str
+) -> None:
     spool = tmp_path / "spool"
     with running_service(settings | {"spool": spool}, tmp_path / "log") as service:
         with start_endless_stream(service, red_square) as connection:
-            arenas = names(service.shm())
+            arenas = arena_names(service.shm())
             service.process.send_signal(signal.SIGTERM)
             rest = read_all(connection)
         assert service.process.wait(300) == 0
@@ -117,12 +121,12 @@ def test_sigterm_ends_what_runs_and_frees_all(settings: dict[str, object], tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_runs_is_finished_within_the_grace_time(
+def test_running_requests_are_finished_within_the_grace_time(
     settings: dict[str, object], tmp_path: Path, red_square: str, number: signal.Signals
 ) -> None:
     with running_service(settings | {"spool": tmp_path / "spool", "grace_s": 60}, tmp_path / "log") as service:
         with start_stream(service, red_square, max_tokens=200) as connection:
-            arenas = names(service.shm())
+            arenas = arena_names(service.shm())
             service.process.send_signal(number)
             rest = read_all(connection)
         assert service.process.wait(300) == 0
@@ -133,20 +137,20 @@ def test_what_runs_is_finished_within_the_grace_time(
     assert list((tmp_path / "spool").iterdir()) == []
 
 
-def test_while_it_stops_it_lives_and_is_not_ready_and_a_second_signal_ends_the_grace(
+def test_a_stopping_service_is_live_but_not_ready_until_a_second_signal_ends_the_grace_time(
     settings: dict[str, object], tmp_path: Path, red_square: str
 ) -> None:
     with running_service(settings | {"spool": tmp_path / "spool", "grace_s": 600}, tmp_path / "log") as service:
         with start_endless_stream(service, red_square) as connection:
-            arenas = names(service.shm())
+            arenas = arena_names(service.shm())
             service.process.send_signal(signal.SIGTERM)
-            while (answer := httpx2.get(f"{service.url}/health")).status_code == 200:  # until it has seen the signal
+            while (answer := httpx2.get(f"{service.url}/health")).status_code == 200:  # the signal is not handled yet
                 time.sleep(0.01)
             assert answer.status_code == 503
             assert answer.json()["error"]["message"] == "the service is stopping"
             assert httpx2.get(f"{service.url}/health/live").status_code == 200
             assert httpx2.get(f"{service.url}/metrics").status_code == 200
-            refused = httpx2.post(f"{service.url}/v1/chat/completions", json=asked(red_square, 1, 1))
+            refused = httpx2.post(f"{service.url}/v1/chat/completions", json=chat_body(red_square, 1, 1))
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert refused.json()["error"]["message"] == "the service is stopping"
             service.process.send_signal(signal.SIGTERM)
@@ -157,17 +161,17 @@ def test_while_it_stops_it_lives_and_is_not_ready_and_a_second_signal_ends_the_g
     assert list((tmp_path / "spool").iterdir()) == []
 
 
-def test_while_it_stops_each_answer_ends_its_connection_and_those_at_rest_are_closed(
+def test_a_stopping_service_closes_idle_connections_and_each_connection_after_its_answer(
     settings: dict[str, object], tmp_path: Path, red_square: str
 ) -> None:
-    """Clients that keep connections find another service behind the address, not this one again and again."""
+    """Close connections so that keep-alive clients reconnect and reach another service at the same address."""
     with running_service(settings | {"spool": tmp_path / "spool", "grace_s": 600}, tmp_path / "log") as service:
         asking = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with (
             start_endless_stream(service, red_square) as stream,
-            connected(service) as at_rest,
-            connected(service) as fresh,
-            connected(service) as halfway,
+            connect(service) as at_rest,
+            connect(service) as fresh,
+            connect(service) as halfway,
         ):
             halfway.sendall(asking[:9])
             at_rest.sendall(asking)
@@ -187,13 +191,13 @@ def test_while_it_stops_each_answer_ends_its_connection_and_those_at_rest_are_cl
         assert service.process.wait(300) == 0
 
 
-def test_an_answer_that_has_not_begun_when_the_grace_is_over_is_a_503(
+def test_an_answer_that_has_not_started_when_the_grace_time_ends_is_503(
     settings: dict[str, object], tmp_path: Path, red_square: str
 ) -> None:
     with running_service(settings | {"spool": tmp_path / "spool"}, tmp_path / "log") as service:
         limit = service.get("/v1/models")["data"][0]["max_model_len"]
-        with connected(service) as connection:
-            connection.sendall(head_and_body(asked(red_square, limit // 2, 8)))
+        with connect(service) as connection:
+            connection.sendall(head_and_body(chat_body(red_square, limit // 2, 8)))
             wait_until(lambda: metric(service, "num_requests_running") == 8)
             service.process.send_signal(signal.SIGTERM)
             head, _, body = read_all(connection).partition(b"\r\n\r\n")
@@ -205,16 +209,14 @@ def test_an_answer_that_has_not_begun_when_the_grace_is_over_is_a_503(
 
 
 @pytest.mark.slow
-def test_clients_that_write_and_read_slowly_do_not_keep_it_from_stopping(
-    settings: dict[str, object], tmp_path: Path, red_square: str
-) -> None:
+def test_slow_clients_do_not_delay_the_stop(settings: dict[str, object], tmp_path: Path, red_square: str) -> None:
     with (
         running_service(settings | {"spool": tmp_path / "spool"}, tmp_path / "log") as service,
-        connected(service) as writer,
+        connect(service) as writer,
         start_endless_stream(service, red_square),
     ):
-        writer.sendall(head_and_body(asked(red_square, 1, 1))[:-1])
-        service.get("/health")  # answered after the half body was read
+        writer.sendall(head_and_body(chat_body(red_square, 1, 1))[:-1])
+        service.get("/health")  # the service answers after it has read the partial body
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(300) == 0
     assert list((tmp_path / "spool").iterdir()) == []
@@ -224,7 +226,7 @@ def test_clients_that_write_and_read_slowly_do_not_keep_it_from_stopping(
 def loading_service(
     settings: dict[str, object], log: Path, stdout: int = subprocess.PIPE
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A service that has begun to load, and its processes with it."""
+    """Yield the process of a service that is loading, once its child processes have started."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0", *flags]
     with log.open("w", encoding="utf-8") as errors, subprocess.Popen(command, stdout=stdout, stderr=errors) as process:
@@ -240,7 +242,9 @@ def loading_service(
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
-def test_stopped_while_it_loads(settings: dict[str, object], tmp_path: Path, numbers: list[signal.Signals]) -> None:
+def test_a_signal_while_loading_ends_the_service_and_its_processes(
+    settings: dict[str, object], tmp_path: Path, numbers: list[signal.Signals]
+) -> None:
     with loading_service(settings | {"spool": tmp_path / "spool"}, tmp_path / "log") as process:
         children = psutil.Process(process.pid).children()
         for number in numbers:
@@ -254,8 +258,8 @@ def test_stopped_while_it_loads(settings: dict[str, object], tmp_path: Path, num
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("logged", [False, True], ids=["reading settings", "importing"])
-def test_stopped_before_it_loads(tmp_path: Path, number: signal.Signals, logged: bool) -> None:
-    """Handlers stand before what takes long: process 1 of a container gets no signal that it has none for."""
+def test_a_signal_before_loading_ends_the_service(tmp_path: Path, number: signal.Signals, logged: bool) -> None:
+    """Install signal handlers before slow imports, as process 1 of a container ignores signals without a handler."""
     command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0", f"--spool={tmp_path / 'spool'}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
@@ -267,24 +271,24 @@ def test_stopped_before_it_loads(tmp_path: Path, number: signal.Signals, logged:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
             process.send_signal(number)
-            said, errors = process.communicate(timeout=300)
+            printed, errors = process.communicate(timeout=300)
         finally:
             process.kill()
-    assert (process.returncode, said) == (0, b""), first + errors
+    assert (process.returncode, printed) == (0, b""), first + errors
     assert b"loading" not in errors
     assert logged or errors == b""
     assert not (tmp_path / "spool").exists()
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
-    found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None
-    return bool(int(found[1], 16) >> (number - 1) & 1)
+    """Return whether a process has a handler for a signal."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
+    assert caught is not None
+    return bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def metrics(service: RunningService) -> dict[tuple[str, str], float]:
-    """Values by name and process."""
+    """Return metric values by name and process."""
     text = httpx2.get(f"{service.url}/metrics").text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {
@@ -298,7 +302,7 @@ def metrics(service: RunningService) -> dict[tuple[str, str], float]:
 @pytest.mark.parametrize(
     ("role", "module"), [("tokenizer", "mindie_mm.tokenize.stage.tokenizer_process"), ("engine", ENGINE)]
 )
-def test_a_process_that_dies_again_and_again_is_started_after_pauses_and_readiness_says_so(
+def test_a_process_that_dies_repeatedly_is_restarted_with_backoff_while_the_service_is_not_ready(
     settings: dict[str, object], tmp_path: Path, role: str, module: str
 ) -> None:
     with running_service(settings | {"spool": tmp_path / "spool"}, tmp_path / "log") as service:
@@ -307,7 +311,7 @@ def test_a_process_that_dies_again_and_again_is_started_after_pauses_and_readine
         enough = threading.Event()
 
         def kill_each() -> None:
-            """Kills each process of the role as soon as there is one: none ever answers."""
+            """Kill each process of the role as soon as it starts, so that it never answers."""
             while len(killed) < 4:
                 for child in psutil.Process(service.process.pid).children():
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -332,17 +336,17 @@ def test_a_process_that_dies_again_and_again_is_started_after_pauses_and_readine
         answer = httpx2.post(f"{service.url}/v1/completions", json=body, timeout=300)  # waits for the restart
         assert answer.status_code == 200
         assert httpx2.get(f"{service.url}/health").status_code == 200
-        found = metrics(service)
-        assert (found["processes", role], found["process_restarts_total", role]) == (1, 1)
-        assert found["process_start_failures_total", role] == 3
+        counted = metrics(service)
+        assert (counted["processes", role], counted["process_restarts_total", role]) == (1, 1)
+        assert counted["process_start_failures_total", role] == 3
         assert service.stop() == 0
-    said = (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
     for pause_s in ("0.5", "1.0", "2.0"):
-        assert f"{role} process is restarted in {pause_s} s" in said
-    assert "was restarted (restart 1)" in said
+        assert f"{role} process is restarted in {pause_s} s" in log
+    assert "was restarted (restart 1)" in log
 
 
-def test_a_killed_service_is_cleaned_up_by_the_next(
+def test_the_next_service_cleans_up_after_a_killed_service(
     settings: dict[str, object], tmp_path: Path, red_square: str
 ) -> None:
     spool = tmp_path / "spool"
@@ -350,7 +354,7 @@ def test_a_killed_service_is_cleaned_up_by_the_next(
         running_service(settings | {"spool": spool}, tmp_path / "log") as killed,
         start_endless_stream(killed, red_square),
     ):
-        arenas = names(killed.shm())
+        arenas = arena_names(killed.shm())
         killed.process.kill()
         killed.process.wait()
     (left,) = spool.iterdir()
@@ -366,7 +370,7 @@ def test_a_killed_service_is_cleaned_up_by_the_next(
         assert service.stop() == 0
 
 
-def test_a_port_in_use(settings: dict[str, object], tmp_path: Path) -> None:
+def test_a_port_in_use_is_refused(settings: dict[str, object], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with (
@@ -396,19 +400,21 @@ def test_a_second_service_on_one_port_does_not_load(settings: dict[str, object],
         pass
 
 
-def test_a_port_that_is_taken_while_it_loads(settings: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_port_taken_while_loading_ends_the_service(settings: dict[str, object], tmp_path: Path) -> None:
     port = free_port()
     with (
         loading_service(settings | {"port": port, "spool": tmp_path / "spool"}, tmp_path / "log") as process,
         socket.create_server(("127.0.0.1", port)),
     ):
         assert process.wait(300) == 1
-    said = (tmp_path / "log").read_text()
-    assert said.endswith(f"Error: cannot listen on 127.0.0.1:{port}: Address already in use\n")
-    assert "Traceback" not in said
+    log = (tmp_path / "log").read_text()
+    assert log.endswith(f"Error: cannot listen on 127.0.0.1:{port}: Address already in use\n")
+    assert "Traceback" not in log
 
 
-def test_nobody_reads_what_it_prints(settings: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_closed_standard_output_does_not_stop_the_service(settings: dict[str, object], tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     log = tmp_path / "log"
@@ -422,13 +428,13 @@ def test_nobody_reads_what_it_prints(settings: dict[str, object], tmp_path: Path
         assert httpx2.get(f"{found[1]}/health/live").status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0, log.read_text()
-    said = log.read_text()
-    assert "Traceback" not in said
-    assert "ignored" not in said
+    logged = log.read_text()
+    assert "Traceback" not in logged
+    assert "ignored" not in logged
 
 
-def test_a_folder_of_data_is_no_spool(settings: dict[str, object], tmp_path: Path) -> None:
-    """Its folders look like requests of the dead, which are removed."""
+def test_a_folder_of_data_is_refused_as_spool(settings: dict[str, object], tmp_path: Path) -> None:
+    """Refuse the folder, as its subfolders look like directories of dead requests and would be removed."""
     (tmp_path / "a" / "image").mkdir(parents=True)
     (tmp_path / "a" / "shm_name.txt").touch()
     with (
@@ -439,18 +445,18 @@ def test_a_folder_of_data_is_no_spool(settings: dict[str, object], tmp_path: Pat
     assert (tmp_path / "a" / "image").is_dir()
 
 
-def test_only_failing_to_listen_is_called_so() -> None:
+def test_other_errors_are_not_reported_as_failure_to_listen() -> None:
     with pytest.raises(FileNotFoundError), _bound(ServiceConfig(port=0)):
         raise FileNotFoundError("a worker's")
 
 
-def test_settings_that_would_stall_the_service() -> None:
+def test_zero_concurrent_fetches_are_refused() -> None:
     with pytest.raises(InputError, match="max_concurrent_fetches is 0; it must be an integer of at least 1"):
         ServiceConfig(max_concurrent_fetches=0)
 
 
-def test_no_library_of_web_sockets_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvicorn would import any that is installed."""
+def test_no_websocket_library_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep uvicorn from importing an installed WebSocket library."""
     (tmp_path / "websockets.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "uvicorn.protocols.websockets.auto", raising=False)

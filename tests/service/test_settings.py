@@ -1,4 +1,4 @@
-"""Settings with which no request could be answered: told in a line before anything is loaded."""
+"""Tests that invalid settings are reported in one line before the model is loaded."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from mindie_mm.settings.config import ServiceConfig
 from tests import warm
 
 
-def refused(*flags: object) -> str:
-    """What a service says that does not start for a setting that is to be mended."""
+def error_of_start(*flags: object) -> str:
+    """Start a service with an invalid setting and return its one-line error."""
     command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--port", 0, *flags]
     ended = warm.run(command, timeout=300, env=os.environ | {"MINDIE_MM_LOG_FORMAT": "text"})
     assert ended.returncode == 2, ended.stderr
-    said = [line for line in ended.stderr.splitlines() if "mindie_mm.settings: " not in line]
-    assert len(said) == 1, "neither a trace nor a word of loading"
-    return said[0]
+    lines = [line for line in ended.stderr.splitlines() if "mindie_mm.settings: " not in line]
+    assert len(lines) == 1, "neither a trace nor a word of loading"
+    return lines[0]
 
 
-def test_a_spool_that_cannot_be_one(tmp_path: Path) -> None:
+def test_a_spool_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert re.fullmatch(r"Error: spool /proc/x cannot be created: .*", refused("--spool", "/proc/x"))
-    assert re.fullmatch(rf"Error: spool {file} cannot be created: .*", refused("--spool", file))
-    assert re.fullmatch(rf"Error: spool {file}/x cannot be created: .*", refused("--spool", file / "x"))
+    assert re.fullmatch(r"Error: spool /proc/x cannot be created: .*", error_of_start("--spool", "/proc/x"))
+    assert re.fullmatch(rf"Error: spool {file} cannot be created: .*", error_of_start("--spool", file))
+    assert re.fullmatch(rf"Error: spool {file}/x cannot be created: .*", error_of_start("--spool", file / "x"))
     assert file.is_file()
 
 
-def test_a_spool_that_cannot_be_written() -> None:
-    """Nobody makes a folder in it, whatever the modes say."""
+def test_a_spool_that_cannot_be_written_is_refused() -> None:
+    """Refuse a folder in sysfs, in which no user can create a folder whatever its mode."""
     if os.geteuid() or not Path("/sys/kernel").is_dir():
         pytest.skip("not the owner of /sys/kernel")
-    assert re.fullmatch("Error: spool /sys/kernel cannot be written: .*", refused("--spool", "/sys/kernel"))
+    assert re.fullmatch("Error: spool /sys/kernel cannot be written: .*", error_of_start("--spool", "/sys/kernel"))
 
 
-def test_a_folder_of_media_that_is_none(tmp_path: Path) -> None:
+def test_a_missing_media_folder_is_refused(tmp_path: Path) -> None:
     spool, file = tmp_path / "spool", tmp_path / "file"
     file.touch()
     for folder in (tmp_path / "nothing", file):
-        said = refused("--spool", spool, "--allowed-media-dir", folder)
-        assert said == f"Error: allowed_media_dir is {folder}, which is not a folder"
+        error = error_of_start("--spool", spool, "--allowed-media-dir", folder)
+        assert error == f"Error: allowed_media_dir is {folder}, which is not a folder"
     assert list(spool.iterdir()) == []
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])
-def test_a_port_that_is_none(port: int) -> None:
+def test_a_port_outside_its_range_is_refused(port: int) -> None:
     with pytest.raises(InputError, match=f"port is {port}; it must be an integer from 0 to 65535"):
         ServiceConfig(port=port)
     assert ServiceConfig(port=65535).port == 65535
@@ -64,7 +64,7 @@ def test_a_port_that_is_none(port: int) -> None:
         *("http://localhost:80", "https://example.org:443", "http://localhost:", "http://localhost:123456", "null"),
     ],
 )
-def test_an_origin_that_no_browser_sends(origin: str) -> None:
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     with pytest.raises(InputError, match="cors_origin is '"):
         ServiceConfig(cors_origin=("https://example.org", origin))
     ServiceConfig(
@@ -72,8 +72,8 @@ def test_an_origin_that_no_browser_sends(origin: str) -> None:
     )
 
 
-def test_a_misspelt_variable_is_in_the_log(tmp_path: Path) -> None:
-    """And the start goes on: here to a mistake that ends it."""
+def test_a_misspelt_variable_is_logged_without_its_value(tmp_path: Path) -> None:
+    """Log a warning and continue. The start then ends at another, intended error."""
     command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--spool", tmp_path, "--allowed-media-dir", "/no"]
     ended = warm.run([*command, "--port", 0], timeout=300, env=os.environ | {"MINDIE_MM_MAX_IMAGE": "a-value"})
     assert " WARNING api[" in ended.stderr

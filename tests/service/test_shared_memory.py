@@ -1,4 +1,4 @@
-"""What the service says of its shared memory, and of where a prompt's media lie."""
+"""Tests of GET /shm and of media spans."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +21,10 @@ def body(*sources: str, **changes: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "media_spans": True, "max_tokens": 4} | changes
 
 
-def test_spans_are_where_the_placeholders_stand(http: Any, red_square: str) -> None:
-    asked = body(red_square, red_square)
-    answer = http.post("/v1/chat/completions", json=asked).json()
-    ids = http.post("/tokenize", json={"messages": asked["messages"]}).json()["tokens"]
+def test_media_spans_cover_the_placeholder_tokens(http: Any, red_square: str) -> None:
+    chat = body(red_square, red_square)
+    answer = http.post("/v1/chat/completions", json=chat).json()
+    ids = http.post("/tokenize", json={"messages": chat["messages"]}).json()["tokens"]
     first, second = answer["media_spans"]
     (shown,) = documented('    "media_spans": ')
     for span in (first, second):
@@ -39,29 +39,31 @@ def test_spans_are_where_the_placeholders_stand(http: Any, red_square: str) -> N
     assert first["features"] + second["features"] == details["image_tokens"]
 
 
-def test_who_does_not_ask_is_not_told(http: Any, red_square: str) -> None:
+def test_media_spans_are_absent_unless_requested(http: Any, red_square: str) -> None:
     assert "media_spans" not in http.post("/v1/chat/completions", json=body(red_square, media_spans=False)).json()
     assert http.post("/v1/chat/completions", json=body()).json()["media_spans"] == []
 
 
-def test_spans_are_told_with_the_first_chunk_of_a_stream(http: Any, red_square: str) -> None:
+def test_the_first_chunk_of_a_stream_carries_the_media_spans(http: Any, red_square: str) -> None:
     with http.stream("POST", "/v1/chat/completions", json=body(red_square, stream=True, n=2)) as answer:
         chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
     assert ["media_spans" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
 
 
-def test_blocks_in_use(service: RunningService, http: Any, red_square: str) -> None:
+def test_the_shm_endpoint_describes_each_block_as_documented(
+    service: RunningService, http: Any, red_square: str
+) -> None:
     with ThreadPoolExecutor() as threads:
         with stopped_engine(service):
             answer = threads.submit(http.post, "/v1/chat/completions", json=body(red_square))
             wait_until(lambda: service.shm()["blocks"])
             wait_until(lambda: service.get("/shm?blocks=true")["arenas"][0]["map"][0]["state"] == "published")
-            found = service.get("/shm?blocks=true")
+            shm = service.get("/shm?blocks=true")
             (path_file,) = (service.log.parent / "spool").glob("*/shm_name.txt")
         (span,) = answer.result().json()["media_spans"]
     shown = documented("## GET /shm\n")
-    assert list(found) == list(shown)
-    (arena,) = found["arenas"]
+    assert list(shm) == list(shown)
+    (arena,) = shm["arenas"]
     assert list(arena) == list(shown["arenas"][0])
     (block,) = arena["map"]
     assert list(block) == list(shown["arenas"][0]["map"][0])

@@ -1,4 +1,4 @@
-"""Connections that only wait keep nobody else out: bodies that pause end in time, and connections may be many."""
+"""Tests that slow request bodies time out and that the service allows many connections."""
 
 import asyncio
 import contextlib
@@ -29,20 +29,20 @@ IDLE_S = 1.0
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-class Asked(BaseModel):
-    """A body."""
+class Body(BaseModel):
+    """A request body."""
 
     a: str
 
 
 @pytest.fixture
 async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    """Of what answers with the body's `a`."""
+    """Yield the address of a server that answers with the field `a` of the body."""
     monkeypatch.setattr(middleware, "BODY_IDLE_S", IDLE_S)
     app = FastAPI()
 
     @app.post("/")
-    async def answer(asked: Asked) -> str:
+    async def answer(asked: Body) -> str:
         return asked.a
 
     app.add_middleware(Middleware, config=ServiceConfig(), admission=Admission(9, 60), metrics=Metrics("x"))
@@ -56,20 +56,22 @@ async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, i
 
 
 @contextlib.asynccontextmanager
-async def connected(address: tuple[str, int]) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """For 20 s at most."""
+async def connect(address: tuple[str, int]) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connect for at most 120 s."""
     reader, writer = await asyncio.open_connection(*address)
     try:
         async with asyncio.timeout(120):
             yield reader, writer
     finally:
-        writer.close()  # else the server would wait for it when a test fails
+        writer.close()  # otherwise the server would wait for the connection when a test fails
 
 
 @pytest.mark.parametrize("sent", [b"Content-Length: 5\r\n\r\n", b'Content-Length: 5\r\n\r\n{"a"'])
 @pytest.mark.parametrize("number", ["first", "second"])
-async def test_a_body_that_pauses_ends_its_connection(address: tuple[str, int], sent: bytes, number: str) -> None:
-    async with connected(address) as (reader, writer):
+async def test_a_body_that_pauses_is_408_and_ends_its_connection(
+    address: tuple[str, int], sent: bytes, number: str
+) -> None:
+    async with connect(address) as (reader, writer):
         if number == "second":
             writer.write(HEAD + b'Content-Length: 9\r\n\r\n{"a":"b"}')
             assert (await reader.readuntil(b'"b"')).startswith(b"HTTP/1.1 200")
@@ -82,15 +84,15 @@ async def test_a_body_that_pauses_ends_its_connection(address: tuple[str, int], 
     assert error["type"] == "TimeoutError"
 
 
-async def test_a_chunked_body_that_pauses(address: tuple[str, int]) -> None:
-    async with connected(address) as (reader, writer):
+async def test_a_chunked_body_that_pauses_is_408(address: tuple[str, int]) -> None:
+    async with connect(address) as (reader, writer):
         writer.write(HEAD + b'Transfer-Encoding: chunked\r\n\r\n3\r\n{"a\r\n')
         assert (await reader.read()).startswith(b"HTTP/1.1 408")
 
 
-async def test_a_slow_body_is_taken(address: tuple[str, int]) -> None:
-    """Each pause is short, all together are not; and afterwards the connection may wait."""
-    async with connected(address) as (reader, writer):
+async def test_a_slow_body_with_short_pauses_is_accepted(address: tuple[str, int]) -> None:
+    """Accept pauses that exceed the limit only in sum, and let the connection idle afterwards."""
+    async with connect(address) as (reader, writer):
         writer.write(HEAD + b"Content-Length: 9\r\n\r\n")
         for piece in (b'{"a', b'":', b'"b', b'"}'):
             await asyncio.sleep(0.3)
@@ -100,7 +102,7 @@ async def test_a_slow_body_is_taken(address: tuple[str, int]) -> None:
             await asyncio.wait_for(reader.read(1), 1.2 * IDLE_S)
 
 
-def test_connections_may_be_as_many_as_the_hard_limit_grants(settings: dict[str, object], tmp_path: Path) -> None:
+def test_the_limit_of_open_files_is_raised_to_the_hard_limit(settings: dict[str, object], tmp_path: Path) -> None:
     start: Any = partial(Popen, max_open_files=512)
     with running_service(settings | {"spool": tmp_path}, tmp_path / "log", start=start) as service:
         soft, hard = resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""Code blocks of README.md and docs/python.md, run unchanged against a real service and real engines."""
+"""Tests that run the code blocks of README.md and docs/python.md against a real service and real engines."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SERVED_AT = "http://127.0.0.1:8000"
 
 def snippet(page: str, language: str, holding: str) -> str:
     """Return the only code block of `page` that contains `holding`."""
-    (found,) = [
+    (block,) = [
         code for code in re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if holding in code
     ]
-    return str(found)
+    return str(block)
 
 
 def run(source: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_curl(service: RunningService) -> None:
+def test_the_curl_command_is_answered(service: RunningService) -> None:
     if shutil.which("curl") is None:
         pytest.skip("no curl")
     script = snippet(README, "sh", "curl").replace(SERVED_AT, service.url)
@@ -55,40 +55,40 @@ def test_curl(service: RunningService) -> None:
 
 
 @pytest.mark.usefixtures("checkout")
-def test_the_openai_client(service: RunningService, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_openai_client_is_answered(service: RunningService, capsys: pytest.CaptureFixture[str]) -> None:
     names = run(snippet(README, "python", "OpenAI").replace(SERVED_AT, service.url))
     names["client"].close()
     assert "circle" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("checkout", "copied_workers")
-def test_a_picture_through_llm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_llm_answers_about_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(README, "python", "LLM()"))
     assert "circle" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("checkout", "copied_workers")
-def test_pictures_that_decoders_decode(capsys: pytest.CaptureFixture[str]) -> None:
+def test_llm_with_decoders_answers_about_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(PYTHON_PAGE, "python", "decoders=2"))
     assert "circle" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("checkout", "copied_workers")
-def test_several_inputs_and_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
+def test_llm_answers_several_inputs_and_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(PYTHON_PAGE, "python", "llm.chat"))
     first, second, chat = capsys.readouterr().out.splitlines()
     assert (first, chat) == ("red circle", "red")
     assert second.endswith(" stop")
 
 
-def test_tokenize_and_release(checkout: Path) -> None:
+def test_release_frees_the_blocks_of_tokenize(checkout: Path) -> None:
     names = run(snippet(README, "python", "tokenizer.tokenize("))
     assert (names["ids"] < 0).sum() == 2, "the two words of a handle"
     assert (checkout / "shm_name.txt").read_text()
     assert names["release"]("shm_name.txt") == 0, "nothing is left to free"
 
 
-def test_a_model_takes_the_ids(checkout: Path) -> None:
+def test_a_model_reads_the_picture_of_the_ids(checkout: Path) -> None:
     names = run(snippet(PYTHON_PAGE, "python", "load_model"))
     ids, logits = names["ids"], names["logits"]
     assert logits.shape[0] == len(ids)
@@ -97,7 +97,7 @@ def test_a_model_takes_the_ids(checkout: Path) -> None:
     assert not (checkout / "shm_name.txt").exists()
 
 
-def test_ids_for_a_mindie_worker(checkout: Path, random_checkpoint: Path) -> None:
+def test_the_mindie_wire_leaves_no_segments_after_release(checkout: Path, random_checkpoint: Path) -> None:
     (checkout / "qwen2-vl").symlink_to(random_checkpoint)
     segments = {path.name for path in Path("/dev/shm").glob("psm_*")}
     before = {arena.name for arena in survey()}

@@ -1,4 +1,4 @@
-"""Sound over HTTP, to a family that hears: the whole way from a request to its answer."""
+"""Tests of sound over HTTP with a model family that accepts audio."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def hearing(
 
 @pytest.fixture(scope="module")
 def listener(hearing: RunningService) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=hearing.url, timeout=300) as made:
-        yield made
+    with httpx2.Client(base_url=hearing.url, timeout=300) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
 def web(sounds: Path) -> Iterator[str]:
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(sounds)))
     thread = threading.Thread(target=server.serve_forever)
@@ -86,7 +86,7 @@ def audio_url(url: str) -> dict[str, Any]:
 
 
 def chat(listener: httpx2.Client, *parts: dict[str, Any]) -> tuple[int, list[float]]:
-    """Tokens of the prompt, and likelihoods of the likeliest tokens to answer it with."""
+    """Return the number of prompt tokens and the log-probabilities of the likeliest answers."""
     body = {
         "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}],
         "temperature": 0,
@@ -96,12 +96,12 @@ def chat(listener: httpx2.Client, *parts: dict[str, Any]) -> tuple[int, list[flo
     }
     answer = listener.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    found = answer.json()
-    (token,) = found["choices"][0]["logprobs"]["content"]
-    return found["usage"]["prompt_tokens"], [one["logprob"] for one in token["top_logprobs"]]
+    completion = answer.json()
+    (token,) = completion["choices"][0]["logprobs"]["content"]
+    return completion["usage"]["prompt_tokens"], [one["logprob"] for one in token["top_logprobs"]]
 
 
-def test_every_way_to_hand_in_the_same_sound(listener: httpx2.Client, sounds: Path, web: str) -> None:
+def test_every_form_of_a_sound_has_the_same_answer(listener: httpx2.Client, sounds: Path, web: str) -> None:
     data = (sounds / "tone.wav").read_bytes()
     num_tokens, likelihoods = chat(listener, input_audio(data))
     for part in (
@@ -115,23 +115,23 @@ def test_every_way_to_hand_in_the_same_sound(listener: httpx2.Client, sounds: Pa
         {"type": "input_audio", "input_audio": {"data": base64.encodebytes(data).decode(), "format": "wav"}},
     ):
         assert chat(listener, part) == (num_tokens, pytest.approx(likelihoods, abs=1e-4))
-    # 80 frames of a hundredth of a second, halved twice, between two tokens
+    # 80 frames of 10 ms, halved twice, between a start and an end token
     assert num_tokens - chat(listener)[0] == 80 // 4 + 2
 
 
-def test_what_is_heard_counts(listener: httpx2.Client) -> None:
+def test_different_sounds_have_different_answers(listener: httpx2.Client) -> None:
     first, second = (chat(listener, input_audio(encode_sound(tone(0.8, hertz=h), 16_000))) for h in (300, 2500))
     assert first[0] == second[0]
     assert first[1] != pytest.approx(second[1], abs=1e-3)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_formats(listener: httpx2.Client, sounds: Path, name: str) -> None:
-    num_tokens, _ = chat(listener, input_audio((sounds / name).read_bytes()))  # what it claims to be is not asked
+def test_each_format_is_decoded_whatever_the_request_calls_it(listener: httpx2.Client, sounds: Path, name: str) -> None:
+    num_tokens, _ = chat(listener, input_audio((sounds / name).read_bytes()))  # the stated format is ignored
     assert 80 // 4 <= num_tokens - chat(listener)[0] - 2 <= 80 // 4 + 3
 
 
-def test_the_openai_client_streams(hearing: RunningService, sounds: Path) -> None:
+def test_the_openai_client_streams_an_answer_about_a_sound(hearing: RunningService, sounds: Path) -> None:
     with openai.OpenAI(base_url=f"{hearing.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         content: Any = [input_audio((sounds / "tone.mp3").read_bytes()), {"type": "text", "text": "What?"}]
         chunks = client.chat.completions.create(
@@ -140,7 +140,7 @@ def test_the_openai_client_streams(hearing: RunningService, sounds: Path) -> Non
         assert [chunk.choices[0].finish_reason for chunk in chunks][-1] in ("length", "stop")
 
 
-def test_all_kinds_in_one_list(listener: httpx2.Client, sounds: Path) -> None:
+def test_a_prompt_may_mix_all_kinds_of_media(listener: httpx2.Client, sounds: Path) -> None:
     items = [
         {"text": "Look: "},
         {"image": f"data:;base64,{base64_of(encoded(photograph(size=(80, 60))))}"},
@@ -165,7 +165,7 @@ def test_all_kinds_in_one_list(listener: httpx2.Client, sounds: Path) -> None:
         (encode_video(moving_frames(3)), "no audio stream"),
     ],
 )
-def test_what_cannot_be_heard_is_the_callers_mistake(listener: httpx2.Client, data: bytes, message: str) -> None:
+def test_an_invalid_sound_is_400(listener: httpx2.Client, data: bytes, message: str) -> None:
     body = {"messages": [{"role": "user", "content": [input_audio(data)]}]}
     answer = listener.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
@@ -174,9 +174,9 @@ def test_what_cannot_be_heard_is_the_callers_mistake(listener: httpx2.Client, da
     assert any(part in error for part in message.split("|")), error
 
 
-def test_a_family_that_hears_nothing_says_so(random_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_family_without_audio_refuses_a_sound(random_checkpoint: Path, tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": [input_audio(encode_sound(tone(0.3), 16_000))]}]}
-    with running_service(SETTINGS | {"spool": tmp_path / "spool"}, tmp_path / "log", random_checkpoint) as deaf:
-        answer = httpx2.post(f"{deaf.url}/v1/chat/completions", json=body, timeout=300)
+    with running_service(SETTINGS | {"spool": tmp_path / "spool"}, tmp_path / "log", random_checkpoint) as service:
+        answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=300)
     assert answer.status_code == 400
     assert "does not accept audio inputs; it accepts image, video" in answer.json()["error"]["message"]

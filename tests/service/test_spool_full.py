@@ -1,4 +1,4 @@
-"""The spool is bounded for the whole service: what finds no room in it is told to come again."""
+"""Tests of the limit of the spool. Requests that exceed the limit get 503 and may retry."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ def of_size(num_bytes: int) -> Media:
     return Media("image", pybase64.b64encode(bytes(num_bytes)).decode())
 
 
-async def test_what_all_requests_spool_is_bounded_and_given_back(tmp_path: Path) -> None:
+async def test_the_media_of_all_requests_are_bounded_and_given_back(tmp_path: Path) -> None:
     policy = MediaPolicy(ServiceConfig(max_media_bytes=30, max_spool_bytes=50))
     first, second = tmp_path / "first", tmp_path / "second"
     for directory in (first, second):
         directory.mkdir()
     await policy.spool([of_size(15), of_size(15)], first)
-    for _ in range(3):  # what is refused takes nothing
+    for _ in range(3):  # refused media take no space
         with pytest.raises(SpoolFull, match="the media of all requests in progress have 54 bytes; the limit is 50"):
             await policy.spool([of_size(24)], second)
         policy.remove(second)
-    for _ in range(2):  # nor is anything given back twice
+    for _ in range(2):  # the second removal gives nothing back
         policy.remove(first)
     await asyncio.gather(policy.spool([of_size(30)], first), policy.spool([of_size(20)], second))
     with pytest.raises(SpoolFull, match="have 51 bytes"):
         await policy.spool([of_size(1)], tmp_path)
 
 
-def test_one_request_finds_room_at_least() -> None:
+def test_the_spool_must_hold_at_least_one_request() -> None:
     with pytest.raises(InputError, match="max_spool_bytes is 29; it must be at least 30"):
         ServiceConfig(max_media_bytes=30, max_spool_bytes=29)
 
 
-async def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_disk_is_reported_as_spool_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "image").mkdir()
     (tmp_path / "image/1.bin").symlink_to("/dev/full")
     with pytest.raises(SpoolFull, match="the spool cannot be written: No space left on device"), room_to_spool():
@@ -70,11 +70,11 @@ async def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     ]
 
 
-async def test_no_more_descriptors(tmp_path: Path) -> None:
-    """Neither the client's mistake nor ours; all else stays what it is."""
+async def test_missing_descriptors_are_reported_as_spool_full(tmp_path: Path) -> None:
+    """Report SpoolFull, as neither the client nor the service is at fault."""
     (tmp_path / "in.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path))
-    await policy.spool([Media("image", str(tmp_path / "in.png"))], tmp_path)  # its thread is there
+    await policy.spool([Media("image", str(tmp_path / "in.png"))], tmp_path)  # starts the reader thread
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     os.close(lowest := os.open("/dev/null", os.O_RDONLY))
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
@@ -97,7 +97,7 @@ def test_any_error_of_the_spool_is_reported_without_its_path(number: int, caplog
     assert all("/the/spool" in record.getMessage() for record in caplog.records)
 
 
-async def test_a_spool_that_is_not_a_folder(tmp_path: Path) -> None:
+async def test_a_spool_that_is_not_a_folder_is_reported_as_full(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SpoolFull, match="File exists"), room_to_spool(), request_directory(tmp_path / "file"):
         pass
@@ -110,8 +110,10 @@ async def test_a_spool_that_is_not_a_folder(tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
 
 
-async def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Concurrent checks share one thread."""
+async def test_a_file_system_that_does_not_answer_is_reported_as_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Share one thread between concurrent checks."""
     answer, asked = threading.Event(), []
     monkeypatch.setattr(spending, "PROBE_S", 0.01)
     monkeypatch.setattr(spending, "make_spool", lambda root: (asked.append(root), answer.wait(30)))
@@ -127,7 +129,7 @@ async def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
-    """A folder with its own file system."""
+    """Yield a folder with its own file system."""
     folder = tmp_path / "mounted"
     folder.mkdir(mode=0o700)
     mount = ("mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", str(folder))
@@ -137,7 +139,9 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(("umount", "--lazy", str(folder)), check=True)
 
 
-def test_a_file_system_that_becomes_read_only(mounted: Path, tmp_path: Path, red_square: str) -> None:
+def test_a_read_only_file_system_fails_media_requests_until_it_is_writable(
+    mounted: Path, tmp_path: Path, red_square: str
+) -> None:
     content = [{"type": "image_url", "image_url": red_square}]
     asking = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
     text = {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 2}
@@ -167,10 +171,10 @@ def test_a_file_system_that_becomes_read_only(mounted: Path, tmp_path: Path, red
 
 
 def test_a_folder_that_cannot_be_removed_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its memory is freed. The next reclaim removes the folder."""
+    """Free the memory at once and leave the folder to the next reclaim."""
     with Arena.create(2**16) as arena:
         with _directory(tmp_path / "spool") as directory:
-            bind = ("mount", "--bind", str(directory.path), str(directory.path))  # makes it busy
+            bind = ("mount", "--bind", str(directory.path), str(directory.path))  # makes the folder busy
             if subprocess.run(bind, capture_output=True, check=False).returncode:
                 pytest.skip("this user may mount nothing")
             with arena.allocate({"x": ArraySpec((1,), "uint8")}, path_file=directory.path_file) as block:
@@ -182,20 +186,20 @@ def test_a_folder_that_cannot_be_removed_fails_no_request(tmp_path: Path, caplog
         assert [one.cause for one in collect([tmp_path / "spool"]).reclaimed] == ["request_dead"]
 
 
-def test_the_service_says_come_again(tmp_path: Path) -> None:
-    """While another request's picture is on its way from the web; once that is answered, there is room."""
+def test_a_request_that_finds_the_spool_full_gets_503_with_retry_after(tmp_path: Path) -> None:
+    """Return 503 while the picture of another request is being fetched, and 200 once that request is answered."""
     body = tmp_path / "a.png"
     picture("red", (220, 40, 40), "square", x=0.4).save(body)
     data = body.read_bytes()
     data += bytes(40 * KiB - len(data))
-    begun, go_on = threading.Event(), threading.Event()
+    started, go_on = threading.Event(), threading.Event()
 
     def serve(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
             connection.recv(KiB)
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(data) + data[:-1])
-            begun.set()
+            started.set()
             go_on.wait(120)
             connection.sendall(data[-1:])
 
@@ -215,16 +219,16 @@ def test_the_service_says_come_again(tmp_path: Path) -> None:
         ThreadPoolExecutor() as threads,
     ):
         served = threads.submit(serve, listener)
-        asked = threads.submit(ask, f"http://127.0.0.1:{listener.getsockname()[1]}/")
+        remote = threads.submit(ask, f"http://127.0.0.1:{listener.getsockname()[1]}/")
         try:
-            assert begun.wait(120)
+            assert started.wait(120)
             refused = ask(inline)
-            while refused.status_code == 200:  # the piece was not read yet
+            while refused.status_code == 200:  # the service has not read the first piece yet
                 refused = ask(inline)
         finally:
             go_on.set()
         served.result()
-        assert asked.result().status_code == 200, asked.result().text
+        assert remote.result().status_code == 200, remote.result().text
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "ServiceUnavailableError"

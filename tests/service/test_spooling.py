@@ -1,4 +1,4 @@
-"""Media as the tokenizers find them: files in the request's directory."""
+"""Tests that a request's media become files in its directory within the limits of the media policy."""
 
 import asyncio
 import os
@@ -41,14 +41,14 @@ async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
     assert list(request.iterdir()) == []
 
 
-async def test_the_request_has_a_budget(tmp_path: Path) -> None:
+async def test_the_media_of_a_request_may_not_exceed_the_limit(tmp_path: Path) -> None:
     policy = MediaPolicy(ServiceConfig(max_media_bytes=20))
     items = [Media("image", "data:;base64,AAAAAAAAAAAAAAAAAAAA")] * 2
     with pytest.raises(LimitExceeded, match=r"item 1 \(image\): the request's media have 30 bytes; the limit is 20"):
         await policy.spool(items, tmp_path)
 
 
-async def test_an_item_may_be_as_long_as_the_limit(tmp_path: Path) -> None:
+async def test_an_item_may_be_exactly_as_long_as_the_limit(tmp_path: Path) -> None:
     policy = MediaPolicy(ServiceConfig(max_item_bytes=4, max_media_bytes=4))
     (path,) = await policy.spool([Media("image", "data:;base64,QUJDRA==")], tmp_path)
     assert path.read_bytes() == b"ABCD"
@@ -81,13 +81,13 @@ async def test_base64_is_decoded_off_the_event_loop(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("path", ["/proc/self/environ", "/proc/version", "/sys/kernel/uevent_seqnum"])
-async def test_the_kernels_own_files_are_none_whatever_folder_is_allowed(tmp_path: Path, path: str) -> None:
+async def test_files_of_proc_and_sys_are_refused_in_any_allowed_folder(tmp_path: Path, path: str) -> None:
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=Path("/")))
     with pytest.raises(MediaError, match="there is no such file in the allowed media folder"):
         await policy.spool([Media("image", path)], tmp_path)
 
 
-async def test_a_file_that_grows_while_it_is_read_ends_at_the_limits(
+async def test_a_file_that_grows_while_it_is_read_stays_within_the_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in.png").write_bytes(bytes(5000))
@@ -107,15 +107,17 @@ async def test_a_file_that_grows_while_it_is_read_ends_at_the_limits(
             await MediaPolicy(config).spool([Media("image", str(tmp_path / "in.png"))], tmp_path)
 
 
-async def test_what_is_read_too_late_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor counted: the request that a stalled mount kept waiting has ended, and its directory has gone."""
-    begun, go = asyncio.Event(), threading.Event()
+async def test_a_file_read_after_its_request_ended_is_neither_written_nor_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drop a file whose request has ended while a stalled mount delayed the read."""
+    started, go = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
     class Stalled(FileIO):
         def read(self, size: int | None = -1, /) -> bytes:
             data = super().read(-1 if size is None else size)
-            loop.call_soon_threadsafe(begun.set)
+            loop.call_soon_threadsafe(started.set)
             assert go.wait(120)
             return data
 
@@ -125,7 +127,7 @@ async def test_what_is_read_too_late_is_not_written(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("service.request.media.FileIO", Stalled)
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path, max_media_bytes=50))
     spooling = asyncio.create_task(policy.spool([Media("image", str(source))], request))
-    await begun.wait()
+    await started.wait()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "media-file"]
     spooling.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -137,29 +139,29 @@ async def test_what_is_read_too_late_is_not_written(tmp_path: Path, monkeypatch:
     await policy.spool([Media("image", str(source))], request)
 
 
-async def test_the_budget_ends_a_fetch(tmp_path: Path, web_server: str, sent: list[int]) -> None:
+async def test_a_fetch_ends_at_the_limit_of_the_request(tmp_path: Path, web_server: str, sent: list[int]) -> None:
     config = ServiceConfig(allow_private_media=True, max_item_bytes=1 << 30, max_media_bytes=1 << 20)
     with pytest.raises(LimitExceeded, match=r"the request's media have \d+ bytes; the limit is 1048576"):
         await MediaPolicy(config).spool([Media("image", f"{web_server}/endless")] * 4, tmp_path)
     assert sum(sent) < 64 << 20, "what the sockets buffer may come on top"
 
 
-async def test_fetches_wait_for_one_another(tmp_path: Path, web_server: str) -> None:
+async def test_all_requests_share_the_limit_of_concurrent_fetches(tmp_path: Path, web_server: str) -> None:
     policy = MediaPolicy(ServiceConfig(allow_private_media=True, max_concurrent_fetches=2))
     items = [Media("image", f"{web_server}/crowd")] * 3
     for name in "ab":
         (tmp_path / name).mkdir()
     paths = await asyncio.gather(*(policy.spool(items, tmp_path / name) for name in "ab"))
-    assert max(path.read_bytes()[-1] for own in paths for path in own) == 2
+    assert max(path.read_bytes()[-1] for of_request in paths for path in of_request) == 2
 
 
-async def test_a_request_leaves_the_others_their_turns(tmp_path: Path, web_server: str) -> None:
+async def test_one_request_may_use_only_a_share_of_the_fetches(tmp_path: Path, web_server: str) -> None:
     policy = MediaPolicy(ServiceConfig(allow_private_media=True, max_concurrent_fetches=8))
     paths = await policy.spool([Media("image", f"{web_server}/crowd")] * 6, tmp_path)
     assert max(path.read_bytes()[-1] for path in paths) == 2
 
 
-async def test_frames_are_files_of_their_video(tmp_path: Path, web_server: str) -> None:
+async def test_the_frames_of_a_video_are_numbered_under_their_video(tmp_path: Path, web_server: str) -> None:
     source = tmp_path / "in.png"
     source.write_bytes(b"\x89PNG\r\n\x1a\n")
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path, allow_private_media=True))
@@ -193,14 +195,14 @@ async def test_frames_are_files_of_their_video(tmp_path: Path, web_server: str) 
     ],
     ids=str,
 )
-async def test_a_frame_is_behind_the_fences_of_images(tmp_path: Path, frame: str, message: str) -> None:
+async def test_a_frame_obeys_the_media_policy_of_images(tmp_path: Path, frame: str, message: str) -> None:
     domains = ("127.0.0.1", "::1") if "9/" in frame else ("example.org",)
     config = ServiceConfig(allowed_media_dir=tmp_path, allowed_media_domains=domains, max_item_bytes=30)
     with pytest.raises(InputError, match=rf"media item 1 \(video\): frame 0: .*{message}"):
         await MediaPolicy(config).spool([Media("image", "AAAA"), Media("video", (frame,))], tmp_path)
 
 
-async def test_frames_are_one_item_to_its_limit(tmp_path: Path, web_server: str, sent: list[int]) -> None:
+async def test_the_frames_of_a_video_count_as_one_item(tmp_path: Path, web_server: str, sent: list[int]) -> None:
     policy = MediaPolicy(ServiceConfig(max_item_bytes=12, max_media_bytes=30, allow_private_media=True))
     await policy.spool([Media("video", ("AAAA",) * 4), Media("image", "A" * 16)], tmp_path)
     policy.remove(tmp_path)
@@ -218,7 +220,7 @@ async def test_frames_are_one_item_to_its_limit(tmp_path: Path, web_server: str,
     assert sum(sent) < 64 << 20, "what the sockets buffer may come on top"
 
 
-async def test_a_request_has_so_many_frames(tmp_path: Path) -> None:
+async def test_a_request_with_too_many_frames_is_refused(tmp_path: Path) -> None:
     videos = [Media("video", ("AAAA",) * 1025)] * 2
     with pytest.raises(LimitExceeded, match="the request has 2050 frames in lists; the limit is 2048"):
         await MediaPolicy(ServiceConfig()).spool(videos, tmp_path)
@@ -236,7 +238,7 @@ async def test_base64_of_a_jpeg_is_not_a_path(tmp_path: Path, width: int, end: s
 
 @pytest.fixture(scope="module")
 def sent() -> list[int]:
-    """Bytes of each piece that `/endless` has sent."""
+    """Return the list of the sizes of the pieces that `/endless` has sent, in bytes."""
     return []
 
 
@@ -257,7 +259,7 @@ async def web_server(sent: list[int]) -> AsyncIterator[str]:
     pairs = asyncio.Barrier(2)
 
     async def crowd(_: web.Request) -> web.Response:
-        """Answers two requests at a time, with how many there were."""
+        """Answer requests in pairs, with the number of requests that were open at once."""
         nonlocal inside
         inside += 1
         body = bytes([inside])
@@ -275,7 +277,7 @@ async def web_server(sent: list[int]) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{running.port}"
 
 
-async def test_media_from_the_web(tmp_path: Path, web_server: str) -> None:
+async def test_media_are_fetched_from_the_web_unless_the_address_is_private(tmp_path: Path, web_server: str) -> None:
     policy = MediaPolicy(ServiceConfig(allow_private_media=True))
     paths = await policy.spool([Media("image", f"{web_server}/{name}") for name in "abc"], tmp_path)
     assert [path.read_bytes()[-2:] for path in paths] == [b"/a", b"/b", b"/c"]
@@ -283,7 +285,7 @@ async def test_media_from_the_web(tmp_path: Path, web_server: str) -> None:
         await MediaPolicy(ServiceConfig()).spool([Media("image", web_server)], tmp_path)
 
 
-async def test_one_bad_source_ends_the_others(tmp_path: Path, web_server: str) -> None:
+async def test_one_invalid_source_fails_the_request(tmp_path: Path, web_server: str) -> None:
     policy = MediaPolicy(ServiceConfig(allow_private_media=True))
     with pytest.raises(MediaError, match="media item 1"):
         await policy.spool([Media("image", f"{web_server}/a"), Media("image", "?")], tmp_path)

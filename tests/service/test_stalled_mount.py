@@ -1,4 +1,4 @@
-"""Files on a mount that stalls hold up those who name them, and nobody else."""
+"""Tests that files on a stalled mount delay only the requests that name the files."""
 
 import shutil
 import socket
@@ -19,12 +19,12 @@ from tools.serving import RunningService, running_service
 
 NUM_REQUESTS = 9
 NUM_FILES = 4
-"""Of a request: with more requests than that, the event loop's own threads, 32 at most, would all be taken."""
+"""Files per request. All requests together have more files than the event loop's default executor has threads (32)."""
 
 
 @pytest.fixture
 def mount() -> Iterator[socket.socket]:
-    """Takes a connection from each read that stalls."""
+    """Yield a listener that receives a connection from each stalled read."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         listener.settimeout(120)
         yield listener
@@ -32,7 +32,7 @@ def mount() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def folder(tmp_path: Path, media_dir: Path) -> Path:
-    """One whose files named `stalled` can't be read."""
+    """Return a media folder. Reads of its files named `stalled` stall."""
     folder = tmp_path / "media"
     folder.mkdir()
     stalled = [f"stalled-{request}-{number}.jpg" for request in range(NUM_REQUESTS) for number in range(NUM_FILES)]
@@ -52,10 +52,11 @@ def stalling(tmp_path: Path, folder: Path, mount: socket.socket) -> Iterator[Run
         yield running
 
 
-def test_files_that_stall_hold_up_nobody_else(
+@pytest.mark.slow
+def test_reads_that_stall_do_not_block_other_requests_or_the_stop(
     stalling: RunningService, mount: socket.socket, folder: Path, tmp_path: Path, red_square: str
 ) -> None:
-    """Neither other requests and the probes, nor, once their client has left, their own; nor the service's stop."""
+    """Answer probes and other requests, end a request whose client has left, and stop in time."""
 
     def spooled() -> int:
         return len(list((tmp_path / "spool").iterdir()))

@@ -1,4 +1,4 @@
-"""A service with closed or unread standard streams."""
+"""Tests of a service with closed or unread standard streams."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def serving(settings: dict[str, object], stderr: IO[str], **given: Any) -> Itera
         process.stdout.close()
 
 
-def test_a_log_that_nobody_reads_blocks_nothing(settings: dict[str, object], tmp_path: Path) -> None:
-    """The service starts, answers and stops, although its processes log more than the pipe holds."""
+@pytest.mark.slow
+def test_an_unread_log_pipe_does_not_block_the_service(settings: dict[str, object], tmp_path: Path) -> None:
+    """Start, answer and stop although the processes log more than the pipe holds."""
     read, write = os.pipe()
     size = fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     given = settings | {"spool": tmp_path / "spool", "log_level": "debug"}
@@ -54,7 +55,7 @@ def test_a_log_that_nobody_reads_blocks_nothing(settings: dict[str, object], tmp
             for child in psutil.Process(process.pid).children()
             if "mindie_mm.engine.process.engine_process" in child.cmdline()
         ]
-        engine.kill()  # its successor logs as much at its start
+        engine.kill()  # the restarted engine logs as much at its start
         body = {"prompt": "What?", "max_tokens": 1}
         wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
         assert httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
@@ -66,8 +67,13 @@ def test_a_log_that_nobody_reads_blocks_nothing(settings: dict[str, object], tmp
 
 
 @pytest.mark.parametrize("closed", [("stdin",), ("stderr",), ("stdin", "stderr")], ids="-".join)
-def test_started_without_standard_streams(settings: dict[str, object], tmp_path: Path, closed: tuple[str, ...]) -> None:
-    """A socket with such a descriptor would receive whatever libraries print, and libuv refuses to close it."""
+def test_a_service_started_without_standard_streams_opens_no_socket_there(
+    settings: dict[str, object], tmp_path: Path, closed: tuple[str, ...]
+) -> None:
+    """Open no socket on descriptors 0 to 2.
+
+    Libraries would print to such a socket, and libuv refuses to close it.
+    """
     with (
         (tmp_path / "log").open("w") as errors,
         serving(settings | {"spool": tmp_path / "spool"}, errors, closed=closed) as (process, url),
@@ -81,8 +87,12 @@ def test_started_without_standard_streams(settings: dict[str, object], tmp_path:
         assert process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_closing_the_terminal_stops_the_service_like_sigterm(settings: dict[str, object], tmp_path: Path) -> None:
-    """SIGHUP reaches the whole foreground group. Workers ignore it, and the service grants the grace time."""
+    """Finish running requests after SIGHUP.
+
+    The signal reaches the whole foreground process group, and only the service's main process acts on it.
+    """
     with (
         (tmp_path / "log").open("w") as errors,
         serving(settings | {"spool": tmp_path / "spool", "grace_s": 600}, errors) as (process, url),

@@ -1,4 +1,4 @@
-"""response_format: answers that fit a JSON schema, beside others that do not change by it."""
+"""Tests of response_format, which makes an answer fit a JSON schema."""
 
 import asyncio
 import json
@@ -42,10 +42,10 @@ def ask(client: openai.OpenAI, url: str, schema: dict[str, Any], **changes: Any)
 
 def test_an_answer_fits_its_schema(client: openai.OpenAI, red_square: str) -> None:
     answer = ask(client, red_square, SCENE)
-    found = json.loads(answer.choices[0].message.content or "")
-    jsonschema.validate(found, SCENE)
+    scene = json.loads(answer.choices[0].message.content or "")
+    jsonschema.validate(scene, SCENE)
     assert answer.choices[0].finish_reason == "stop"
-    assert found["colour"] == "red", "what the model sees decides where the schema leaves it open"
+    assert scene["colour"] == "red", "what the model sees decides where the schema leaves it open"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_an_answer_fits_its_schema(client: openai.OpenAI, red_square: str) -> No
         {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
     ],
 )
-def test_drawn_answers_fit_too(client: openai.OpenAI, red_square: str, schema: dict[str, Any]) -> None:
+def test_sampled_answers_fit_their_schema(client: openai.OpenAI, red_square: str, schema: dict[str, Any]) -> None:
     answer = ask(client, red_square, schema, temperature=2.0, seed=3, n=4)
     for choice in answer.choices:
         if choice.finish_reason == "stop":
@@ -66,7 +66,7 @@ def test_drawn_answers_fit_too(client: openai.OpenAI, red_square: str, schema: d
     assert any(choice.finish_reason == "stop" for choice in answer.choices)
 
 
-def test_any_object(client: openai.OpenAI, red_square: str) -> None:
+def test_json_object_accepts_any_object(client: openai.OpenAI, red_square: str) -> None:
     unsaid = {"type": "json_schema", "json_schema": {"name": "whatever"}}
     answer = ask(client, red_square, {}, response_format={"type": "json_object"}, max_tokens=128)
     text = answer.choices[0].message.content or ""
@@ -76,13 +76,15 @@ def test_any_object(client: openai.OpenAI, red_square: str) -> None:
         assert isinstance(json.loads(text), dict)
 
 
-def test_a_stream_gives_the_same(client: openai.OpenAI, red_square: str) -> None:
+def test_a_streamed_answer_equals_the_whole_answer(client: openai.OpenAI, red_square: str) -> None:
     whole = ask(client, red_square, SCENE).choices[0].message.content
     chunks: Any = ask(client, red_square, SCENE, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
 
 
-async def test_neighbours_do_not_change(service: RunningService, red_square: str) -> None:
+async def test_answers_without_a_schema_are_not_changed_by_neighbours_with_one(
+    service: RunningService, red_square: str
+) -> None:
     async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
 
         async def one(constrained: bool) -> str:
@@ -102,7 +104,7 @@ async def test_neighbours_do_not_change(service: RunningService, red_square: str
 
 
 def test_strict_objects_have_no_other_properties(client: openai.OpenAI) -> None:
-    """As pydantic's model_json_schema has it, which says nothing of others."""
+    """Close objects whose schema does not mention other properties, as in pydantic's `model_json_schema`."""
     schema = {
         "type": "object",
         "properties": {"colour": {"enum": ["red", "green"]}, "in": {"$ref": "#/$defs/In"}},
@@ -117,7 +119,7 @@ def test_strict_objects_have_no_other_properties(client: openai.OpenAI) -> None:
     assert (found.keys(), found["in"].keys()) == ({"colour", "in"}, {"n"})
 
 
-def test_strict_closes_schemas_alone() -> None:
+def test_strict_closes_subschemas_but_not_values() -> None:
     one = {"properties": {"properties": {"properties": {}}}, "const": {"properties": 1}, "additionalProperties": True}
     schema = {
         "anyOf": [one, {"items": {"properties": {"a": {}}}}],
@@ -126,8 +128,8 @@ def test_strict_closes_schemas_alone() -> None:
     }
 
     def text(strict: bool | None) -> Any:
-        made = ResponseFormat(type="json_schema", json_schema=NamedSchema(schema=schema, strict=strict))
-        return json.loads(made.schema_text() or "")
+        form = ResponseFormat(type="json_schema", json_schema=NamedSchema(schema=schema, strict=strict))
+        return json.loads(form.schema_text() or "")
 
     assert text(None) == text(False) == schema
     inner = {"properties": {}, "additionalProperties": False}
@@ -143,13 +145,13 @@ def test_strict_closes_schemas_alone() -> None:
         {"type": "json_schema", "schema": None, "json_schema": {"name": None, "schema": {"enum": [1]}, "type": None}},
     ],
 )
-def test_a_null_is_as_good_as_no_key(http: Any, given: dict[str, Any]) -> None:
+def test_null_equals_an_absent_key(http: Any, given: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "response_format": given}
     assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"type": "json_object", "schema": SCENE}, "response_format.schema: Extra inputs"),
         ({"type": "json_object", "json_schema": {"schema": SCENE}}, "is 'json_object', but there is a json_schema"),
@@ -157,20 +159,20 @@ def test_a_null_is_as_good_as_no_key(http: Any, given: dict[str, Any]) -> None:
         ({"type": "json_schema", "json_schema": {"name": "x", "json_schema": SCENE}}, "json_schema.json_schema: Extra"),
     ],
 )
-def test_a_schema_in_another_place_is_not_ignored(http: Any, given: dict[str, Any], said: str) -> None:
+def test_a_misplaced_schema_is_refused(http: Any, given: dict[str, Any], message: str) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "response_format": given}
     answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
-    assert said in answer.json()["error"]["message"]
+    assert message in answer.json()["error"]["message"]
 
 
-def test_text_is_no_schema(client: openai.OpenAI, red_square: str) -> None:
+def test_type_text_leaves_the_answer_unconstrained(client: openai.OpenAI, red_square: str) -> None:
     answer = ask(client, red_square, {}, response_format={"type": "text"})
     assert answer.choices[0].message.content == "red square"
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "message"),
     [
         ({"type": "wat"}, "Invalid type"),
         ({"type": "string", "pattern": "("}, "regex"),
@@ -184,17 +186,17 @@ def test_text_is_no_schema(client: openai.OpenAI, red_square: str) -> None:
         ({"type": "string", "minimum": float("inf")}, "JSON"),
     ],
 )
-def test_schemas_that_are_refused(http: Any, schema: dict[str, Any], said: str) -> None:
+def test_invalid_and_unsupported_schemas_are_refused(http: Any, schema: dict[str, Any], message: str) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "response_format": fits(schema)}
     for stream in (False, True):
         raw = json.dumps(body | {"stream": stream})
         answer = http.post("/v1/chat/completions", content=raw, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400, answer.text
-        assert said in answer.json()["error"]["message"]
+        assert message in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("levels", [40, 200, 2000])
-def test_nested_schemas_end_no_process(http: Any, levels: int) -> None:
+def test_deeply_nested_schemas_end_no_process(http: Any, levels: int) -> None:
     schema: Any = '{"type": "object", "properties": {"a": ' * levels + "{}" + "}}" * levels
     raw = (
         '{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "response_format": {"type": "json_schema", '
@@ -206,6 +208,6 @@ def test_nested_schemas_end_no_process(http: Any, levels: int) -> None:
 
 
 @pytest.mark.parametrize("change", [{"ignore_eos": True}, {"min_tokens": 2}])
-def test_what_does_not_go_with_a_schema(http: Any, change: dict[str, Any]) -> None:
+def test_options_that_contradict_a_schema_are_refused(http: Any, change: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}} | change
     assert http.post("/v1/chat/completions", json=body).status_code == 400

@@ -1,4 +1,4 @@
-"""Bytes and offsets of tokens, over vocabularies of both kinds that have parts of characters."""
+"""Tests of the bytes and offsets of tokens, with both kinds of vocabulary whose tokens may split characters."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -35,29 +35,29 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def byte_fallback() -> Tokenizer:
-    """As sentencepiece's, with pieces for bytes."""
+    """Return a tokenizer with byte pieces like those of SentencePiece."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁red", "\ufffd", "a"]
-    made = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], byte_fallback=True))
-    made.decoder = decoders.Sequence(
+    tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    made.add_special_tokens([AddedToken("</s>", special=True)])
-    return made
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    return tokenizer
 
 
 async def offsets(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """What TextOffsets gives, which is what a Detokenizer has told before each token."""
-    detokenizer, told, expected = Detokenizer(tokenizer), 0, []
+    """Return the offsets of TextOffsets once checked against the text that a Detokenizer outputs before each token."""
+    detokenizer, num_characters, expected = Detokenizer(tokenizer), 0, []
     for token_id in ids:
-        expected.append(told)
-        told += len(detokenizer.push([token_id]))
-    found = TextOffsets(tokenizer)
-    assert [(await found.answered([token_id]))[0] for token_id in ids] == expected
+        expected.append(num_characters)
+        num_characters += len(detokenizer.push([token_id]))
+    text_offsets = TextOffsets(tokenizer)
+    assert [(await text_offsets.answered([token_id]))[0] for token_id in ids] == expected
     assert await TextOffsets(tokenizer).answered(ids) == expected
     return expected
 
 
-def test_bytes_of_a_byte_level_vocabulary(byte_level: Tokenizer) -> None:
+def test_bytes_of_byte_level_tokens_join_to_the_text(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("naïve 日本語 🎉 \ufffd red", add_special_tokens=False).ids
     assert any("\ufffd" in byte_level.decode([token_id]) for token_id in ids)
     assert b"".join(token_bytes(byte_level, token_id) for token_id in ids).decode() == "naïve 日本語 🎉 \ufffd red"
@@ -66,14 +66,14 @@ def test_bytes_of_a_byte_level_vocabulary(byte_level: Tokenizer) -> None:
     assert token_bytes(byte_level, 10**6) == b"", "an id of a padded vocabulary"
 
 
-def test_bytes_of_fallback_pieces(byte_fallback: Tokenizer) -> None:
+def test_fallback_pieces_have_their_own_bytes(byte_fallback: Tokenizer) -> None:
     for byte in range(256):
         assert token_bytes(byte_fallback, 1 + byte) == bytes([byte])
     assert token_bytes(byte_fallback, 257) == b" red"
     assert token_bytes(byte_fallback, 258) == "\ufffd".encode()
 
 
-async def test_offsets(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+async def test_offsets_count_the_characters_before_each_token(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
     red = byte_level.encode("red", add_special_tokens=False).ids
     end = byte_level.token_to_id("<|im_end|>")
     day = byte_level.encode("日", add_special_tokens=False).ids
@@ -85,7 +85,7 @@ async def test_offsets(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
     await offsets(byte_fallback, [1 + DAY[0], 257, 1 + DAY[1], 257, *(1 + byte for byte in DAY), 1 + DAY[0]])
 
 
-async def test_offsets_behind_an_echo(byte_level: Tokenizer) -> None:
+async def test_offsets_continue_after_an_echoed_prompt(byte_level: Tokenizer) -> None:
     end = byte_level.token_to_id("<|im_end|>")
     red = byte_level.encode("red", add_special_tokens=False).ids
     found = TextOffsets(byte_level)
@@ -94,15 +94,15 @@ async def test_offsets_behind_an_echo(byte_level: Tokenizer) -> None:
     assert (await found.answered([end, *red]))[:2] == [6 + len("<|im_end|>")] * 2
 
 
-async def test_offsets_of_bytes_that_never_end_take_no_longer(byte_level: Tokenizer) -> None:
-    """A prompt of them would hold up the service: decoding all of them anew for each took 100 s."""
+async def test_offsets_of_incomplete_characters_take_linear_time(byte_level: Tokenizer) -> None:
+    """Take linear time, as decoding all bytes anew for each token would block the service for minutes."""
     (part,) = [i for i in range(byte_level.get_vocab_size()) if token_bytes(byte_level, i) == b"\x80"]
     with processor_time_below(20):
         assert (await TextOffsets(byte_level).echoed([part] * 32_768))[-1] > 32_000
 
 
 async def with_turns(work: Awaitable[Any]) -> tuple[Any, int]:
-    """What the work gives, and how often others had their turn meanwhile."""
+    """Return the result of the work, and how often another task ran meanwhile."""
     turns, ended = 0, asyncio.Event()
 
     async def others() -> None:
@@ -113,13 +113,13 @@ async def with_turns(work: Awaitable[Any]) -> tuple[Any, int]:
 
     running = asyncio.create_task(others())
     await asyncio.sleep(0)
-    found = await work
+    result = await work
     ended.set()
     await running
-    return found, turns
+    return result, turns
 
 
-async def test_an_answer_of_many_log_probabilities_is_written_in_turns(byte_level: Tokenizer) -> None:
+async def test_formatting_many_log_probabilities_lets_other_tasks_run(byte_level: Tokenizer) -> None:
     texts, top = TokenTexts(byte_level), [(token, -float(token)) for token in range(300, 320)]
     logprobs = [TokenLogprob(300 + i % 5, -0.5, top) for i in range(1000)]
     chat, turns = await with_turns(chat_logprobs(texts, logprobs))
@@ -143,9 +143,9 @@ async def test_an_answer_of_many_log_probabilities_is_written_in_turns(byte_leve
     assert await completion_logprobs(texts, [], []) == await completion_logprobs(TokenTexts(byte_level), [], [])
 
 
-async def told(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], at_once: int) -> tuple[str, bytes]:
+async def detokenized(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], at_once: int) -> tuple[str, bytes]:
     """Return the text that a Detokenizer outputs, and the bytes of the tokens that are released with it."""
-    detokenizer, found, text, spelled = Detokenizer(tokenizer, stop), LogprobsBuffer(tokenizer, stop), "", b""
+    detokenizer, buffer, text, spelled = Detokenizer(tokenizer, stop), LogprobsBuffer(tokenizer, stop), "", b""
     for start in range(0, len(ids), at_once):
         some = ids[start : start + at_once]
         piece = detokenizer.push(some)
@@ -153,13 +153,13 @@ async def told(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], at_o
         piece += detokenizer.flush() if ended else ""
         text += piece
         logprobs = [TokenLogprob(token, -1.0, []) for token in some]
-        part = await found.push(Delta(piece, some, logprobs, finish_reason="stop" if ended else None))
-        own = [token_bytes(tokenizer, one.token_id) for one in part.logprobs]
+        part = await buffer.push(Delta(piece, some, logprobs, finish_reason="stop" if ended else None))
+        released = [token_bytes(tokenizer, one.token_id) for one in part.logprobs]
         if part.cut is not None:
-            own[-1] = own[-1][: part.cut]
-        spelled += b"".join(own)
-        begun = spelled.decode(errors="ignore")
-        assert text.startswith(begun) or f" {text}".startswith(begun), "a token was released before its text"
+            released[-1] = released[-1][: part.cut]
+        spelled += b"".join(released)
+        decoded = spelled.decode(errors="ignore")
+        assert text.startswith(decoded) or f" {text}".startswith(decoded), "a token was released before its text"
         if ended:
             break
     return text, spelled
@@ -171,10 +171,10 @@ async def test_bytes_of_tokens_end_with_the_text(
     byte_level: Tokenizer, byte_fallback: Tokenizer, stop: str, at_once: int
 ) -> None:
     ids = byte_level.encode("a red日本 red.", add_special_tokens=False).ids
-    text, spelled = await told(byte_level, ids, (stop, "zz"), at_once)
+    text, spelled = await detokenized(byte_level, ids, (stop, "zz"), at_once)
     assert text == "a red日本 red.".partition(stop)[0] == spelled.decode()
     pieces = [257, *(1 + byte for byte in "日本".encode()), 257]
-    text, spelled = await told(byte_fallback, pieces, (stop, "zz"), at_once)
+    text, spelled = await detokenized(byte_fallback, pieces, (stop, "zz"), at_once)
     assert text == "red日本 red".partition(stop)[0]
     assert spelled.decode() == (f" {text}" if text else ""), "the bytes of the first token start with a blank"
 
@@ -187,7 +187,7 @@ async def test_special_tokens_before_the_cut_are_kept(byte_level: Tokenizer) -> 
     assert [one.token_id for one in part.logprobs] == ids[: ids.index(end) + 1]
 
 
-def test_a_prompt_s_text_leaves_base64_out_in_linear_time(byte_level: Tokenizer) -> None:
+def test_the_text_of_a_prompt_omits_base64_in_linear_time(byte_level: Tokenizer) -> None:
     def text(prompt: str) -> str:
         return prompt_text(byte_level, Prompt(np.array(byte_level.encode(prompt).ids, np.int64)))
 

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""Tests of /tokenize and /detokenize."""
 
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from tools.serving import RunningService
 def tokenize(http: Any, **body: Any) -> dict[str, Any]:
     answer = http.post("/tokenize", json=body)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    tokenized: dict[str, Any] = answer.json()
+    return tokenized
 
 
 @pytest.mark.parametrize("prompt", ["What colour is it?", "<|IMAGE|>", "naïve 日本語 🎉", " ", "<|im_end|>"])
-def test_a_text_goes_there_and_back(http: Any, prompt: str) -> None:
+def test_a_text_survives_tokenize_and_detokenize(http: Any, prompt: str) -> None:
     found = tokenize(http, prompt=prompt, return_token_strs=True)
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     back = http.post("/detokenize", json={"tokens": found["tokens"]}).json()
@@ -40,7 +40,7 @@ def test_a_chat_with_a_picture_has_plain_ids(service: RunningService, http: Any,
     assert service.wait_until_free()["blocks"] == 0
 
 
-def test_a_chat_without_generation_prompt(http: Any) -> None:
+def test_the_generation_prompt_can_be_left_out(http: Any) -> None:
     messages = [{"role": "user", "content": "Hello!"}]
     with_prompt = tokenize(http, messages=messages)["tokens"]
     without = tokenize(http, messages=messages, add_generation_prompt=False)["tokens"]
@@ -52,7 +52,7 @@ def test_a_chat_without_generation_prompt(http: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "not use tools"),
         ({"reasoning_effort": "low"}, "not use reasoning_effort"),
@@ -61,16 +61,16 @@ def test_a_chat_without_generation_prompt(http: Any) -> None:
         ({"add_special_tokens": True}, "add_special_tokens is True, which is supported only with prompt"),
     ],
 )
-def test_another_prompt_than_a_chats_is_refused(http: Any, change: dict[str, Any], said: str) -> None:
+def test_unsupported_prompt_options_are_refused(http: Any, change: dict[str, Any], message: str) -> None:
     body = {"messages": [{"role": "user", "content": "Hello!"}]} | change
     for path in ("/tokenize", "/v1/chat/completions"):
         answer = http.post(path, json=body)
         assert answer.status_code == 400
-        assert said.partition(" is ")[0] in answer.json()["error"]["message"]
-    assert said in http.post("/tokenize", json=body).json()["error"]["message"]
+        assert message.partition(" is ")[0] in answer.json()["error"]["message"]
+    assert message in http.post("/tokenize", json=body).json()["error"]["message"]
 
 
-def test_what_changes_no_prompt_is_taken(http: Any) -> None:
+def test_options_that_do_not_change_the_prompt_are_accepted(http: Any) -> None:
     messages = [{"role": "user", "content": "Hello!"}]
     off = {"tools": None, "tool_choice": "none", "continue_final_message": False, "add_special_tokens": False}
     assert tokenize(http, messages=messages, **off) == tokenize(http, messages=messages)
@@ -80,8 +80,8 @@ def test_what_changes_no_prompt_is_taken(http: Any) -> None:
     )
 
 
-def test_token_strings_are_those_of_the_vocabulary(http: Any) -> None:
-    """They equal those of `convert_ids_to_tokens`, also for a part of a character and for a blank."""
+def test_token_strings_are_vocabulary_entries(http: Any) -> None:
+    """Return the strings of `convert_ids_to_tokens`, even for a blank or a part of a character."""
     vocabulary = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     found = tokenize(http, prompt="red square 日本 🎉", return_token_strs=True)
     assert found["token_strs"] == [vocabulary.id_to_token(token) for token in found["tokens"]]
@@ -89,13 +89,13 @@ def test_token_strings_are_those_of_the_vocabulary(http: Any) -> None:
     assert any("Ġ" in piece for piece in found["token_strs"])
 
 
-def test_inputs(http: Any, media_dir: Path) -> None:
+def test_inputs_of_infer_are_accepted(http: Any, media_dir: Path) -> None:
     found = tokenize(http, inputs=[{"image": str(media_dir / "green_star.jpg")}, {"text": "What?"}])
     assert found["count"] > 10
 
 
 @pytest.mark.parametrize("chat_template", [None, True, False])
-def test_inputs_have_the_prompt_of_a_generate_of_the_same(http: Any, chat_template: bool | None) -> None:
+def test_inputs_have_the_same_prompt_as_generate(http: Any, chat_template: bool | None) -> None:
     body = {"inputs": [{"text": "Hello!"}], "chat_template": chat_template}
     answer = http.post("/generate", json=body | {"parameters": {"max_new_tokens": 1, "details": True}})
     assert tokenize(http, **body)["count"] == answer.json()["details"]["prompt_tokens"]
@@ -104,7 +104,7 @@ def test_inputs_have_the_prompt_of_a_generate_of_the_same(http: Any, chat_templa
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"prompt": "Hello!", "chat_template": False}, "chat_template is False, which requires inputs"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template": True}, "is True, which requires inputs"),
@@ -112,16 +112,16 @@ def test_inputs_have_the_prompt_of_a_generate_of_the_same(http: Any, chat_templa
         ({"inputs": [{"text": "a"}], "chat_template": 0}, "must be true or false"),
     ],
 )
-def test_another_template_or_none_is_refused(http: Any, body: dict[str, Any], said: str) -> None:
+def test_a_chat_template_of_the_wrong_type_or_place_is_refused(http: Any, body: dict[str, Any], message: str) -> None:
     answer = http.post("/tokenize", json=body)
-    assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
+    assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True), answer.text
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "inputs": [{"text": "b"}]}, {"prompt": 5}, {"messages": []}])
-def test_bad_bodies(http: Any, body: dict[str, Any]) -> None:
+def test_a_body_needs_exactly_one_valid_prompt(http: Any, body: dict[str, Any]) -> None:
     assert http.post("/tokenize", json=body).status_code == 400
 
 
 @pytest.mark.parametrize("tokens", [[-1], [10**9], [1.5], ["1"], [True], None, 5])
-def test_ids_outside_the_vocabulary(http: Any, tokens: Any) -> None:
+def test_detokenize_refuses_invalid_token_ids(http: Any, tokens: Any) -> None:
     assert http.post("/detokenize", json={"tokens": tokens}).status_code == 400

@@ -1,4 +1,4 @@
-"""Tools over HTTP, to a model whose chat template has a place for them."""
+"""Tests of tools over HTTP, with a model whose chat template renders tools."""
 
 import json
 import shutil
@@ -24,8 +24,8 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Hello!"}]
 def handy(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("handy")
     shutil.copytree(TINY, folder / "tiny")
-    described = json.loads((folder / "tiny/tokenizer_config.json").read_text())
-    (folder / "tiny/tokenizer_config.json").write_text(json.dumps(described | {"chat_template": TEMPLATE}))
+    tokenizer_config = json.loads((folder / "tiny/tokenizer_config.json").read_text())
+    (folder / "tiny/tokenizer_config.json").write_text(json.dumps(tokenizer_config | {"chat_template": TEMPLATE}))
     with running_service(settings | {"spool": folder / "spool"}, folder / "log", folder / "tiny") as running:
         yield running
         assert running.stop() == 0
@@ -33,8 +33,8 @@ def handy(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object])
 
 @pytest.fixture(scope="module")
 def handy_http(handy: RunningService) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=handy.url, timeout=300) as made:
-        yield made
+    with httpx2.Client(base_url=handy.url, timeout=300) as client:
+        yield client
 
 
 def prompt_tokens(handy: RunningService, **changes: Any) -> int:
@@ -46,7 +46,7 @@ def prompt_tokens(handy: RunningService, **changes: Any) -> int:
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])
-def test_they_reach_the_prompt(handy: RunningService, handy_http: httpx2.Client, choice: Any) -> None:
+def test_tools_reach_the_prompt(handy: RunningService, handy_http: httpx2.Client, choice: Any) -> None:
     body = {"messages": MESSAGES, "chat_template_kwargs": {"tools": TOOLS}}
     tokens = handy_http.post("/tokenize", json=body).json()["tokens"]
     prompt = handy_http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
@@ -57,7 +57,7 @@ def test_they_reach_the_prompt(handy: RunningService, handy_http: httpx2.Client,
 
 
 @pytest.mark.parametrize("given", [{"tools": TOOLS, "tool_choice": "none"}, {"tools": None, "tool_choice": "none"}])
-def test_they_are_left_out(handy: RunningService, handy_http: httpx2.Client, given: Any) -> None:
+def test_tool_choice_none_leaves_tools_out(handy: RunningService, handy_http: httpx2.Client, given: Any) -> None:
     assert prompt_tokens(handy, **given) == prompt_tokens(handy)
     counted = handy_http.post("/tokenize", json={"messages": MESSAGES} | given).json()["count"]
     assert counted == prompt_tokens(handy)
@@ -65,7 +65,7 @@ def test_they_are_left_out(handy: RunningService, handy_http: httpx2.Client, giv
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 @pytest.mark.parametrize(
-    ("given", "param", "said"),
+    ("given", "param", "message"),
     [
         ({"tool_choice": "auto"}, "tool_choice", "tool_choice is 'auto', but there are no tools"),
         ({"tool_choice": "auto", "tools": None}, "tool_choice", "tool_choice is 'auto', but there are no tools"),
@@ -75,14 +75,14 @@ def test_they_are_left_out(handy: RunningService, handy_http: httpx2.Client, giv
     ],
 )
 def test_a_tool_choice_without_tools_is_refused(
-    handy_http: httpx2.Client, path: str, given: Any, param: str, said: str
+    handy_http: httpx2.Client, path: str, given: Any, param: str, message: str
 ) -> None:
     answer = handy_http.post(path, json={"messages": MESSAGES} | given)
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"], said in error["message"]) == (400, param, True), error
+    assert (answer.status_code, error["param"], message in error["message"]) == (400, param, True), error
 
 
-def test_the_effort_reaches_the_template(handy: RunningService, handy_http: httpx2.Client) -> None:
+def test_the_reasoning_effort_reaches_the_template(handy: RunningService, handy_http: httpx2.Client) -> None:
     body = {"messages": MESSAGES, "reasoning_effort": "low"}
     tokens = handy_http.post("/tokenize", json=body).json()["tokens"]
     prompt = handy_http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
@@ -91,7 +91,7 @@ def test_the_effort_reaches_the_template(handy: RunningService, handy_http: http
     assert handy_http.post("/v1/chat/completions", json=body | {"reasoning_effort": 3}).status_code == 400
 
 
-def test_no_call_is_enforced(handy_http: httpx2.Client) -> None:
+def test_a_tool_choice_that_enforces_a_call_is_refused(handy_http: httpx2.Client) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weigh"}}):
         body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
         for path in ("/v1/chat/completions", "/tokenize"):

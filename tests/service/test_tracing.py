@@ -1,4 +1,4 @@
-"""OpenTelemetry: what a collector gets of a request, and what it never gets."""
+"""Tests of the OpenTelemetry spans that a collector receives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 
 
 class Collector:
-    """Takes OTLP over HTTP on loopback."""
+    """A collector that receives OTLP over HTTP on loopback."""
 
     def __init__(self) -> None:
         self.bodies: queue.Queue[bytes] = queue.Queue()
@@ -36,7 +36,7 @@ class Collector:
         self.url = ""
 
     def wait_for(self, number: int) -> list[Any]:
-        """The spans, once there are so many of them."""
+        """Return the spans once `number` of them have arrived."""
         deadline = time.monotonic() + 30
         while len(self.spans) < number:
             body = self.bodies.get(timeout=max(0.01, deadline - time.monotonic()))
@@ -82,28 +82,30 @@ def attributes(message: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    with collecting() as made:
-        yield made
+    with collecting() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def traced(
     settings: dict[str, object], collector: Collector, tmp_path_factory: pytest.TempPathFactory, red_square: str
 ) -> Iterator[list[Any]]:
-    """The spans of three requests: one with a picture, streamed, in a trace of the client's; one of two choices; one
-    that is refused.
+    """Yield the spans of three requests.
+
+    The first streams an answer about a picture within a trace of the client. The second has two choices. The third is
+    refused.
     """
     folder = tmp_path_factory.mktemp("traced")
     environment = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=test"}
     given = settings | {"spool": folder / "spool", "otlp_endpoint": collector.url}
     with running_service(given, folder / "log", environment=environment) as service:
-        talk(service, red_square)
+        send_requests(service, red_square)
         yield collector.wait_for(16)
         assert service.stop() == 0
     assert "Ozymandias" not in (folder / "log").read_text()
 
 
-def talk(service: RunningService, picture: str) -> None:
+def send_requests(service: RunningService, picture: str) -> None:
     with httpx2.Client(base_url=service.url, timeout=300) as http:
         content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": PROMPT}]
         chat = {"messages": [{"role": "user", "content": content}], "ignore_eos": True}
@@ -149,7 +151,7 @@ def test_a_request_is_a_span_in_the_clients_trace(traced: list[Any], collector: 
     assert collector.resource["deployment.environment"] == "test"
 
 
-def test_its_stages_are_spans_under_it(traced: list[Any]) -> None:
+def test_the_stages_of_a_request_are_child_spans(traced: list[Any]) -> None:
     first, second, _ = roots(traced)
     stages = {span.name: span for span in children(traced, first)}
     assert stages.keys() == {"fetch", "preprocess", "queue", "prefill", "decode"}
@@ -168,28 +170,30 @@ def test_its_stages_are_spans_under_it(traced: list[Any]) -> None:
     assert sorted(found, key=str) == sorted([("preprocess", None), *choices], key=str)
 
 
-def test_no_text_is_in_a_span(traced: list[Any]) -> None:
-    said = " ".join(map(str, traced))
-    assert "Ozymandias" not in said
-    assert "base64" not in said
+def test_spans_contain_no_prompt_text(traced: list[Any]) -> None:
+    dumped = " ".join(map(str, traced))
+    assert "Ozymandias" not in dumped
+    assert "base64" not in dumped
 
 
 @pytest.mark.slow
-def test_a_request_that_breaks_off_says_with_what(settings: dict[str, object], tmp_path: Path, red_square: str) -> None:
+def test_the_span_of_a_timed_out_stream_names_the_error(
+    settings: dict[str, object], tmp_path: Path, red_square: str
+) -> None:
     given = settings | {"spool": tmp_path / "spool", "request_timeout_s": 1}
-    with collecting() as own, running_service(given | {"otlp_endpoint": own.url}, tmp_path / "log") as service:
+    with collecting() as otlp, running_service(given | {"otlp_endpoint": otlp.url}, tmp_path / "log") as service:
         messages = [{"role": "user", "content": [{"image": red_square}, {"text": "What?"}]}]
         limit = service.get("/v1/models")["data"][0]["max_model_len"]
         body = {"messages": messages, "max_tokens": limit // 2, "n": 8, "ignore_eos": True, "stream": True}
         assert "took longer than" in httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=300).text
         assert service.stop() == 0, "its last spans are sent before it ends"
-        (root,) = roots(own.wait_for(1))
+        (root,) = roots(otlp.wait_for(1))
     assert root.status.code == root.status.STATUS_CODE_ERROR
     assert attributes(root)["error.type"] == "RequestTimeout"
 
 
 @pytest.mark.slow
-def test_a_collector_that_is_not_there_costs_nothing(settings: dict[str, object], tmp_path: Path) -> None:
+def test_an_unreachable_collector_fails_no_request(settings: dict[str, object], tmp_path: Path) -> None:
     given = settings | {"spool": tmp_path / "spool", "otlp_endpoint": "http://127.0.0.1:9/v1/traces"}
     with running_service(given, tmp_path / "log") as service:
         body = {"prompt": PROMPT, "max_tokens": 1}
@@ -197,7 +201,7 @@ def test_a_collector_that_is_not_there_costs_nothing(settings: dict[str, object]
         assert service.stop() == 0
 
 
-def test_nothing_of_the_sdk_is_imported_when_it_is_off() -> None:
+def test_the_sdk_is_not_imported_when_tracing_is_off() -> None:
     script = (
         "import sys, service.app, service.server; print([m for m in sys.modules if m.startswith('opentelemetry.sdk')])"
     )
@@ -205,7 +209,7 @@ def test_nothing_of_the_sdk_is_imported_when_it_is_off() -> None:
     assert ended.stdout == "[]\n"
 
 
-def test_without_the_extra_it_is_refused() -> None:
+def test_an_endpoint_without_the_extra_is_refused() -> None:
     script = """
 import sys
 sys.modules["opentelemetry.sdk"] = None

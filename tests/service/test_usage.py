@@ -1,4 +1,4 @@
-"""What an answer says of itself: usage by kind of token, and where the request's time went."""
+"""Tests of usage by kind of token and of timings by stage."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def ask(client: openai.OpenAI, parts: Any, **changes: Any) -> Any:
     )
 
 
-def test_tokens_by_kind(client: openai.OpenAI, http: Any, red_square: str, media_dir: Path) -> None:
+def test_usage_counts_media_tokens_by_kind(client: openai.OpenAI, http: Any, red_square: str, media_dir: Path) -> None:
     none = ask(client, "Hello!").usage.prompt_tokens_details
     assert (none.image_tokens, none.video_tokens, none.audio_tokens) == (0, 0, 0)
     one = ask(client, content(red_square)).usage
@@ -40,15 +40,15 @@ def test_tokens_by_kind(client: openai.OpenAI, http: Any, red_square: str, media
     assert video.image_tokens == 0
 
 
-def test_what_was_in_the_cache(client: openai.OpenAI) -> None:
+def test_usage_counts_cached_tokens(client: openai.OpenAI) -> None:
     long = "a red square and a green star, " * 20
     ask(client, long)
     again = ask(client, long).usage
     assert 0 < again.prompt_tokens_details.cached_tokens < again.prompt_tokens
 
 
-def test_a_salt_keeps_the_cache_to_those_who_know_it(client: openai.OpenAI, http: Any, red_square: str) -> None:
-    text = "a blue circle, " * 60  # more than a block, on every device
+def test_a_cache_salt_separates_cached_prompts(client: openai.OpenAI, http: Any, red_square: str) -> None:
+    text = "a blue circle, " * 60  # longer than a block on every device
     parts = [*content(red_square), {"type": "text", "text": text}]
 
     def cached(salt: str) -> bool:
@@ -68,7 +68,7 @@ def test_a_salt_keeps_the_cache_to_those_who_know_it(client: openai.OpenAI, http
 
 
 @pytest.mark.parametrize("path", ["/infer", "/generate", "/generate_stream"])
-def test_a_salt_in_mindies_forms(http: Any, path: str) -> None:
+def test_the_mindie_endpoints_take_a_cache_salt_in_parameters(http: Any, path: str) -> None:
     text = f"{path} a green circle, " * 40
     parameters = {"max_new_tokens": 1, "cache_salt": "mine"}
     assert http.post(path, json={"inputs": text, "parameters": parameters}).status_code == 200
@@ -81,7 +81,7 @@ def test_a_salt_in_mindies_forms(http: Any, path: str) -> None:
     assert "cache_salt must be inside parameters" in misplaced.text
 
 
-def test_timings(client: openai.OpenAI, red_square: str) -> None:
+def test_timings_cover_each_stage(client: openai.OpenAI, red_square: str) -> None:
     assert not hasattr(ask(client, "Hello!"), "timings")
     for extra in ({}, {"n": 2}, {"stop": ["s"]}):
         found = ask(client, content(red_square), extra_body={"timings": True}, **extra).timings
@@ -89,13 +89,13 @@ def test_timings(client: openai.OpenAI, red_square: str) -> None:
         assert all(seconds >= 0 for seconds in found.values())
         assert min(found["fetch_s"], found["preprocess_s"], found["prefill_s"], found["decode_s"]) > 0
         stages = [seconds for name, seconds in found.items() if name not in ("total_s", "tower_s")]
-        # The longest of each stage: of two choices one may have waited while the other was decoded.
+        # Each stage states its longest time. With two choices, one may have waited while the other was decoded.
         assert (max(stages) if "n" in extra else sum(stages)) <= found["total_s"] + 0.01
         assert found["tower_s"] <= found["prefill_s"]
 
 
 def test_an_answer_that_a_stop_string_ends_is_timed(client: openai.OpenAI, service: RunningService) -> None:
-    """The engine does not know of it, and would have told at the end."""
+    """Time an answer that the service ends at a stop string, of which the engine does not know."""
     before = metric(service, "request_decode_time_seconds_count")
     text = CHAT_ANSWERS["hello"]
     answer = ask(client, "Hello!", max_tokens=64, stop=[text[-2:]], extra_body={"timings": True})
@@ -107,7 +107,7 @@ def test_an_answer_that_a_stop_string_ends_is_timed(client: openai.OpenAI, servi
     assert metric(service, "request_decode_time_seconds_count") == before + 1
 
 
-def test_timings_of_a_stream(client: openai.OpenAI) -> None:
+def test_a_stream_ends_with_its_timings(client: openai.OpenAI) -> None:
     chunks = list(ask(client, "Hello!", max_tokens=64, stream=True, extra_body={"timings": True}))
     assert set(chunks[-1].timings) == STAGES
     assert chunks[-1].choices == []
@@ -120,8 +120,8 @@ def test_timings_of_a_stream(client: openai.OpenAI) -> None:
     assert set(both[-1].timings) == STAGES
 
 
-def test_the_usage_so_far(client: openai.OpenAI) -> None:
-    """In each chunk, of all choices together; the last says the same as the chunk of the usage alone."""
+def test_continuous_usage_stats_grow_to_the_final_usage(client: openai.OpenAI) -> None:
+    """Report the usage of all choices together in each chunk, and end with the final usage."""
     options: dict[str, Any] = {"stream": True, "n": 2, "max_tokens": 8}
     wanted = {"include_usage": True, "continuous_usage_stats": True}
     completion: dict[str, Any] = {"model": "tiny", "prompt": "What colour"}
@@ -141,8 +141,8 @@ def test_the_usage_so_far(client: openai.OpenAI) -> None:
         assert [chunk.usage for chunk in ask(client, "Hello!", **options, stream_options=without)][:-1].count(None) > 1
 
 
-def test_timings_of_a_completion(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 3, "extra_body": {"timings": True}}
-    answer: Any = client.completions.create(**asked)
+def test_a_completion_has_timings(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 3, "extra_body": {"timings": True}}
+    answer: Any = client.completions.create(**options)
     assert set(answer.timings) == STAGES
     assert answer.timings["fetch_s"] == answer.timings["preprocess_s"] == 0

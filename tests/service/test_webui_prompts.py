@@ -1,4 +1,4 @@
-"""Pictures in text-generation-webui's form, inside prompt strings."""
+"""Tests of pictures inside prompt strings, in the form of text-generation-webui."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHAT = "What is in the image?"
 
 
 def tag(image: Any, **settings: Any) -> str:
-    """`image` as the form has it."""
+    """Return an image as an <img> tag."""
     return f'<img src="data:image/jpeg;base64,{base64.b64encode(encoded(image, "JPEG", **settings)).decode()}">'
 
 
@@ -32,7 +32,7 @@ def blue() -> str:
 
 
 def turn(question: str) -> str:
-    """A user's turn as the embedded checkpoint's template writes it: its control tokens are text here."""
+    """Return a user's turn as text in the form of the embedded checkpoint's template, without control tokens."""
     return f"user\n{question}\nassistant\n"
 
 
@@ -44,18 +44,20 @@ def ids_of(http: httpx2.Client, **body: Any) -> list[int]:
 
 
 def as_items(http: httpx2.Client, *parts: str) -> dict[str, Any]:
-    """What /infer answers to the same pieces as a List[Dict], no template; parts that begin with data: are pictures."""
+    """Return the answer of /infer to the parts as items without a template. Parts that are data URLs are pictures."""
     items = [{"image" if part.startswith("data:") else "text": part} for part in parts]
     body = {"inputs": items, "chat_template": False, "parameters": {"max_new_tokens": 8}}
-    found: dict[str, Any] = http.post("/infer", json=body).json()
-    return found
+    answer: dict[str, Any] = http.post("/infer", json=body).json()
+    return answer
 
 
-def source(found: str) -> str:
-    return found.removeprefix('<img src="').removesuffix('">')
+def source(img: str) -> str:
+    return img.removeprefix('<img src="').removesuffix('">')
 
 
-def test_a_picture_stands_at_its_place(client: openai.OpenAI, http: httpx2.Client, red: str, blue: str) -> None:
+def test_a_picture_keeps_its_place_in_the_prompt(
+    client: openai.OpenAI, http: httpx2.Client, red: str, blue: str
+) -> None:
     prompt = f"{turn('First')}{red} and {blue}{turn(WHAT)}"
     expected = as_items(http, turn("First"), source(red), " and ", source(blue), turn(WHAT))["generated_text"]
     answer = client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=8)
@@ -77,7 +79,9 @@ def test_white_space_in_base64_is_ignored(http: httpx2.Client, red: str, change:
     assert ids_of(http, prompt=f"{in_lines}{WHAT}") == ids_of(http, prompt=f"{red}{WHAT}")
 
 
-def test_the_pixels_count(client: openai.OpenAI, http: httpx2.Client, red: str, blue: str) -> None:
+def test_the_pixels_of_a_picture_change_the_answer(
+    client: openai.OpenAI, http: httpx2.Client, red: str, blue: str
+) -> None:
     texts = [f"{one}{WHAT}" for one in (red, blue)]
     answer = client.completions.create(model="tiny", prompt=texts, temperature=0, max_tokens=1, logprobs=3)
     first, second = (choice.logprobs for choice in answer.choices)
@@ -87,7 +91,7 @@ def test_the_pixels_count(client: openai.OpenAI, http: httpx2.Client, red: str, 
     assert ids_of(http, prompt=texts[0]) == ids_of(http, prompt=texts[1])
 
 
-def test_prompts_in_a_list_streamed_and_echoed(client: openai.OpenAI, red: str, blue: str) -> None:
+def test_a_streamed_echo_of_several_prompts_equals_the_whole_answer(client: openai.OpenAI, red: str, blue: str) -> None:
     prompts = [f"{red}{WHAT}", "Hello", f"{blue}{red}{WHAT}"]
     settings: dict[str, Any] = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": 4, "n": 2}
     whole = client.completions.create(**settings, echo=True, logprobs=1)
@@ -121,7 +125,7 @@ def test_prompts_in_a_list_streamed_and_echoed(client: openai.OpenAI, red: str, 
         lambda found: '<img src="file:///etc/passwd">' if found else "",
     ],
 )
-def test_anything_else_is_text(client: openai.OpenAI, http: httpx2.Client, change: Any) -> None:
+def test_other_tags_stay_text(client: openai.OpenAI, http: httpx2.Client, change: Any) -> None:
     text = change(tag(photograph(size=(16, 16)), quality=20))
     ids = ids_of(http, prompt=text)
     assert http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == text
@@ -130,7 +134,7 @@ def test_anything_else_is_text(client: openai.OpenAI, http: httpx2.Client, chang
         assert answer.choices[0].text.startswith(text)
 
 
-def test_text_around_it_makes_no_media_token(http: httpx2.Client, red: str) -> None:
+def test_text_around_a_picture_forms_no_media_token(http: httpx2.Client, red: str) -> None:
     alone = ids_of(http, prompt=red)
     pad = max(set(alone), key=alone.count)
     for text in ("<|IMAGE|>", "<|vision_bos|><|IMAGE|><|vision_eos|>", "<|IMA", "GE|>", "<|vision_eos|>"):
@@ -138,14 +142,14 @@ def test_text_around_it_makes_no_media_token(http: httpx2.Client, red: str) -> N
             assert ids_of(http, prompt=prompt).count(pad) == alone.count(pad)
 
 
-def test_chat_takes_the_form_for_text(http: httpx2.Client, red: str) -> None:
+def test_a_tag_in_a_chat_stays_text(http: httpx2.Client, red: str) -> None:
     short = red[:200] + '">'
     ids = ids_of(http, messages=[{"role": "user", "content": short}])
     assert short in http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "message"),
     [
         (
             '<img src="data:image/jpeg;base64,====">',
@@ -162,16 +166,16 @@ def test_chat_takes_the_form_for_text(http: httpx2.Client, red: str) -> None:
     ],
     ids=["padding", "cut", "no picture", "5", "150,000", "large", "sum", "sum over prompts", "5 prompts"],
 )
-def test_bad_pictures(http: httpx2.Client, prompt: Any, said: str) -> None:
+def test_invalid_and_oversized_pictures_are_refused(http: httpx2.Client, prompt: Any, message: str) -> None:
     answer = http.post("/v1/completions", json={"prompt": prompt})
     assert answer.status_code == 400, answer.text[:500]
-    assert re.search(said, answer.json()["error"]["message"]), answer.text[:500]
+    assert re.search(message, answer.json()["error"]["message"]), answer.text[:500]
     assert len(answer.content) < 1000, "the answer holds no picture"
     if isinstance(prompt, str):
         assert http.post("/infer", json={"inputs": prompt}).status_code == 400
 
 
-def test_a_picture_that_is_cut_is_refused(http: httpx2.Client) -> None:
+def test_a_truncated_picture_is_refused(http: httpx2.Client) -> None:
     whole = encoded(photograph(size=(64, 64)), "JPEG")
     text = base64.b64encode(whole[:40]).decode()
     answer = http.post("/v1/completions", json={"prompt": f'<img src="data:image/jpeg;base64,{text}">?'})

@@ -1,4 +1,4 @@
-"""Settings name themselves when they are wrong."""
+"""Tests of invalid settings, whose errors name the setting."""
 
 import math
 
@@ -13,8 +13,8 @@ from mindie_mm.settings.sources import configuration, from_environment, read_fil
 
 @pytest.mark.parametrize("empty", ["", ",", " , "])
 @pytest.mark.parametrize("name", ["API_KEY", "ALLOWED_MEDIA_DOMAINS"])
-def test_an_empty_list_in_the_environment_is_a_mistake(monkeypatch, name, empty):
-    """Taken as none, a key that was meant to be there would leave the service open."""
+def test_an_empty_list_in_the_environment_is_refused(monkeypatch, name, empty):
+    """Refuse the empty list, because ignoring an intended key would leave the service open."""
     monkeypatch.setenv(f"MINDIE_MM_{name}", empty)
     with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{empty}', which is empty"):
         from_environment(ServiceConfig)
@@ -22,17 +22,17 @@ def test_an_empty_list_in_the_environment_is_a_mistake(monkeypatch, name, empty)
 
 @pytest.mark.parametrize("empty", ["", " "])
 @pytest.mark.parametrize("name", ["allowed_media_dir", "spool", "host"])
-def test_an_empty_text_is_a_mistake_wherever_it_stands(monkeypatch, tmp_path, name, empty):
-    """Of `${DIR:-}`: the empty path is the working directory, all of whose files clients could name."""
-    said = f"is '{empty}', which is empty"
+def test_an_empty_string_is_refused_in_every_source(monkeypatch, tmp_path, name, empty):
+    """Refuse an empty path, as from `${DIR:-}`. It would give clients all files of the working directory."""
+    message = f"is '{empty}', which is empty"
     monkeypatch.setenv(f"MINDIE_MM_{name.upper()}", empty)
-    with pytest.raises(InputError, match=f"MINDIE_MM_{name.upper()} {said}"):
+    with pytest.raises(InputError, match=f"MINDIE_MM_{name.upper()} {message}"):
         from_environment(ServiceConfig)
     file = tmp_path / "mm.toml"
     file.write_text(f'{name} = "{empty}"')
-    with pytest.raises(InputError, match=f"mm.toml: {name} {said}"):
+    with pytest.raises(InputError, match=f"mm.toml: {name} {message}"):
         read_file(file)
-    with pytest.raises(InputError, match=f"^{name} {said}"):
+    with pytest.raises(InputError, match=f"^{name} {message}"):
         ServiceConfig(**{name: empty})
 
 
@@ -44,13 +44,13 @@ def test_an_empty_text_is_a_mistake_wherever_it_stands(monkeypatch, tmp_path, na
         (["ask", "--model", "", "a"], "--model"),
     ],
 )
-def test_an_empty_path_on_the_command_line_is_a_mistake(arguments, name):
+def test_an_empty_path_on_the_command_line_is_refused(arguments, name):
     found = CliRunner().invoke(main, arguments)
     assert found.exit_code == 2
     assert f"{name}': the value is empty" in found.output
 
 
-def test_an_empty_path_of_the_file_of_settings_is_a_mistake(monkeypatch):
+def test_an_empty_path_of_the_settings_file_is_refused(monkeypatch):
     monkeypatch.setenv("MINDIE_MM_CONFIG", "")
     with pytest.raises(InputError, match="MINDIE_MM_CONFIG is '', which is empty"):
         configuration({})
@@ -66,7 +66,7 @@ def test_the_environment_sets_fields_by_their_types(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "value"), [("PORT", "eighty"), ("ALLOW_PRIVATE_MEDIA", "perhaps")])
-def test_a_value_of_another_type_is_named(monkeypatch, name, value):
+def test_a_value_of_another_type_is_refused(monkeypatch, name, value):
     monkeypatch.setenv(f"MINDIE_MM_{name}", value)
     with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{value}'"):
         from_environment(ServiceConfig)
@@ -81,13 +81,13 @@ def test_a_value_of_another_type_is_named(monkeypatch, name, value):
         (WorkerConfig, "decoders", -1),
     ],
 )
-def test_what_nothing_could_run_with_is_refused(cls, name, value):
+def test_a_value_below_the_minimum_is_refused(cls, name, value):
     with pytest.raises(InputError, match=f"{name} is {value}; it must be an integer of at least"):
         cls(**{name: value})
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"port": 65536}, "port is 65536; it must be an integer from 0 to 65535"),
         ({"port": "80"}, "port is '80'; it must be an integer from 0 to 65535"),
@@ -105,13 +105,13 @@ def test_what_nothing_could_run_with_is_refused(cls, name, value):
         ({"max_images": 1.5}, "max_images is 1.5; it must be an integer of at least 0"),
     ],
 )
-def test_a_setting_beyond_its_limits_is_told_them(settings, said):
+def test_the_error_of_a_setting_states_its_limits(settings, message):
     with pytest.raises(InputError) as raised:
         ServiceConfig(**settings)
-    assert str(raised.value) == said
+    assert str(raised.value) == message
 
 
-def test_a_share_and_a_time_are_numbers_in_their_limits():
+def test_a_share_or_time_outside_its_limits_is_refused():
     for share in (0, 1.01, math.nan):
         with pytest.raises(InputError, match="it must be a number above 0 and at most 1"):
             EngineConfig(memory_share=share)

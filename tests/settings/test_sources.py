@@ -1,4 +1,4 @@
-"""Where settings come from, what of them is said, and what is said of mistakes."""
+"""Tests of the sources of settings, their listing and the errors of mistakes."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ def origins(found: Configuration) -> dict[str, str]:
     return {one.name: one.origin for one in found.settings()}
 
 
-def test_a_flag_goes_before_the_environment_that_before_the_file_and_that_before_the_default(file, monkeypatch):
+def test_flags_override_the_environment_which_overrides_the_file(file, monkeypatch):
     file.write_text("port = 1\ngrace_s = 2\nmax_images = 3\n")
     monkeypatch.setenv("MINDIE_MM_GRACE_S", "20")
     monkeypatch.setenv("MINDIE_MM_MAX_IMAGES", "30")
@@ -31,7 +31,7 @@ def test_a_flag_goes_before_the_environment_that_before_the_file_and_that_before
     assert (named["port"], named["host"]) == (str(file), "default")
 
 
-def test_the_environment_names_the_file_where_no_flag_does(file, monkeypatch, tmp_path):
+def test_the_environment_names_the_file_unless_a_flag_does(file, monkeypatch, tmp_path):
     file.write_text("port = 1\n")
     other = tmp_path / "other.toml"
     other.write_text("port = 2\n")
@@ -40,7 +40,7 @@ def test_the_environment_names_the_file_where_no_flag_does(file, monkeypatch, tm
     assert configuration({}, other).service.port == 2
 
 
-def test_every_type_of_setting_in_a_file(file):
+def test_a_file_can_hold_every_type_of_setting(file):
     file.write_text(
         """
 model = "/models/a"
@@ -62,7 +62,7 @@ rgba_background_color = [0, 128, 255]
     assert (service.api_key, service.allowed_media_domains) == (("one", "two"), ())
 
 
-def test_a_color_in_the_environment_and_in_a_flag(monkeypatch):
+def test_a_color_can_come_from_the_environment_or_a_flag(monkeypatch):
     monkeypatch.setenv("MINDIE_MM_RGBA_BACKGROUND_COLOR", "0, 128,255")
     assert configuration({}).worker.media.rgba_background_color == (0, 128, 255)
     found = configuration({"rgba_background_color": (1, 2, 3)})
@@ -72,8 +72,10 @@ def test_a_color_in_the_environment_and_in_a_flag(monkeypatch):
     assert parsed["rgba_background_color"] == (1, 2, 3)
     for text in ("white", "0,0", "0,0,256", "#ffffff"):
         monkeypatch.setenv("MINDIE_MM_RGBA_BACKGROUND_COLOR", text)
-        said = "MINDIE_MM_RGBA_BACKGROUND_COLOR is .*; it must be a list of 3 elements, each an integer from 0 to 255"
-        with pytest.raises(InputError, match=said):
+        message = (
+            "MINDIE_MM_RGBA_BACKGROUND_COLOR is .*; it must be a list of 3 elements, each an integer from 0 to 255"
+        )
+        with pytest.raises(InputError, match=message):
             configuration({})
 
 
@@ -103,7 +105,7 @@ def test_a_color_in_the_environment_and_in_a_flag(monkeypatch):
         ("port = 1\nport = 2", "is not valid TOML"),
     ],
 )
-def test_a_mistake_is_told_with_file_and_key(file, text, message):
+def test_the_error_of_a_mistake_names_file_and_key(file, text, message):
     file.write_text(text)
     with pytest.raises(InputError, match=message) as caught:
         configuration({}, file)
@@ -111,30 +113,30 @@ def test_a_mistake_is_told_with_file_and_key(file, text, message):
     assert "a-secret" not in str(caught.value)
 
 
-def test_a_value_that_is_refused_is_so_from_a_file_too(file):
+def test_an_invalid_value_is_refused_from_a_file_too(file):
     file.write_text("log_format = 'xml'")
     with pytest.raises(InputError, match="log_format is 'xml'; it must be one of text, json"):
         configuration({}, file)
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_a_file_that_cannot_be_read(file, content):
+def test_a_file_that_cannot_be_read_is_refused(file, content):
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(InputError, match=r"cannot be read: (No such file|it is not UTF-8)"):
         configuration({}, file)
 
 
-def test_what_is_said_of_settings_is_everything_but_secrets(file):
+def test_the_listing_of_settings_hides_only_secrets(file):
     file.write_text("api_key = ['first-key', 'second-key']\nserved_model_name = 'm'\nport = 0\n")
-    told = {one.name: one.value for one in configuration({}, file).settings()}
-    assert told.keys() == {field.name for cls in CLASSES for field in dataclasses.fields(cls)} - PARTS
-    assert (told["api_key"], told["served_model_name"], told["port"]) == ("*** (2 of them)", '"m"', "0")
-    assert (told["truncate"], told["spool"], told["cors_origin"]) == ("false", "none", "[]")
-    assert not any("-key" in value for value in told.values())
+    listed = {one.name: one.value for one in configuration({}, file).settings()}
+    assert listed.keys() == {field.name for cls in CLASSES for field in dataclasses.fields(cls)} - PARTS
+    assert (listed["api_key"], listed["served_model_name"], listed["port"]) == ("*** (2 of them)", '"m"', "0")
+    assert (listed["truncate"], listed["spool"], listed["cors_origin"]) == ("false", "none", "[]")
+    assert not any("-key" in value for value in listed.values())
 
 
-def test_names_of_settings_are_one_of_a_kind():
+def test_names_of_settings_are_unique():
     names = [field.name for cls in CLASSES for field in dataclasses.fields(cls) if field.name not in PARTS]
     assert len(names) == len(set(names)), "a file has no sections, and a flag no prefix"
 
@@ -148,6 +150,6 @@ def test_names_of_settings_are_one_of_a_kind():
         ("http://user:word@collector/v1/traces", "has a user name or a query, which may be secret"),
     ],
 )
-def test_an_endpoint_for_spans_that_is_none(url, message):
+def test_an_invalid_endpoint_for_spans_is_refused(url, message):
     with pytest.raises(InputError, match=message):
         configuration({"otlp_endpoint": url})

@@ -1,4 +1,4 @@
-"""Variables that look like settings and are none: told, by their names alone."""
+"""Tests of environment variables that look like settings. Warnings state only their names."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ def only_these(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_a_misspelt_variable_is_told_without_its_value(monkeypatch):
+def test_a_misspelt_variable_is_reported_without_its_value(monkeypatch):
     monkeypatch.setenv("MINDIE_MM_MAX_IMAGE", "4")
     monkeypatch.setenv("MINDIE_MM_API_KEYS", "a-secret")
     monkeypatch.setenv("MINDIE_MM_XYZZYPLUGHPLOVER", "1")
@@ -27,7 +27,7 @@ def test_a_misspelt_variable_is_told_without_its_value(monkeypatch):
     configuration({})
 
 
-def test_every_setting_s_own_variable_is_known(monkeypatch):
+def test_the_variable_of_every_setting_is_known(monkeypatch):
     for cls in CLASSES:
         for field in dataclasses.fields(cls):
             if field.name not in PARTS:
@@ -36,8 +36,8 @@ def test_every_setting_s_own_variable_is_known(monkeypatch):
     assert misspelt_variables() == []
 
 
-def test_what_kubernetes_sets_is_nobody_s_mistake(monkeypatch):
-    """Of Services that are called mindie-mm and mindie-mm-canary."""
+def test_variables_of_kubernetes_services_are_not_reported(monkeypatch):
+    """Ignore the variables of Services named mindie-mm and mindie-mm-canary."""
     for name, value in {
         "SERVICE_HOST": "10.0.0.1",
         "SERVICE_PORT": "80",

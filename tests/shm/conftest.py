@@ -1,4 +1,4 @@
-"""Real processes for tests of shared memory."""
+"""Processes and fixtures for the tests of shared memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hear(): return sys.stdin.readline().strip()
 
 
 class Process:
-    """Another interpreter that runs a script and speaks in lines."""
+    """A Python process that runs a script and exchanges lines with the test."""
 
     def __init__(self, script: str, *args: object) -> None:
         command = [sys.executable, "-c", PREAMBLE + script, *map(str, args)]
@@ -36,7 +36,7 @@ class Process:
         print(*values, file=self.popen.stdin, flush=True)
 
     def kill(self) -> None:
-        """kill -9, and waits until it is gone."""
+        """Send SIGKILL and wait until the process has ended."""
         self.popen.kill()
         self.popen.wait()
 

@@ -1,4 +1,4 @@
-"""The owner's side: create, allocate, publish, wait, close."""
+"""Tests of an arena's owner: create, allocate, publish, wait and close."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def publish(arena: Arena, specs: dict[str, ArraySpec] = PAGE_SPECS, path_file: P
         return block.publish()
 
 
-def test_an_arena_is_one_private_file_reserved_whole_and_removed_by_closing() -> None:
+def test_an_arena_is_a_private_fully_reserved_file_until_it_is_closed() -> None:
     with Arena.create(3_000_000) as arena:
         status = arena.path.stat()
         assert arena.path == Path(f"/dev/shm/mindie_mm-{arena.number:04x}")
@@ -48,12 +48,12 @@ def test_an_arena_is_one_private_file_reserved_whole_and_removed_by_closing() ->
 
 
 @pytest.mark.parametrize("capacity", [0, -5, 1.5, "x", True])
-def test_an_arena_takes_at_least_a_byte(capacity: int) -> None:
+def test_an_invalid_capacity_is_refused(capacity: int) -> None:
     with pytest.raises(InputError, match=str(capacity)):
         Arena.create(capacity)
 
 
-def test_too_large_a_capacity_says_what_there_is_and_how_to_enlarge_it() -> None:
+def test_a_capacity_above_dev_shm_reports_the_free_bytes_and_how_to_add_more() -> None:
     space = os.statvfs("/dev/shm")
     total = space.f_blocks * space.f_frsize
     with pytest.raises(SharedMemoryError, match=rf"of {total} bytes free.*--shm-size.*emptyDir") as raised:
@@ -80,7 +80,7 @@ def test_arrays_are_written_in_place_and_aligned(arena: Arena) -> None:
         assert view.ref == ref
 
 
-def test_a_block_left_without_publish_is_free_again(arena: Arena) -> None:
+def test_a_block_left_unpublished_is_freed(arena: Arena) -> None:
     with arena.allocate(SPECS, path_file=None) as block:
         assert arena.num_blocks == 1
         with pytest.raises(StaleReference, match="filling"):
@@ -109,7 +109,7 @@ def test_the_path_file_names_the_block_before_it_is_filled(arena: Arena, path_fi
     )
 
 
-def test_a_path_file_that_cannot_be_written_takes_no_block(arena: Arena, tmp_path: Path) -> None:
+def test_an_unwritable_path_file_allocates_no_block(arena: Arena, tmp_path: Path) -> None:
     with pytest.raises(SharedMemoryError, match=r"gone/shm_name\.txt cannot be written"):
         arena.allocate(SPECS, path_file=tmp_path / "gone" / "shm_name.txt")
     link = tmp_path / "link"
@@ -129,29 +129,29 @@ def test_a_block_freed_while_it_is_filled_is_not_published(arena: Arena, path_fi
     assert arena.num_blocks == 0
 
 
-def test_the_owner_frees_a_published_block_at_once_and_maps_nothing_for_it(path_file: Path) -> None:
+def test_the_owner_frees_a_published_block_at_once_without_a_descriptor(path_file: Path) -> None:
     with Arena.create(PAGE, quota_bytes=PAGE) as arena:
         descriptors = psutil.Process().num_fds()
         with arena.allocate(PAGE_SPECS, path_file=path_file) as block:
-            arena.free(block)  # not yet published, and so its writer's
+            arena.free(block)  # no effect: an unpublished block belongs to its writer
             ref = block.publish()
         arena.free(block)
         assert psutil.Process().num_fds() == descriptors
         with pytest.raises(StaleReference, match="is free"):
             attach(ref)
-        # There is room for another, in the arena and in what its request may have.
+        # The arena and the quota of the request have room for another block.
         with arena.allocate(PAGE_SPECS, path_file=path_file, timeout_s=0) as second:
             second.publish()
-        arena.free(block)  # its place is the other's by now
+        arena.free(block)  # no effect: the second block has reused the space
         assert arena.num_blocks == 1
         assert release(path_file) == 1
-        arena.free(second)  # it was not swept yet
+        arena.free(second)  # released but not swept yet
         assert arena.num_blocks == 0
     arena.free(second)
 
 
-def test_waiting_ends_when_the_owner_frees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "POLL_S", 600.0)  # a notification must arrive, because polling would take too long
+def test_a_waiting_request_wakes_when_the_owner_frees_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "POLL_S", 600.0)  # only a notification can end the wait in time
     with Arena.create(PAGE) as arena:
         with arena.allocate(PAGE_SPECS, path_file=None) as block:
             block.publish()
@@ -188,13 +188,13 @@ def test_a_digest_has_16_to_64_bytes(arena: Arena, size: int) -> None:
         ({"x": ArraySpec((1 << 41,), "uint8")}, "limit is 47"),
     ],
 )
-def test_limits_of_a_block(arena: Arena, specs: dict[str, ArraySpec], message: str) -> None:
+def test_a_block_beyond_a_limit_is_refused(arena: Arena, specs: dict[str, ArraySpec], message: str) -> None:
     with pytest.raises(LimitExceeded, match=message):
         arena.allocate(specs, path_file=None)
     assert arena.num_blocks == 0
 
 
-def test_a_full_arena_says_so_after_the_deadline(arena: Arena) -> None:
+def test_a_full_arena_raises_arena_full_after_the_timeout(arena: Arena) -> None:
     kept = [publish(arena, HALF_SPECS) for _ in range(2)]
     with pytest.raises(ArenaFull, match=r"block of [0-9]+ bytes within 0.05 s: 0 of 1048576 bytes are free"):
         arena.allocate(PAGE_SPECS, path_file=None, timeout_s=0.05)
@@ -202,7 +202,7 @@ def test_a_full_arena_says_so_after_the_deadline(arena: Arena) -> None:
     assert publish(arena, HALF_SPECS).block != kept[0].block, "an entry rests before it is used again"
 
 
-def test_waiting_ends_when_another_process_frees(arena: Arena, path_file: Path, start) -> None:
+def test_a_waiting_request_wakes_when_another_process_releases_a_block(arena: Arena, path_file: Path, start) -> None:
     process = start("say(); hear(); say(release(Path(sys.argv[1])))", path_file)
     publish(arena, HALF_SPECS, path_file)
     publish(arena, HALF_SPECS)
@@ -212,8 +212,7 @@ def test_waiting_ends_when_another_process_frees(arena: Arena, path_file: Path, 
     assert process.hear() == "1"
 
 
-def test_waiting_is_in_order(arena: Arena) -> None:
-    """A small block does not overtake a large one that waits."""
+def test_a_small_request_does_not_overtake_a_waiting_large_one(arena: Arena) -> None:
     kept = [publish(arena, HALF_SPECS) for _ in range(2)]
     order: list[str] = []
 
@@ -237,16 +236,14 @@ def test_waiting_is_in_order(arena: Arena) -> None:
     assert order == ["large", "small"]
 
 
-def test_a_closed_arena_is_said_to_be_closed_also_while_others_wait(arena: Arena) -> None:
-    arena._line.tickets.append(SimpleQueue())  # of a thread that has not looked since it was closed
+def test_a_closed_arena_refuses_allocation_while_other_threads_wait(arena: Arena) -> None:
+    arena._line.tickets.append(SimpleQueue())  # a thread that has not noticed the close yet
     arena.close()
     with pytest.raises(SharedMemoryError, match="is closed"):
         arena.allocate(PAGE_SPECS, path_file=None)
 
 
-def test_an_arena_that_is_closed_at_the_deadline_is_said_to_be_closed(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arena_closed_at_the_deadline_is_reported_as_closed(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(line: waiting.WaitingLine, take: object, timeout_s: float) -> None:
         arena.close()
 
@@ -257,7 +254,7 @@ def test_an_arena_that_is_closed_at_the_deadline_is_said_to_be_closed(
         arena.allocate(PAGE_SPECS, path_file=None)
 
 
-def test_closing_ends_waiting(arena: Arena) -> None:
+def test_closing_an_arena_wakes_waiting_requests(arena: Arena) -> None:
     for _ in range(2):
         publish(arena, HALF_SPECS)
     closer = threading.Timer(0.05, arena.close)
@@ -267,7 +264,7 @@ def test_closing_ends_waiting(arena: Arena) -> None:
     closer.join()
 
 
-def test_a_closed_arena_takes_no_block_and_lets_blocks_go() -> None:
+def test_a_closed_arena_refuses_allocation_and_publishing() -> None:
     with Arena.create(1 << 20) as arena, arena.allocate(SPECS, path_file=None) as block:
         arena.close()
         block["grid"][...] = 1
@@ -283,7 +280,9 @@ def overwrite(path: Path) -> None:
 
 
 @pytest.mark.parametrize("take_away", [Path.unlink, lambda path: os.truncate(path, PAGE), overwrite])
-def test_an_arena_taken_away_by_another_program_says_so(arena: Arena, take_away: Callable[[Path], None]) -> None:
+def test_a_removed_truncated_or_overwritten_arena_is_reported_as_lost(
+    arena: Arena, take_away: Callable[[Path], None]
+) -> None:
     assert not arena.lost
     take_away(arena.path)
     assert arena.lost
@@ -292,15 +291,15 @@ def test_an_arena_taken_away_by_another_program_says_so(arena: Arena, take_away:
 
 
 @pytest.mark.parametrize("size", [0, PAGE])
-def test_a_block_of_an_arena_that_was_cut_is_not_freed(arena: Arena, size: int) -> None:
-    """To write into its table would end the process."""
+def test_freeing_a_block_of_a_truncated_arena_does_nothing(arena: Arena, size: int) -> None:
+    """Leave the table of a truncated arena alone, because a write into the table would raise SIGBUS."""
     with arena.allocate(SPECS, path_file=None) as block:
         block.publish()
     os.truncate(arena.path, size)
     arena.free(block)
 
 
-def test_every_entry_in_use_is_a_full_arena() -> None:
+def test_an_arena_without_free_entries_is_full() -> None:
     with Arena.create(1 << 20) as arena:
         refs = [publish(arena) for _ in range(64)]
         with pytest.raises(ArenaFull, match="0 of 64 entries"):
@@ -310,7 +309,7 @@ def test_every_entry_in_use_is_a_full_arena() -> None:
         assert arena.sweep() == 64
 
 
-def test_generations_differ_at_each_reuse_and_wrap(arena: Arena) -> None:
+def test_each_reuse_of_an_entry_has_another_generation(arena: Arena) -> None:
     seen = set()
     for _ in range(3 * 64):
         ref = publish(arena)
@@ -326,8 +325,8 @@ def test_generations_differ_at_each_reuse_and_wrap(arena: Arena) -> None:
     assert arena._inventory._table._generations[entry] == 1
 
 
-def test_threads_share_an_arena(arena: Arena) -> None:
-    """More blocks than fit at once, each read back as written."""
+def test_many_threads_allocate_and_free_without_corruption(arena: Arena) -> None:
+    """Allocate more blocks than fit at once and read each block back as written."""
     wrong: list[int] = []
 
     def work(seed: int) -> None:
@@ -351,7 +350,7 @@ def test_threads_share_an_arena(arena: Arena) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_owns_nothing(arena: Arena) -> None:
+def test_a_forked_child_can_read_but_not_allocate(arena: Arena) -> None:
     ref = publish(arena)
 
     def child() -> None:
@@ -370,7 +369,7 @@ def test_a_forked_child_owns_nothing(arena: Arena) -> None:
     publish(arena)
 
 
-def test_the_resource_tracker_never_sees_an_arena(start) -> None:
+def test_an_arena_does_not_start_the_resource_tracker(start) -> None:
     process = start("""
 from multiprocessing import resource_tracker
 with Arena.create(1 << 16) as arena:

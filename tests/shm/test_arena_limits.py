@@ -1,4 +1,4 @@
-"""What one request may take of an arena, leases of blocks without a request, and what the owner counts."""
+"""Tests of request quotas, block leases and the owner's counters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stats(arena: Arena) -> ArenaStats:
         return ArenaStats.read(file.fileno())
 
 
-def test_a_request_takes_half_of_an_arena_and_no_more(arena: Arena, tmp_path: Path) -> None:
+def test_a_request_may_hold_at_most_half_of_an_arena(arena: Arena, tmp_path: Path) -> None:
     greedy, modest = tmp_path / "greedy.txt", tmp_path / "modest.txt"
     refs = [publish(arena, TENTH, greedy) for _ in range(4)]
     with pytest.raises(
@@ -44,7 +44,7 @@ def test_a_request_takes_half_of_an_arena_and_no_more(arena: Arena, tmp_path: Pa
         publish(arena, TENTH, modest)
 
 
-def test_blocks_being_filled_count_and_those_given_up_do_not(tmp_path: Path) -> None:
+def test_unpublished_blocks_count_towards_the_quota_until_they_are_discarded(tmp_path: Path) -> None:
     path_file = tmp_path / "shm_name.txt"
     with Arena.create(MiB, quota_bytes=256 * 1024) as arena:
         with (
@@ -58,12 +58,12 @@ def test_blocks_being_filled_count_and_those_given_up_do_not(tmp_path: Path) -> 
                 pass
 
 
-def test_a_quota_is_at_least_a_byte() -> None:
+def test_a_quota_of_zero_bytes_is_refused() -> None:
     with pytest.raises(InputError, match="quota of a request is 0 bytes"):
         Arena.create(MiB, quota_bytes=0)
 
 
-def test_a_block_whose_lease_ran_out_makes_room_for_who_waits(arena: Arena) -> None:
+def test_an_expired_lease_makes_room_for_the_next_request(arena: Arena) -> None:
     leased = publish(arena, {"x": ArraySpec((900 * 1024,), "uint8")}, lease_s=0.05)
     attach(leased).verify()
     publish(arena, {"x": ArraySpec((900 * 1024,), "uint8")})
@@ -71,7 +71,7 @@ def test_a_block_whose_lease_ran_out_makes_room_for_who_waits(arena: Arena) -> N
         attach(leased)
 
 
-def test_the_collector_frees_a_block_whose_lease_ran_out(arena: Arena) -> None:
+def test_the_collector_frees_blocks_with_expired_leases(arena: Arena) -> None:
     ended, running, lasting = (publish(arena, TENTH, lease_s=lease_s) for lease_s in (0.0, 600.0, None))
     assert collect().of("lease_expired") == (f"{arena.path.name}:{ended.block}",)
     for ref in (running, lasting):
@@ -79,12 +79,12 @@ def test_the_collector_frees_a_block_whose_lease_ran_out(arena: Arena) -> None:
     assert arena.num_blocks == 2
 
 
-def test_a_block_of_a_request_has_no_lease(arena: Arena, path_file: Path) -> None:
+def test_a_lease_for_a_block_with_a_path_file_is_refused(arena: Arena, path_file: Path) -> None:
     with pytest.raises(InputError, match=r"lease is 5 s, .*shm_name.txt"):
         arena.allocate(TENTH, path_file=path_file, lease_s=5)
 
 
-def test_the_owner_counts_where_everybody_can_read(arena: Arena) -> None:
+def test_the_owner_keeps_its_counters_in_the_arena_file(arena: Arena) -> None:
     refs = [publish(arena, TENTH) for _ in range(9)]
     taken = arena.used_bytes
     assert 9 * 100 * 1024 < taken < MiB
@@ -107,8 +107,8 @@ def test_the_owner_counts_where_everybody_can_read(arena: Arena) -> None:
     )
 
 
-def test_freed_blocks_are_taken_back_without_being_asked_for_room() -> None:
-    """Sweeping is spread over allocations; what was freed comes back long before the arena is full."""
+def test_freed_blocks_are_swept_long_before_the_arena_is_full() -> None:
+    """Spread sweeping over allocations, so that freed blocks return early."""
     with Arena.create(64 * MiB) as arena:
         kept = [publish(arena, {"x": ArraySpec((10,), "uint8")}) for _ in range(500)]
         for _ in range(2000):
@@ -117,8 +117,8 @@ def test_freed_blocks_are_taken_back_without_being_asked_for_room() -> None:
         assert arena.num_blocks == len(kept)
 
 
-def test_a_request_that_waits_is_served_when_a_lease_ends_elsewhere(arena: Arena) -> None:
-    """A waiter looks at leases by itself: nobody rings for them."""
+def test_a_waiting_request_is_served_when_a_lease_expires(arena: Arena) -> None:
+    """Poll for expired leases while a request waits, because no notification announces them."""
     publish(arena, {"x": ArraySpec((900 * 1024,), "uint8")}, lease_s=0.2)
     served = threading.Event()
 
@@ -133,19 +133,19 @@ def test_a_request_that_waits_is_served_when_a_lease_ends_elsewhere(arena: Arena
 
 
 @pytest.mark.parametrize("lease_s", [-1.0, math.nan, math.inf, 1e12])
-def test_a_lease_is_a_time(arena: Arena, lease_s: float) -> None:
+def test_an_invalid_lease_is_refused(arena: Arena, lease_s: float) -> None:
     with pytest.raises(InputError, match="it must be 0 to 1000000000"):
         arena.allocate(TENTH, path_file=None, lease_s=lease_s)
     assert arena.used_bytes == 0
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, math.nan])
-def test_a_timeout_is_a_time(arena: Arena, timeout_s: float) -> None:
+def test_an_invalid_timeout_is_refused(arena: Arena, timeout_s: float) -> None:
     with pytest.raises(InputError, match="it must be at least 0"):
         arena.allocate(TENTH, path_file=None, timeout_s=timeout_s)
 
 
-def test_a_request_may_wait_for_ever_behind_another_one(arena: Arena) -> None:
+def test_requests_may_wait_in_line_without_a_deadline(arena: Arena) -> None:
     with arena.allocate({"x": ArraySpec((1000 * 1024,), "uint8")}, path_file=None) as block:
         block.publish()
     served: list[Ref] = []
@@ -162,7 +162,7 @@ def test_a_request_may_wait_for_ever_behind_another_one(arena: Arena) -> None:
     assert len(served) == 2
 
 
-def test_what_can_never_be_had_is_refused_while_others_wait(arena: Arena, tmp_path: Path) -> None:
+def test_an_impossible_request_is_refused_while_others_wait(arena: Arena, tmp_path: Path) -> None:
     publish(arena, {"x": ArraySpec((1000 * 1024,), "uint8")})
     waiting = threading.Thread(target=lambda: publish(arena, TENTH))
     waiting.start()
@@ -180,8 +180,8 @@ def test_what_can_never_be_had_is_refused_while_others_wait(arena: Arena, tmp_pa
     waiting.join()
 
 
-def test_pieces_that_cannot_be_mapped_cost_no_room(start) -> None:
-    """Without a descriptor to map them by, in a process of its own."""
+def test_pieces_that_cannot_be_mapped_leak_no_space(start) -> None:
+    """Use up the descriptors of a separate process, so that no piece can be mapped."""
     process = start("""
 import resource
 with Arena.create(1 << 20) as arena:

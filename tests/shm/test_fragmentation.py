@@ -1,4 +1,4 @@
-"""How much room is lost between blocks: weeks of mixed traffic, and patterns made to break an allocator up."""
+"""Tests of the heap's fragmentation under weeks of mixed traffic and under adversarial patterns."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from mindie_mm.shm.owner.heap import Heap
 KiB, MiB = 1 << 10, 1 << 20
 START = 1 << 20
 DEADLINE_S = 10.0
-"""How long a request waits for room, in order, before it gives up."""
+"""Time that a request waits in line before it gives up."""
 
 BOUNDS = {16: 0.75, 32: 0.55, 64: 0.40, 128: 0.25, 256: 0.20}
-"""A request of at most 1/n of the capacity always fits in one piece while this share of the bytes is in no block.
+"""Share of free bytes above which a request of at most 1/n of the capacity always fits in one piece.
 
-Measured over 80 weeks: 0.69, 0.49, 0.36, 0.21, 0.15. Best fit, first fit, small and large blocks from opposite ends,
-and powers of two as sizes all lie within a few hundredths of it: blocks that cannot be moved allow no more. Therefore
-a block may lie in several pieces.
+The worst shares over 80 weeks are 0.69, 0.49, 0.36, 0.21 and 0.15. Best fit, first fit, small and large blocks from
+opposite ends, and power-of-two sizes all lie within a few hundredths of these values: blocks that cannot be moved
+allow no better result. Therefore a block may lie in several pieces.
 """
 PIECES = 64
 
 
 class Room:
-    """A heap and what is in it."""
+    """A heap and the blocks allocated from it."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.heap = Heap(START, START + capacity)
         self.held: dict[int, Pieces] = {}
-        """The pieces of each block, by the offset of its first one."""
+        """Pieces of each block by the offset of the first piece."""
         self.most_pieces = 1
 
     def allocate(self, size: int) -> int | None:
-        """A block in one piece."""
+        """Allocate a block in one piece and return its offset, or None if no hole is large enough."""
         found = self.heap.allocate(size)
         return None if found is None else self._hold(size, (found,))
 
     def scatter(self, size: int) -> int | None:
-        """A block in several pieces, as an arena makes it where none of one piece fits."""
+        """Allocate a block in several pieces, as an arena does when no single hole is large enough."""
         pieces = self.heap.scatter(size, 4096, PIECES)
         if pieces is None:
             return None
@@ -66,7 +66,7 @@ class Room:
         return self.heap.free_bytes / self.capacity
 
     def check(self) -> None:
-        """No two blocks share a byte, and every byte is in a block or free."""
+        """Assert that no two blocks share a byte and that every byte is in a block or free."""
         at = START
         pieces = sorted(itertools.chain.from_iterable(self.held.values()))
         for offset, nbytes in pieces:
@@ -76,7 +76,7 @@ class Room:
         assert self.heap.free_bytes == self.capacity - sum(nbytes for _, nbytes in pieces)
 
     def empty(self) -> None:
-        """Whatever was there, all of it comes back in one piece."""
+        """Free all blocks and assert that the capacity comes back in one piece."""
         self.check()
         for offset in list(self.held):
             self.free(offset)
@@ -84,21 +84,21 @@ class Room:
 
 
 def pictures(draw: random.Random, pixels: float, spread: float) -> int:
-    """Bytes of a picture's patches: three a pixel, sides in multiples of 28, and the header."""
+    """Return the bytes of a picture's patches: three per pixel, sides in multiples of 28, and the header."""
     side = math.sqrt(pixels * draw.lognormvariate(0, spread))
     width, height = (28 * max(1, round(side * ratio / 28)) for ratio in (1.2, 0.85))
     return 3 * width * height + 512
 
 
 def requests(draw: random.Random, videos: float, scans: list[int]) -> Iterator[tuple[int, int, float]]:
-    """(bytes, how many such at once, lifetime in s), of tenants with a mix of their own each."""
+    """Yield (bytes, number of such blocks at once, lifetime in s) from tenants with different mixes."""
     while True:
         tenant, lifetime, number = draw.random(), draw.expovariate(1 / 20), 1
         if tenant < 0.35:  # thumbnails of a feed
             size, number, lifetime = pictures(draw, 200 * 200, 0.5), draw.choice((1, 1, 1, 10)), lifetime / 4
         elif tenant < 0.80:  # photographs, up to 20 MB
             size = min(pictures(draw, 1280 * 960, 0.9), 20 * MiB)
-        elif tenant < 1 - 2 * videos:  # scanned pages, of few sizes, a document at once
+        elif tenant < 1 - 2 * videos:  # scanned documents: few page sizes, several pages at once
             size, number = draw.choice(scans), draw.choice((1, 4, 12))
         elif tenant < 1 - videos:  # clips
             size, lifetime = int(draw.uniform(4, 30) * MiB), lifetime * 3
@@ -110,13 +110,16 @@ def requests(draw: random.Random, videos: float, scans: list[int]) -> Iterator[t
 
 
 def week(seed: int, capacity: int, videos: float, load: float) -> Iterator[tuple[float, int, float]]:
-    """(time in s, bytes, lifetime in s). `load`: what would be held at noon if all fitted, in capacities."""
+    """Yield (time in s, bytes, lifetime in s).
+
+    `load` is the demand at noon in capacities, if every block fitted.
+    """
     draw = random.Random(seed)
     mix = requests(draw, videos, [draw.choice((1240 * 1754, 1654 * 2339, 2480 * 2640)) * 3 for _ in range(3)])
     mean = sum(size * number * lifetime for size, number, lifetime in itertools.islice(mix, 4000)) / 4000
     at = 0.0
     for size, number, lifetime in mix:
-        # Days of two hours: the night is quiet.
+        # A day lasts two hours and has a quiet night.
         at += draw.expovariate(load * capacity / mean / 2) / (1 + 0.9 * math.sin(at / 7200 * 2 * math.pi))
         for _ in range(number):
             yield at, min(size, capacity // 2), lifetime * draw.uniform(0.5, 1.5)
@@ -125,13 +128,16 @@ def week(seed: int, capacity: int, videos: float, load: float) -> Iterator[tuple
 WEEKS = [(1, 256, 0.0), (2, 512, 0.0), (3, 1536, 0.01), (4, 2048, 0.02), (5, 4096, 0.03)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.8, 3.0])
 @pytest.mark.parametrize(("seed", "mebibytes", "videos"), WEEKS)
 @pytest.mark.parametrize("in_pieces", [True, False])
-def test_weeks_of_mixed_sizes(seed: int, mebibytes: int, videos: float, load: float, in_pieces: bool) -> None:
-    """Requests wait in order and give up after a while, as in an arena: 400,000 allocations in all.
+def test_small_requests_do_not_wait_in_weeks_of_mixed_traffic(
+    seed: int, mebibytes: int, videos: float, load: float, in_pieces: bool
+) -> None:
+    """Let requests wait in line and give up after a while, as in an arena, for 400,000 allocations in all.
 
-    In pieces, none of at most 1/16 of the capacity waits while a quarter of the bytes is in no block.
+    With blocks in pieces, no request of at most 1/16 of the capacity waits while a quarter of the bytes is free.
     """
     room = Room(mebibytes * MiB)
     bounds = {16: 0.25} if in_pieces else BOUNDS
@@ -165,8 +171,8 @@ def test_weeks_of_mixed_sizes(seed: int, mebibytes: int, videos: float, load: fl
 
 
 @pytest.mark.parametrize("size", [3 * KiB, 60 * KiB, 1 * MiB])
-def test_every_other_block_freed_leaves_room_for_its_like_only(size: int) -> None:
-    """What no placement can help: half of it free, and no two blocks of it together. Then half of those: no more."""
+def test_freeing_every_other_block_makes_room_only_for_blocks_of_that_size(size: int) -> None:
+    """Expect no larger hole: half of the bytes are free, but no two free blocks are adjacent."""
     room = Room(64 * MiB)
     blocks = list(iter(lambda: room.allocate(size), None))
     for offset in blocks[::2]:
@@ -178,7 +184,7 @@ def test_every_other_block_freed_leaves_room_for_its_like_only(size: int) -> Non
     room.empty()
 
 
-def test_one_size_for_ever_never_wants_for_room() -> None:
+def test_blocks_of_one_size_always_find_room_again() -> None:
     room, draw = Room(64 * MiB), random.Random(1)
     size = 700 * KiB
     blocks = list(iter(lambda: room.allocate(size), None))
@@ -191,8 +197,8 @@ def test_one_size_for_ever_never_wants_for_room() -> None:
 
 
 @pytest.mark.parametrize("descending", [False, True])
-def test_a_sawtooth_ends_as_it_began(descending: bool) -> None:
-    """Filled with growing, or shrinking, sizes and emptied in the order of arrival, again and again."""
+def test_repeated_filling_and_draining_uses_the_same_space(descending: bool) -> None:
+    """Fill with growing or shrinking sizes and free in the order of arrival, many times."""
     room = Room(64 * MiB)
     sizes = [4 * KiB * step for step in range(1, 200, 3)]
     filled = []
@@ -206,8 +212,8 @@ def test_a_sawtooth_ends_as_it_began(descending: bool) -> None:
     room.empty()
 
 
-def test_growing_sizes_in_a_sliding_window_reach_a_sixteenth() -> None:
-    """Each block a little larger than those before it, so that no hole fits the next: at half load they find room."""
+def test_growing_blocks_find_room_at_half_load_up_to_a_sixteenth() -> None:
+    """Make each block slightly larger than the blocks before it, so that no hole fits the next block."""
     room = Room(64 * MiB)
     window: list[int] = []
     size = 16.0 * KiB

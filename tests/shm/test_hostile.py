@@ -1,4 +1,4 @@
-"""A world that does not keep to the rules: full, cut, replaced, damaged, other people's, other namespaces'."""
+"""Tests of arenas that are full, truncated, replaced, damaged, or owned by other users and namespaces."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def info(path: Path) -> ArenaInfo | None:
 
 
 def free_paths(number: int) -> list[Path]:
-    """Names of arenas that nobody uses."""
+    """Return unused arena paths."""
     return list(islice((path for n in range(65536) if not (path := SHM / f"mindie_mm-{n:04x}").exists()), number))
 
 
 @contextmanager
 def process(prefix: tuple[str, ...], script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
-    """A script in a namespace of its own; it says lines and hears lines."""
+    """Start a script in its own namespace and yield the process, which exchanges lines with the test."""
     command = [*prefix, sys.executable, "-c", PREAMBLE + script, *map(str, args)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         try:
@@ -81,7 +81,7 @@ def process(prefix: tuple[str, ...], script: str, *args: object) -> Iterator[sub
 
 
 def run(prefix: tuple[str, ...], script: str, *args: object) -> list[str]:
-    """What a script says; AssertionError if a signal ends it."""
+    """Run a script to its end and return the printed lines."""
     command = [*prefix, sys.executable, "-c", PREAMBLE + script, *map(str, args)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"it ended with {done.returncode}: {done.stdout}"
@@ -109,7 +109,7 @@ say(sorted(os.listdir("/dev/shm")))
 """
 
 
-def test_a_nearly_full_shm_says_what_there_is_and_how_to_enlarge_it() -> None:
+def test_a_nearly_full_dev_shm_reports_the_free_bytes_and_how_to_add_more() -> None:
     require(FULL_SHM)
     some, left_then, none, left = run(FULL_SHM, FILL + NO_ROOM)
     assert f"has {12 << 20} of {32 << 20} bytes free, but the arena needs " in some
@@ -135,7 +135,7 @@ say(os.listdir("/dev/shm"))
 """
 
 
-def test_a_tokenizer_takes_the_room_of_one_that_was_killed(tmp_path: Path) -> None:
+def test_a_tokenizer_reclaims_the_arena_of_a_killed_tokenizer(tmp_path: Path) -> None:
     require(FULL_SHM)
     Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
     assert run(FULL_SHM, KILLED, tmp_path / "a.png", tmp_path / "shm_name.txt") == ["True", "[]"]
@@ -173,21 +173,21 @@ say("closed")
 
 
 def test_a_reserved_arena_works_when_another_program_fills_the_rest() -> None:
-    """Every byte of it is written and read by two processes: no SIGBUS."""
+    """Write and read every byte of the arena from two processes without SIGBUS."""
     require(FULL_SHM)
     blocks, reader, left, closed = run(FULL_SHM, FILL + RESERVED)
     assert int(blocks) >= 56
     assert (reader, left, closed) == ("0", "0 True", "closed")
 
 
-def test_a_closed_arena_gives_its_memory_back() -> None:
-    """While the object is still at hand, as in a tokenizer that makes another."""
+def test_closing_an_arena_unmaps_its_file() -> None:
+    """Unmap the file while the arena object still exists, as in a tokenizer that creates another arena."""
     with Arena.create(1 << 20) as arena:
         inode = arena.path.stat().st_ino
         assert arena.populated.wait(120)
         free(publish(arena))
         assert arena.used_bytes == 0
-    collect()  # a reader's mapping in this process goes when it looks again
+    collect()  # the reader in this process drops its mapping at the next use
     assert not arena.path.exists()
     mapped = [
         line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines() if "/dev/shm/" in line
@@ -205,7 +205,7 @@ say(arena.num_blocks)
 """
 
 
-def test_no_block_is_handed_out_that_cannot_be_recorded() -> None:
+def test_a_block_that_cannot_be_recorded_is_not_handed_out() -> None:
     require(FULL_SHM)
     message, left = run(FULL_SHM, FILL + LEDGER_ON_A_FULL_FILE_SYSTEM)
     assert message == "path file /dev/shm/shm_name.txt cannot be written: No space left on device"
@@ -213,7 +213,7 @@ def test_no_block_is_handed_out_that_cannot_be_recorded() -> None:
 
 
 def settled(arena: Arena) -> None:
-    """The owner looks at its file once a millisecond at most."""
+    """Wait until the owner notices a change; the owner checks its file at most once per millisecond."""
     deadline = os.times().elapsed + 5
     while os.times().elapsed < deadline:
         try:
@@ -222,7 +222,7 @@ def settled(arena: Arena) -> None:
             return
 
 
-def test_an_unlinked_arena_fails_its_owner_clearly_and_its_readers_one_by_one(arena: Arena, path_file: Path) -> None:
+def test_an_unlinked_arena_raises_for_its_owner_and_for_each_reader(arena: Arena, path_file: Path) -> None:
     first, second = publish(arena, path_file), publish(arena)
     view = attach(first)
     arena.path.unlink()
@@ -256,18 +256,18 @@ say(os.path.exists(arena.path))
 
 
 @pytest.mark.parametrize("size", [0, 100, PAGE, -1, -PAGE])
-def test_a_cut_arena_is_an_error_for_its_owner_and_its_readers_and_no_sigbus(size: int) -> None:
+def test_a_truncated_arena_raises_instead_of_ending_the_process(size: int) -> None:
     with process((), CUT_WHILE_OWNED, size) as owner:
-        said = owner.stdout.read().splitlines()
-    assert owner.wait() == 0, f"it ended with {owner.returncode}: {said}"
-    owners, readers, left = said
+        lines = owner.stdout.read().splitlines()
+    assert owner.wait() == 0, f"it ended with {owner.returncode}: {lines}"
+    owners, readers, left = lines
     assert "create a new arena" in owners
     assert "mindie_mm-" in readers
     assert left == "False"
 
 
-def test_another_arena_under_the_same_number_is_never_taken_for_this_one(arena: Arena) -> None:
-    """A copy of a stranger's file, its header mended: its blocks have other generations."""
+def test_another_arena_with_the_same_number_is_not_taken_for_this_one(arena: Arena) -> None:
+    """Replace the arena by a copy of another arena with a corrected header, whose blocks have other generations."""
     ref = publish(arena)
     view = attach(ref)
     with Arena.create(1 << 20) as other:
@@ -297,10 +297,8 @@ def test_another_arena_under_the_same_number_is_never_taken_for_this_one(arena: 
 
 @pytest.mark.parametrize("word", [8, 16], ids=["offset", "size"])
 @pytest.mark.parametrize("value", [0, 64, PAGE, 1 << 19, 1 << 40, (1 << 64) - 1])
-def test_a_damaged_table_entry_fails_its_reference_and_does_not_lead_the_owner_astray(
-    arena: Arena, word: int, value: int
-) -> None:
-    """Whatever stands in shared memory, the owner hands out no byte twice and none outside the file."""
+def test_a_damaged_table_entry_does_not_mislead_the_owner(arena: Arena, word: int, value: int) -> None:
+    """Allocate no byte twice and none outside the file, whatever the damaged entry says."""
     damaged, other = publish(arena), publish(arena)
     with arena.path.open("r+b") as file:
         file.seek(PAGE + ENTRY_BYTES * damaged.block + word)
@@ -334,7 +332,7 @@ say("seen")
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE])
-def test_pieces_that_go_round_in_a_circle_hang_nobody(arena: Arena, size: int) -> None:
+def test_a_cycle_of_pieces_does_not_hang_readers(arena: Arena, size: int) -> None:
     ref, other = publish(arena), publish(arena)
     with arena.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         words = memoryview(memory).cast("Q")
@@ -343,14 +341,14 @@ def test_pieces_that_go_round_in_a_circle_hang_nobody(arena: Arena, size: int) -
         words[round_about + SIZE], words[round_about + NEXT] = size, 1 + other.block
         words.release()
     with process((), CIRCLE, ref.arena, ref.block, ref.generation) as reader:
-        said, _ = reader.communicate(timeout=300)
-    assert said.split() == ["missing", "seen"]
+        output, _ = reader.communicate(timeout=300)
+    assert output.split() == ["missing", "seen"]
     for one in (ref, other):
         free(one)
     assert arena.used_bytes == 0
 
 
-def test_damaged_release_words_free_nothing_but_what_they_name(arena: Arena) -> None:
+def test_damaged_release_words_free_no_published_block(arena: Arena) -> None:
     refs = [publish(arena) for _ in range(10)]
     with arena.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         header = ArenaHeader.unpack(memory[:PAGE], len(memory))
@@ -363,7 +361,7 @@ def test_damaged_release_words_free_nothing_but_what_they_name(arena: Arena) -> 
     assert arena.num_blocks == 0
 
 
-def test_a_path_file_that_is_a_fifo_is_refused_and_nobody_waits(arena: Arena, path_file: Path) -> None:
+def test_a_path_file_that_is_a_fifo_is_refused_without_blocking(arena: Arena, path_file: Path) -> None:
     os.mkfifo(path_file)
     with pytest.raises(InputError, match="is not a regular file"):
         release(path_file)
@@ -372,7 +370,7 @@ def test_a_path_file_that_is_a_fifo_is_refused_and_nobody_waits(arena: Arena, pa
     assert arena.num_blocks == 0
 
 
-def test_a_path_file_that_may_not_be_read_is_an_input_error(tmp_path: Path, path_file: Path) -> None:
+def test_an_unreadable_path_file_raises_input_error(tmp_path: Path, path_file: Path) -> None:
     path_file.write_text("mindie_mm-0000 0 1\n", encoding="utf-8")
     path_file.chmod(0)
     tmp_path.chmod(0o755)
@@ -383,12 +381,12 @@ try: release(Path(sys.argv[1]))
 except InputError as error: say(error)
 """
     with process((), script, path_file) as reader:
-        said = reader.stdout.read().strip()
-    assert said == f"path file {path_file} cannot be read: Permission denied"
+        message = reader.stdout.read().strip()
+    assert message == f"path file {path_file} cannot be read: Permission denied"
 
 
-def test_names_of_others_in_a_path_file_free_nothing_of_theirs(arena: Arena, path_file: Path) -> None:
-    """Another user's arena, another program's files, names that lead out of /dev/shm: this arena's block is freed."""
+def test_a_path_file_with_foreign_names_frees_only_own_blocks(arena: Arena, path_file: Path) -> None:
+    """Leave another user's arena, other programs' files and paths outside /dev/shm alone."""
     mine = publish(arena, path_file)
     program, users = free_paths(2)
     program.write_bytes(b"another program's" + bytes(1 << 16))
@@ -439,13 +437,13 @@ def owned(owner: subprocess.Popen[str]) -> tuple[Path, Ref]:
 
 
 def name_owner(path: Path, pid: int) -> None:
-    """Writes another pid into an arena's header, whole again."""
+    """Write another pid and a valid checksum into an arena's header."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), PAGE) as memory:
         memory[56:64] = struct.pack("<Q", pid)
         memory[112:116] = struct.pack("<I", zlib.crc32(memory[:112]))
 
 
-def test_a_pid_used_again_keeps_no_dead_arena_alive() -> None:
+def test_a_reused_pid_does_not_keep_a_dead_arena_alive() -> None:
     with process((), OWN) as owner:
         path, _ = owned(owner)
         name_owner(path, os.getpid())
@@ -458,7 +456,7 @@ def test_a_pid_used_again_keeps_no_dead_arena_alive() -> None:
         assert not path.exists()
 
 
-def test_a_pid_that_nobody_has_does_not_make_a_living_arena_dead(arena: Arena) -> None:
+def test_an_unused_pid_does_not_make_a_live_arena_dead(arena: Arena) -> None:
     ref = publish(arena)
     name_owner(arena.path, (1 << 22) + 1)
     assert info(arena.path).alive
@@ -467,7 +465,7 @@ def test_a_pid_that_nobody_has_does_not_make_a_living_arena_dead(arena: Arena) -
 
 
 @pytest.mark.parametrize("death", ["killed", "ended"])
-def test_an_owner_in_another_pid_namespace_is_seen_alive_and_collected_when_dead(death: str) -> None:
+def test_an_arena_of_another_pid_namespace_is_kept_until_its_owner_ends(death: str) -> None:
     require(OTHER_PIDS)
     with process(OTHER_PIDS, OWN) as owner:
         path, ref = owned(owner)
@@ -487,14 +485,14 @@ def test_an_owner_in_another_pid_namespace_is_seen_alive_and_collected_when_dead
             assert not path.exists(), "nobody closed it, the process's end did"
             return
         with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # its kernel drops the lock a moment after unshare is gone
+            fcntl.flock(file, fcntl.LOCK_SH)  # the kernel drops the owner's lock shortly after unshare ends
         collected = collect().of("owner_dead")
         assert str(path) in collected
         assert not path.exists()
 
 
-def test_blocks_of_another_mount_namespace_are_not_freed_for_paths_that_are_not_seen_here(tmp_path: Path) -> None:
-    """A container's path file lies where this process cannot see it: its block lives."""
+def test_a_block_of_another_mount_namespace_is_not_freed_for_an_unseen_path_file(tmp_path: Path) -> None:
+    """Keep a container's block whose path file is not visible to this process."""
     prefix = (*UNSHARE, "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {tmp_path} && exec "$@"', "sh")
     require(prefix)
     script = """
@@ -516,8 +514,8 @@ hear()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may change its root")
-def test_blocks_are_not_freed_for_paths_that_are_others_in_a_chroot(tmp_path: Path) -> None:
-    """The namespaces are the same there."""
+def test_a_block_of_a_chroot_is_not_freed_for_an_unseen_path_file(tmp_path: Path) -> None:
+    """Keep the block although the owner has the same namespaces as the collector."""
     script = """
 arena = Arena.create(1 << 20)
 os.chroot(sys.argv[1])
@@ -538,7 +536,7 @@ hear()
         assert str(path) in collect().of("owner_dead")
 
 
-def test_of_an_owner_that_cannot_be_looked_at_no_path_is_taken_for_gone(arena: Arena, path_file: Path) -> None:
+def test_the_path_files_of_an_unknown_owner_are_not_taken_for_removed(arena: Arena, path_file: Path) -> None:
     ref = publish(arena, path_file)
     path_file.unlink()
     name_owner(arena.path, (1 << 22) + 1)
@@ -554,7 +552,7 @@ def a_socket(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), a_socket])
-def test_what_only_has_the_name_of_an_arena_is_a_missing_one_and_left_alone(
+def test_a_special_file_with_an_arena_name_is_missing_and_left_alone(
     make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     (path,) = free_paths(1)

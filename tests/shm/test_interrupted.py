@@ -1,4 +1,4 @@
-"""An exception of a signal handler at any line of an arena's code, a fork at any moment, a close that never comes."""
+"""Tests of arenas when a signal handler raises, the process forks, or nobody calls `close`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ FILES = {module.__file__ for module in MODULES}
 
 
 class Interrupt(BaseException):
-    """As KeyboardInterrupt, which ends a test run."""
+    """A stand-in for KeyboardInterrupt, which would end the test run."""
 
 
 class InterruptAt:
-    """Raises Interrupt at the line of that number, of those that are run."""
+    """A trace function that raises Interrupt at the executed line with the given number."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -52,12 +52,15 @@ class InterruptAt:
 
 
 def _takes_a_lock(frame: FrameType) -> bool:
-    """The interpreter does not look for signals between the end of a `with` over a lock and the lock's release."""
+    """Return whether the line takes the arena's lock.
+
+    The interpreter does not check for signals between the end of a `with` block and the release of its lock.
+    """
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() == "with self._mutex:"
 
 
 def interrupted(work: Callable[[], None], number: int) -> bool:
-    """Whether the work had so many lines."""
+    """Run the work with an Interrupt at its line `number`, and return whether it has that many lines."""
     before = sys.gettrace()
     sys.settrace(InterruptAt(number))
     try:
@@ -70,7 +73,7 @@ def interrupted(work: Callable[[], None], number: int) -> bool:
 
 
 def fragmented(arena: Arena) -> None:
-    """Leaves every second 16 KiB free, and half of the entries."""
+    """Leave every second 16 KiB and half of the entries free."""
     refs = []
     for _ in range(arena.capacity_bytes >> 14):
         with arena.allocate(SMALL, path_file=None) as block:
@@ -80,7 +83,7 @@ def fragmented(arena: Arena) -> None:
 
 
 class Kept:
-    """An arena with a published block that nobody frees."""
+    """An arena with a published block that is never freed."""
 
     def __init__(self, in_pieces: bool) -> None:
         self.arena = Arena.create(1 << 20)
@@ -99,7 +102,7 @@ class Kept:
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("how", ["free", "sweep", "leave"])
 def test_an_interrupt_at_any_line_leaks_nothing(path_file: Path, how: str, in_pieces: bool) -> None:
-    """The arena is as it was before, or it is lost, takes no block, and goes when it is closed."""
+    """Restore the arena or mark it as lost; a lost arena allocates no block and is removed when it is closed."""
 
     def work() -> None:
         with kept.arena.allocate(SPECS, path_file=path_file) as block:
@@ -140,7 +143,7 @@ def test_an_interrupt_at_any_line_leaks_nothing(path_file: Path, how: str, in_pi
         kept.arena.close()
 
 
-def test_what_is_filled_meanwhile_is_published_whole_or_refused(path_file: Path) -> None:
+def test_a_block_filled_during_an_interrupted_change_is_published_whole_or_refused(path_file: Path) -> None:
     refused = 0
     for number in range(0, 200, 3):
         with Arena.create(1 << 20) as arena:
@@ -163,7 +166,7 @@ def test_what_is_filled_meanwhile_is_published_whole_or_refused(path_file: Path)
     assert 5 < refused < 60
 
 
-def test_a_thread_that_waits_hears_of_an_interrupted_change(arena: Arena) -> None:
+def test_an_interrupted_change_wakes_a_waiting_thread(arena: Arena) -> None:
     with arena.allocate({"x": ArraySpec((1000 << 10,), "uint8")}, path_file=None) as block:
         block.publish()
     errors: list[SharedMemoryError] = []
@@ -185,7 +188,7 @@ def test_a_thread_that_waits_hears_of_an_interrupted_change(arena: Arena) -> Non
     assert errors
 
 
-def test_a_tokenizer_makes_another_arena_after_an_interrupted_change(path_file: Path) -> None:
+def test_a_tokenizer_replaces_an_arena_lost_to_an_interrupt(path_file: Path) -> None:
     replaced, number = 0, 0
 
     def tokenize() -> Ref:
@@ -209,15 +212,18 @@ def test_a_tokenizer_makes_another_arena_after_an_interrupted_change(path_file: 
     assert not own()
 
 
-def test_a_block_that_is_dropped_is_free_again(arena: Arena) -> None:
+def test_a_garbage_collected_block_is_freed(arena: Arena) -> None:
     block = arena.allocate(SPECS, path_file=None)
     assert arena.num_blocks == 1
     del block
     assert (arena.num_blocks, arena.used_bytes) == (0, 0)
 
 
-def test_an_interrupt_while_it_waits_leaves_neither_place_in_line_nor_lock() -> None:
-    """The arena is there for others, or it is lost: one that waits looks for room each millisecond, as a change."""
+def test_an_interrupted_wait_leaves_neither_a_ticket_nor_a_lock() -> None:
+    """Keep the arena usable or mark it as lost.
+
+    A waiting thread looks for room every millisecond, and an interrupt of that change loses the arena.
+    """
 
     def handler(*_: object) -> None:
         raise Interrupt
@@ -250,7 +256,7 @@ def test_an_interrupt_while_it_waits_leaves_neither_place_in_line_nor_lock() -> 
 
 
 @pytest.mark.parametrize("patched", ["mindie_mm.shm.owner.arena_file.reserve", "fcntl.flock"])
-def test_a_child_forked_while_an_arena_is_made_does_not_keep_it_alive(start, patched: str) -> None:
+def test_a_child_forked_during_creation_does_not_keep_the_arena_alive(start, patched: str) -> None:
     module, name = patched.rsplit(".", 1)
     owner = start(f"""
 import {module} as module
@@ -295,14 +301,14 @@ say("closed")
 """
 
 
-def test_a_child_forked_while_a_thread_is_in_the_arena_does_not_hang(start) -> None:
+def test_a_child_forked_while_a_lock_is_held_does_not_hang(start) -> None:
     process = start(FORKED)
     assert process.hear() == "0 True"
     assert process.hear() == "closed"
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit(1)"])
-def test_an_arena_that_nobody_closes_goes_when_the_process_ends(start, end: str) -> None:
+def test_an_unclosed_arena_is_removed_when_the_process_ends(start, end: str) -> None:
     process = start(f"""
 arena = Arena.create(1 << 20)
 say(arena.path)
@@ -316,12 +322,12 @@ hear()
     assert not path.exists()
 
 
-def test_a_dropped_arena_is_removed_at_once() -> None:
+def test_a_garbage_collected_arena_is_removed() -> None:
     path = Arena.create(1 << 20).path
     assert not path.exists()
 
 
-def test_a_worker_of_multiprocessing_that_ends_removes_its_arena(start) -> None:
+def test_a_multiprocessing_worker_removes_its_arena_when_it_ends(start) -> None:
     process = start("""
 import multiprocessing
 def work():
@@ -338,7 +344,7 @@ say(worker.exitcode)
     assert not path.exists()
 
 
-def test_without_a_thread_to_be_had_pages_come_as_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_works_when_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -352,7 +358,7 @@ def test_without_a_thread_to_be_had_pages_come_as_they_are_used(monkeypatch: pyt
     arena.close()
 
 
-def test_a_closed_arena_is_populated_no_further() -> None:
+def test_closing_an_arena_stops_its_population() -> None:
     with Arena.create(256 << 20) as arena:
         pass
     assert "mindie_mm-populate" not in {thread.name for thread in threading.enumerate() if thread.is_alive()}

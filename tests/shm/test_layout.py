@@ -1,4 +1,4 @@
-"""Bytes in shared memory, as docs/wire-format.md has them, and whatever else may stand there."""
+"""Tests of the bytes in shared memory against docs/wire-format.md, and of arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWNER = Owner(1234, 5678, "6f1dcb2b-7c2e-4f31-9f0a-0d6b6f0a3c11", 4026531836, 40
 HEADER = ArenaHeader(0x1F2A, 64, 1 << 20, 1_700_000_000_000_000_000, OWNER)
 
 
-def test_an_arena_header_is_these_bytes() -> None:
+def test_an_arena_header_packs_to_the_documented_bytes() -> None:
     expected = struct.pack(
         "<8s4I6Q", b"mindieMM", 1, 0x1F2A, 64, 64, 8192, 12288, 1 << 20, 1_700_000_000_000_000_000, 1234, 5678
     )
@@ -33,7 +33,7 @@ def test_an_arena_header_is_these_bytes() -> None:
     assert ArenaHeader.unpack(HEADER.pack(), 12288 + (1 << 20)) == HEADER
 
 
-def test_a_block_header_is_these_bytes() -> None:
+def test_a_block_header_packs_to_the_documented_bytes() -> None:
     plan = BlockPlan.of({"x": ArraySpec((37, 588), "uint8"), "yy": ArraySpec((3,), "int64")}, b"/r/shm_name.txt")
     header = BlockHeader(17, 1234567, plan.arrays, "/r/shm_name.txt", b"d" * 16)
     data = plan.header(17, 1234567, b"/r/shm_name.txt", b"d" * 16)
@@ -76,7 +76,7 @@ def test_block_headers_round_trip(specs: dict[str, ArraySpec], request: str, dig
 
 @settings(max_examples=400)
 @given(st.binary(max_size=300), st.booleans())
-def test_any_bytes_are_a_block_header_or_damaged(body: bytes, checked: bool) -> None:
+def test_arbitrary_bytes_decode_to_a_block_header_or_are_refused(body: bytes, checked: bool) -> None:
     size = 12 + len(body)
     crc = zlib.crc32(body, size) if checked else 0
     data = b"MMB1" + struct.pack("<II", crc, size) + body
@@ -89,7 +89,7 @@ def test_any_bytes_are_a_block_header_or_damaged(body: bytes, checked: bool) -> 
 
 @settings(max_examples=150)
 @given(st.binary(min_size=112, max_size=112), st.integers(0, 1 << 40))
-def test_any_bytes_are_an_arena_header_or_refused(body: bytes, file_bytes: int) -> None:
+def test_arbitrary_bytes_decode_to_an_arena_header_or_are_refused(body: bytes, file_bytes: int) -> None:
     body = b"mindieMM" + struct.pack("<I", 1) + body[12:]
     try:
         header = ArenaHeader.unpack(body + struct.pack("<I", zlib.crc32(body)), file_bytes)
@@ -100,7 +100,9 @@ def test_any_bytes_are_an_arena_header_or_refused(body: bytes, file_bytes: int) 
 
 @settings(max_examples=200)
 @given(st.lists(st.binary(max_size=40) | st.sampled_from([b"mindie_mm-1f2a 17 5\n", b"mindie_mm-", b"\n"]), max_size=8))
-def test_any_bytes_are_a_path_file(tmp_path_factory: pytest.TempPathFactory, parts: list[bytes]) -> None:
+def test_each_line_of_arbitrary_bytes_is_a_reference_or_damaged(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[bytes]
+) -> None:
     path_file = tmp_path_factory.getbasetemp() / "fuzzed.txt"
     path_file.write_bytes(b"".join(parts))
     contents = read_contents(path_file)
@@ -110,7 +112,7 @@ def test_any_bytes_are_a_path_file(tmp_path_factory: pytest.TempPathFactory, par
 
 @settings(max_examples=150)
 @given(st.lists(st.integers(1, 20 * PAGE), max_size=60), st.randoms(use_true_random=False))
-def test_a_heap_gives_no_byte_twice_and_joins_what_comes_back(sizes: list[int], random) -> None:
+def test_a_heap_allocates_no_byte_twice_and_merges_freed_extents(sizes: list[int], random) -> None:
     heap = Heap(PAGE, PAGE * 101)
     held: list[Extent] = []
     for size in sizes:
@@ -131,7 +133,7 @@ def test_a_heap_gives_no_byte_twice_and_joins_what_comes_back(sizes: list[int], 
     assert heap.largest_bytes == heap.free_bytes == PAGE * 100
 
 
-def test_the_file_on_disk_is_the_layout(arena: Arena) -> None:
+def test_an_arena_file_follows_the_documented_layout(arena: Arena) -> None:
     with arena.allocate({"x": ArraySpec((5,), "uint8")}, path_file=None) as block:
         block["x"][...] = 9
         ref = block.publish()

@@ -1,4 +1,4 @@
-"""MindIE's wire: its words, bit by bit; its segments; and each weakness of its code as an error."""
+"""Tests of MindIE's wire format: words, segments, and errors in place of MindIE's wrong results."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def ids(entries):
 
 
 @pytest.mark.parametrize("vector", VECTORS["names"], ids=ids(VECTORS["names"]))
-def test_names_have_the_values_of_mindies(vector):
+def test_names_encode_as_in_mindie(vector):
     assert encode_shm_name_to_int64(vector["name"]) == vector["word"]
     assert decode_shm_name_from_int64(vector["word"]) == vector["decoded"]
 
 
 @pytest.mark.parametrize("vector", VECTORS["shapes"], ids=ids(VECTORS["shapes"]))
-def test_shapes_have_the_values_of_mindies(vector):
+def test_shapes_encode_as_in_mindie(vector):
     assert encode_shape_to_int64(vector["shape"]) == vector["word"]
     assert decode_shape_from_int64(vector["word"]) == vector["shape"]
 
 
-def test_golden_values():
+def test_names_encode_to_golden_values():
     for name in ("abCD123", "psm_abCD123"):
         assert encode_shm_name_to_int64(name) == -2110989766714458114
     assert decode_shm_name_from_int64(-2110989766714458114) == "psm_abCD123"
@@ -88,7 +88,7 @@ def test_every_shape_round_trips(shape):
     assert decode_shape_from_int64(word) == list(shape)
 
 
-def test_words_come_as_ints_and_as_scalars():
+def test_words_may_be_integers_or_numpy_or_torch_scalars():
     name, shape = encode_shm_name_to_int64("psm_8c9d4828"), encode_shape_to_int64([7, 3])
     for kind in (int, np.int64, torch.tensor):
         assert decode_shm_name_from_int64(kind(name)) == "psm_8c9d4828"
@@ -99,20 +99,20 @@ def test_words_come_as_ints_and_as_scalars():
 
 
 @pytest.mark.parametrize("vector", VECTORS["refused_names"], ids=ids(VECTORS["refused_names"]))
-def test_no_other_value_is_a_name(vector):
+def test_an_invalid_name_word_is_refused(vector):
     with pytest.raises(CorruptReference, match=str(vector["word"])):
         decode_shm_name_from_int64(vector["word"])
     assert not is_segment_word(vector["word"])
 
 
 @pytest.mark.parametrize("vector", VECTORS["refused_shapes"], ids=ids(VECTORS["refused_shapes"]))
-def test_no_other_value_is_a_shape(vector):
+def test_an_invalid_shape_word_is_refused(vector):
     with pytest.raises(CorruptReference, match=str(vector["word"])):
         decode_shape_from_int64(vector["word"])
 
 
-def test_one_name_and_one_shape_have_one_value():
-    """Of many values near valid ones and far off, those that are accepted are written the same way."""
+def test_each_name_and_each_shape_has_one_word():
+    """Encode each accepted value back to itself, near valid words and far from them."""
     generator = random.Random(3)
     names = [encode_shm_name_to_int64(f"psm_{generator.randrange(1 << 32):08x}") for _ in range(50)]
     shapes = [encode_shape_to_int64((generator.randrange(1, 1 << 27), generator.randrange(1, 2000))) for _ in range(50)]
@@ -131,7 +131,7 @@ def test_one_name_and_one_shape_have_one_value():
             assert encode(decoded[4:] if isinstance(decoded, str) else decoded) == value
         num_names += is_segment_word(value)
     assert num_names < len(values) // 50
-    # A flip in what MindIE's decoder does not look at: bits 3 to 17, and the sign.
+    # MindIE's decoder ignores bits 3 to 17 and the sign.
     for name in names:
         assert not any(is_segment_word(-(-name ^ 1 << bit)) for bit in (*range(18), 63))
 
@@ -153,7 +153,7 @@ def test_one_name_and_one_shape_have_one_value():
         (None, InputError, "is not a string"),
     ],
 )
-def test_names_that_mindie_mistakes_are_refused(name, error, message):
+def test_names_that_mindie_would_misread_are_refused(name, error, message):
     with pytest.raises(error, match=message):
         encode_shm_name_to_int64(name)
 
@@ -179,20 +179,20 @@ def test_names_that_mindie_mistakes_are_refused(name, error, message):
         (None, InputError, "None is not a sequence"),
     ],
 )
-def test_shapes_that_mindie_mistakes_are_refused(shape, error, message):
+def test_shapes_that_mindie_would_misread_are_refused(shape, error, message):
     with pytest.raises(error, match=message):
         encode_shape_to_int64(shape)
 
 
 @pytest.mark.parametrize("value", [1.5, "1", None, -(2**70), 2**70])
-def test_what_is_no_int64_is_no_word(value):
+def test_a_word_that_is_not_an_int64_is_refused(value):
     for decode in (decode_shm_name_from_int64, decode_shape_from_int64):
         with pytest.raises((InputError, CorruptReference), match=r"must be an integer|is not in"):
             decode(value)
 
 
-def test_its_names_are_never_native_words():
-    """How a reader tells the two wires apart: by the first word of a run."""
+def test_a_mindie_name_word_is_never_a_native_word():
+    """Keep the two wire formats apart by the first word of a run, as readers do."""
     generator = random.Random(5)
     for characters in ("00000000", "ffffffff", *(f"{generator.randrange(1 << 32):08x}" for _ in range(1000))):
         word = encode_shm_name_to_int64(characters)
@@ -206,7 +206,7 @@ def test_its_names_are_never_native_words():
 
 @pytest.fixture
 def path_file(tmp_path):
-    """Whatever a test that fails leaves is released."""
+    """Yield a path file and release the segments that a failed test leaves."""
     path_file = tmp_path / "shm_name.txt"
     yield path_file
     with suppress(CorruptReference):
@@ -214,7 +214,7 @@ def path_file(tmp_path):
 
 
 def put(array: np.ndarray, path_file: Path):
-    """An array in a segment of its own; its segment and its words."""
+    """Store an array in a new segment, and return the segment with its name word and shape word."""
     segment = create_shm(array.nbytes, path_file)
     np.ndarray(array.shape, array.dtype, segment.buf)[...] = array
     return segment, encode_shm_name_to_int64(segment.name), encode_shape_to_int64(array.shape)
@@ -222,7 +222,7 @@ def put(array: np.ndarray, path_file: Path):
 
 @pytest.mark.parametrize("dtype", ["uint8", "int32", "int64", "float16", "float32", "float64", "bool"])
 @pytest.mark.parametrize("shape", [(1,), (5, 7), (2, 3, 4), (1, 2, 3, 4), (2, 1, 2, 3, 5)])
-def test_an_array_comes_back(path_file, dtype, shape):
+def test_an_array_reads_back_unchanged(path_file, dtype, shape):
     array = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
     segment, name, word = put(array, path_file)
     for words in ((name, word), (torch.tensor(name), torch.tensor(word)), (np.int64(name), np.int64(word))):
@@ -240,7 +240,7 @@ def test_an_array_comes_back(path_file, dtype, shape):
     assert release(path_file) == 1
 
 
-def test_float32_is_what_comes_unless_told(path_file):
+def test_the_default_dtype_is_float32(path_file):
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     _, name, word = put(array, path_file)
     assert get_data_from_shm(name, word).dtype == torch.float32
@@ -248,7 +248,7 @@ def test_float32_is_what_comes_unless_told(path_file):
     release(path_file)
 
 
-def test_a_copy_outlives_the_segment(path_file):
+def test_copies_and_views_outlive_the_segment(path_file):
     _, name, word = put(np.arange(100, dtype=np.float32), path_file)
     copy = get_data_from_shm(name, word)
     view = SegmentsView({"x": SegmentSpec.from_words(name, word, "float32")}, {})
@@ -273,7 +273,7 @@ def test_a_segment_is_recorded_private_and_reserved(path_file):
     first.unlink()
 
 
-def test_closing_takes_no_array_its_memory(path_file):
+def test_closing_a_segment_keeps_the_memory_of_its_arrays(path_file):
     segment = create_shm(8, path_file)
     array = np.ndarray((2,), np.float32, segment.buf)
     segment.close()
@@ -282,8 +282,8 @@ def test_closing_takes_no_array_its_memory(path_file):
     assert array.tolist() == [3, 3]
 
 
-def test_pythons_own_shared_memory_reads_and_writes_them(path_file, start):
-    """As MindIE does; in another process, since Python's resource tracker unlinks what it sees."""
+def test_python_shared_memory_reads_and_writes_segments(path_file, start):
+    """Use another process, as MindIE does, because Python's resource tracker unlinks the segments it knows."""
     segment, name, word = put(np.arange(10, dtype=np.float32), path_file)
     script = """
 from multiprocessing import resource_tracker
@@ -321,13 +321,13 @@ hear()
         (10**9 + 1, LimitExceeded, "the size of a segment is 1000000001 bytes; the limit is 1000000000"),
     ],
 )
-def test_sizes_that_no_segment_has(path_file, size, error, message):
+def test_an_invalid_segment_size_is_refused(path_file, size, error, message):
     with pytest.raises(error, match=message):
         create_shm(size, path_file)
     assert not path_file.exists()
 
 
-def test_a_segment_that_cannot_be_recorded_never_is(tmp_path):
+def test_a_segment_that_cannot_be_recorded_is_not_created(tmp_path):
     before = set(SHM.glob("psm_*"))
     for path_file in (tmp_path / "gone" / "shm_name.txt", tmp_path):
         with pytest.raises(SharedMemoryError, match=f"path file {path_file} cannot be written"):
@@ -339,8 +339,8 @@ def test_a_segment_that_cannot_be_recorded_never_is(tmp_path):
     assert set(SHM.glob("psm_*")) == before
 
 
-def test_a_line_whose_segment_never_came_is_taken_back(path_file):
-    """As when another program takes the name between the line and the link."""
+def test_a_line_is_removed_when_its_segment_is_not_created(path_file):
+    """Remove the line when another program takes the name before the segment is linked."""
 
     def fail(after=b""):
         with recorded(path_file, "psm_00000002"):
@@ -356,8 +356,8 @@ def test_a_line_whose_segment_never_came_is_taken_back(path_file):
     assert path_file.read_text() == "psm_00000001\npsm_00000002\npsm_00000003\n"
 
 
-def test_a_full_shm_is_an_error_that_says_so(tmp_path):
-    """In a mount namespace with 1 MiB of /dev/shm; no SIGBUS, and nothing stays."""
+def test_a_full_dev_shm_reports_the_free_bytes(tmp_path):
+    """Fail without SIGBUS and leave no file, in a mount namespace with 1 MiB of /dev/shm."""
     script = """
 import os, sys
 from pathlib import Path
@@ -382,7 +382,7 @@ print(release_shared_memory(path_file), os.listdir("/dev/shm"))
     assert (kept, released) == ("True True", "1 []")
 
 
-def test_a_missing_segment_is_no_array(path_file):
+def test_a_missing_segment_is_refused(path_file):
     _, name, word = put(np.zeros(10, np.float32), path_file)
     release(path_file)
     with pytest.raises(SegmentMissing, match=r"there is no segment /dev/shm/psm_"):
@@ -404,7 +404,7 @@ def test_a_missing_segment_is_no_array(path_file):
         ((4096, 4096, 4, 8192, 8192), "float32", LimitExceeded, "the limit is 1000000000"),
     ],
 )
-def test_a_segment_of_another_size_is_no_array(path_file, shape, dtype, error, message):
+def test_a_segment_of_the_wrong_size_is_refused(path_file, shape, dtype, error, message):
     _, name, _ = put(np.zeros(10, np.float32), path_file)
     word = encode_shape_to_int64(shape)
     with pytest.raises(error, match=message):
@@ -415,14 +415,14 @@ def test_a_segment_of_another_size_is_no_array(path_file, shape, dtype, error, m
 
 
 @pytest.mark.parametrize("dtype", ["object", "U3", "complex64", "no dtype", object(), np.datetime64])
-def test_dtypes_that_no_array_has(path_file, dtype):
+def test_an_unsupported_dtype_is_refused(path_file, dtype):
     _, name, word = put(np.zeros(10, np.float32), path_file)
     with pytest.raises(InputError, match="is not one of uint8"):
         get_data_from_shm(name, word, dtype)
     release(path_file)
 
 
-def test_swapped_and_damaged_words_are_no_array(path_file):
+def test_swapped_and_damaged_words_are_refused(path_file):
     _, name, word = put(np.zeros((50, 1176), np.uint8), path_file)
     with pytest.raises(CorruptReference):
         get_data_from_shm(word, name, np.uint8)
@@ -442,7 +442,7 @@ def test_swapped_and_damaged_words_are_no_array(path_file):
     release(path_file)
 
 
-def test_a_segment_cut_after_it_was_attached_is_found(path_file):
+def test_a_segment_truncated_after_attaching_is_detected(path_file):
     segment, name, word = put(np.zeros(3000, np.float32), path_file)
     view = SegmentsView({"x": SegmentSpec.from_words(name, word, "float32")}, {})
     with view:
@@ -456,7 +456,7 @@ def test_a_segment_cut_after_it_was_attached_is_found(path_file):
 
 
 @pytest.mark.parametrize("kind", ["link", "directory", "pipe", "socket"])
-def test_what_is_no_regular_file_is_neither_read_nor_removed(tmp_path, path_file, kind):
+def test_a_special_file_with_a_segment_name_is_neither_read_nor_removed(tmp_path, path_file, kind):
     name = next(f"psm_{n:08x}" for n in range(1 << 32) if not (SHM / f"psm_{n:08x}").exists())
     path, target = SHM / name, tmp_path / "target"
     target.write_bytes(bytes(40))
@@ -496,7 +496,7 @@ def test_another_users_segment_is_neither_read_nor_removed(path_file):
 # Path files
 
 
-def test_a_path_file_of_both_kinds_is_released_whole(arena: Arena, path_file):
+def test_release_frees_both_blocks_and_segments(arena: Arena, path_file):
     def block():
         with arena.allocate({"x": ArraySpec((10,), "uint8")}, path_file=path_file) as block:
             return block.publish()
@@ -512,7 +512,7 @@ def test_a_path_file_of_both_kinds_is_released_whole(arena: Arena, path_file):
     assert release_shared_memory(path_file.parent / "missing.txt") == 0
 
 
-def test_damaged_lines_keep_no_segment(path_file):
+def test_damaged_lines_do_not_keep_segments_from_being_released(path_file):
     segment = create_shm(100, path_file)
     other = create_shm(100, path_file)
     path_file.write_bytes(b"psm_abCD123\n" + path_file.read_bytes() + b"\x00\npsm_12345678")
@@ -524,7 +524,7 @@ def test_damaged_lines_keep_no_segment(path_file):
     assert not (SHM / other.name).exists()
 
 
-def test_a_line_cut_short_names_nothing(path_file):
+def test_a_truncated_line_releases_no_segment(path_file):
     segment = create_shm(100, path_file)
     whole = path_file.read_bytes()
     for size in range(1, len(whole)):
@@ -536,8 +536,8 @@ def test_a_line_cut_short_names_nothing(path_file):
     assert release(path_file) == 1
 
 
-def test_a_death_anywhere_leaves_what_the_path_file_names(path_file, start):
-    """kill -9 at random moments of making segments: releasing the path file leaves none."""
+def test_release_frees_all_segments_of_a_killed_process(path_file, start):
+    """Kill a process at random moments while it creates segments; release must leave no segment."""
     before = set(SHM.glob("psm_*"))
     script = """
 from mindie_mm.shm.mindie import create_shm
@@ -559,8 +559,8 @@ while True:
         path_file.unlink()
 
 
-def test_a_request_that_ends_meanwhile_leaves_nothing(path_file, tmp_path, start):
-    """Its directory is renamed, released and removed while a tokenizer still makes segments for it."""
+def test_a_request_that_ends_while_segments_are_created_leaves_none(path_file, tmp_path, start):
+    """Rename and release the request directory while a tokenizer still creates segments in it."""
     before = set(SHM.glob("psm_*"))
     script = """
 from mindie_mm.shm.mindie import create_shm
@@ -584,7 +584,7 @@ for request in iter(hear, ""):
         assert set(SHM.glob("psm_*")) == before
 
 
-def test_the_operators_tools_need_neither_numpy_nor_torch():
+def test_path_files_and_segments_need_neither_numpy_nor_torch():
     modules = "mindie_mm.shm.requests.path_file, mindie_mm.shm.mindie"
     script = f"import sys, {modules}; print({{'numpy', 'torch'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

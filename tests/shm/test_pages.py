@@ -1,4 +1,4 @@
-"""Machines of other pages: 4 KiB on most, 64 KiB on some aarch64."""
+"""Tests on simulated machines with pages of 4 KiB, and of 64 KiB as on some aarch64 systems."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ print(digest_of(Path(sys.argv[2])), value)
 """
 
 
-def on_machine(page_bytes: int, script: str, path: Path, said: str = "") -> list[str]:
-    """Lines that the script prints where a page has so many bytes."""
+def on_machine(page_bytes: int, script: str, path: Path, stdin: str = "") -> list[str]:
+    """Run the script on a machine with the given page size and return the printed lines."""
     command = [sys.executable, "-c", MACHINE + script, str(page_bytes), str(path)]
-    return subprocess.run(command, input=said, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    return subprocess.run(command, input=stdin, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
 
 
-def test_a_file_on_disk_is_the_same_whatever_the_page(tmp_path: Path) -> None:
+def test_a_disk_file_is_the_same_for_every_page_size(tmp_path: Path) -> None:
     paths = {page_bytes: tmp_path / str(page_bytes) for page_bytes in PAGES}
     for page_bytes, path in paths.items():
         *words, in_shared_memory = on_machine(page_bytes, WRITER, path)
@@ -73,7 +73,7 @@ def test_a_file_on_disk_is_the_same_whatever_the_page(tmp_path: Path) -> None:
         assert on_machine(page_bytes, READER, path, "\n".join(words)) == [f"{digest_of(path)} 2"]
 
 
-def test_a_file_on_disk_is_of_pages_of_4096_bytes(tmp_path: Path) -> None:
+def test_a_disk_file_is_laid_out_in_pages_of_4096_bytes(tmp_path: Path) -> None:
     with DiskArena.create(tmp_path / "a", 7, 1 << 20, 64) as file, file.allocate(SPECS) as block:
         block["pixels"][...] = 1
         block.publish()
@@ -82,8 +82,8 @@ def test_a_file_on_disk_is_of_pages_of_4096_bytes(tmp_path: Path) -> None:
     assert len(data) == 12288 + 8192
 
 
-def test_a_file_of_another_page_is_said_to_be_one(tmp_path: Path) -> None:
-    """As this program once wrote them where a page is 64 KiB."""
+def test_a_disk_file_of_another_page_size_is_refused(tmp_path: Path) -> None:
+    """Refuse a file laid out in 64 KiB pages, which earlier versions wrote on such machines."""
     with DiskArena.create(tmp_path / "a", 7, 1 << 20, 64):
         pass
     body = bytearray((tmp_path / "a").read_bytes()[:112])

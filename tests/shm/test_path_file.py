@@ -1,4 +1,4 @@
-"""Path files."""
+"""Tests of path files and their release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def publish(arena: Arena, path_file: Path):
         return block.publish()
 
 
-def test_release_frees_all_and_only_what_the_file_names(arena: Arena, path_file: Path, tmp_path: Path) -> None:
+def test_release_frees_exactly_the_blocks_in_the_file(arena: Arena, path_file: Path, tmp_path: Path) -> None:
     refs = [publish(arena, path_file) for _ in range(3)]
     other = publish(arena, tmp_path / "other.txt")
     assert release(path_file) == 3
@@ -41,14 +41,14 @@ def test_release_works_from_another_process(arena: Arena, path_file: Path, start
     assert arena.num_blocks == 0
 
 
-def test_a_missing_or_empty_file_names_nothing(path_file: Path) -> None:
+def test_releasing_a_missing_or_empty_file_frees_nothing(path_file: Path) -> None:
     assert release(path_file) == 0
     path_file.touch()
     assert release(path_file) == 0
     assert release(path_file / "under a file") == 0
 
 
-def test_a_file_that_names_a_vanished_arena_is_fine(path_file: Path) -> None:
+def test_references_to_a_removed_arena_are_ignored(path_file: Path) -> None:
     with Arena.create(1 << 16) as arena:
         publish(arena, path_file)
     assert release(path_file) == 0
@@ -80,7 +80,7 @@ def test_a_file_that_names_a_vanished_arena_is_fine(path_file: Path) -> None:
         "mindie_mm-1f2a 1 1\u0665\n".encode(),
     ],
 )
-def test_a_line_that_is_no_reference_is_named_and_the_others_released(
+def test_an_invalid_line_is_reported_and_the_other_lines_are_released(
     arena: Arena, path_file: Path, line: bytes
 ) -> None:
     publish(arena, path_file)
@@ -92,7 +92,7 @@ def test_a_line_that_is_no_reference_is_named_and_the_others_released(
     assert arena.num_blocks == 0
 
 
-def test_a_line_cut_short_frees_nothing(arena: Arena, path_file: Path) -> None:
+def test_a_truncated_line_frees_nothing(arena: Arena, path_file: Path) -> None:
     publish(arena, path_file)
     for cut in range(1, path_file.stat().st_size):
         os.truncate(path_file, path_file.stat().st_size - 1)
@@ -101,7 +101,7 @@ def test_a_line_cut_short_frees_nothing(arena: Arena, path_file: Path) -> None:
         assert arena.num_blocks == 1, cut
 
 
-def test_a_path_that_is_no_regular_file_is_refused(arena: Arena, tmp_path: Path, path_file: Path) -> None:
+def test_a_path_file_that_is_a_directory_or_a_link_is_refused(arena: Arena, tmp_path: Path, path_file: Path) -> None:
     publish(arena, path_file)
     link = tmp_path / "link"
     link.symlink_to(path_file)
@@ -111,14 +111,14 @@ def test_a_path_that_is_no_regular_file_is_refused(arena: Arena, tmp_path: Path,
     assert arena.num_blocks == 1
 
 
-def test_a_path_file_has_at_most_16_mib(path_file: Path) -> None:
+def test_a_path_file_above_16_mib_is_refused(path_file: Path) -> None:
     path_file.touch()
     os.truncate(path_file, (16 << 20) + 1)
     with pytest.raises(LimitExceeded, match="16777216"):
         release(path_file)
 
 
-def test_a_path_file_that_is_full_takes_no_more_lines_and_can_still_be_released(arena: Arena, path_file: Path) -> None:
+def test_a_full_path_file_refuses_lines_and_can_be_released(arena: Arena, path_file: Path) -> None:
     line = b"mindie_mm-ffff 0 1\n"
     path_file.write_bytes(line * ((16 << 20) // len(line) - 100))
     with pytest.raises(LimitExceeded, match=r"Release and remove the file"):
@@ -144,10 +144,10 @@ def test_a_path_file_may_be_a_string_and_relative(arena: Arena, tmp_path: Path, 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize("mode", [0o600, 0o666])
-def test_another_users_path_file_frees_nothing_and_gets_no_line(
+def test_another_users_path_file_is_neither_released_nor_written(
     arena: Arena, path_file: Path, tmp_path: Path, mode: int
 ) -> None:
-    """Root is no exception: what others wrote there would be freed as root's."""
+    """Refuse the file even as root, because root would free whatever another user wrote there."""
     ref = publish(arena, tmp_path / "other.txt")
     segment = mindie.create_shm(10, tmp_path / "other.txt")
     path_file.write_bytes((tmp_path / "other.txt").read_bytes())
@@ -171,8 +171,8 @@ def test_another_users_path_file_frees_nothing_and_gets_no_line(
     assert release(tmp_path / "other.txt") == 2
 
 
-def test_releasing_goes_on_past_an_arena_that_cannot_be_mapped(arena: Arena, path_file: Path) -> None:
-    """One that is larger than all addresses."""
+def test_release_continues_past_an_arena_that_cannot_be_mapped(arena: Arena, path_file: Path) -> None:
+    """Make an arena that is larger than the address space."""
     number = next(n for n in range(65536) if not Path(f"/dev/shm/mindie_mm-{n:04x}").exists())
     large = Path(f"/dev/shm/mindie_mm-{number:04x}")
     path_file.write_text(f"{large.name} 0 1\n", encoding="utf-8")
@@ -190,7 +190,7 @@ def test_releasing_goes_on_past_an_arena_that_cannot_be_mapped(arena: Arena, pat
     assert arena.num_blocks == 0
 
 
-def test_a_name_with_a_nul_is_no_path_file(arena: Arena) -> None:
+def test_a_path_file_with_a_nul_in_its_name_is_refused(arena: Arena) -> None:
     with pytest.raises(InputError, match=r"NUL|null"):
         release(Path("a\0b"))
     with pytest.raises(InputError, match="NUL"):

@@ -1,4 +1,4 @@
-"""Readers: other processes, stale references, arenas that vanish."""
+"""Tests of readers: other processes, stale references and removed arenas."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_another_process_reads_the_same_bits_and_cannot_write(arena: Arena, star
     assert reader.hear() == "fresh"
 
 
-def test_arrays_are_the_same_pages(arena: Arena) -> None:
+def test_readers_share_pages_with_the_writer(arena: Arena) -> None:
     with arena.allocate(SPECS, path_file=None) as block:
         ref = block.publish()
         view = attach(ref)
@@ -64,13 +64,13 @@ def test_arrays_are_the_same_pages(arena: Arena) -> None:
             view["grid"][...] = 1
 
 
-def test_a_name_word_alone_leads_to_the_block(arena: Arena) -> None:
+def test_a_name_word_alone_attaches_its_block(arena: Arena) -> None:
     ref, expected = publish(arena)
     with attach(Ref.from_words(ref.name_word, None)) as view:
         assert checksum(view) == expected
 
 
-def test_dtype_and_shape_must_be_the_blocks(arena: Arena) -> None:
+def test_a_reference_with_a_wrong_dtype_or_shape_is_refused(arena: Arena) -> None:
     ref, _ = publish(arena)
     for wrong in (
         Ref(ref.arena, ref.block, ref.generation, "int8", ref.shape),
@@ -80,7 +80,7 @@ def test_dtype_and_shape_must_be_the_blocks(arena: Arena) -> None:
             attach(wrong)
 
 
-def test_a_freed_block_is_stale_before_and_after_the_owner_takes_it_back(arena: Arena) -> None:
+def test_a_freed_block_is_stale_before_and_after_the_owner_sweeps(arena: Arena) -> None:
     ref, _ = publish(arena)
     view = attach(ref)
     free(ref)
@@ -93,11 +93,11 @@ def test_a_freed_block_is_stale_before_and_after_the_owner_takes_it_back(arena: 
         arena.sweep()
 
 
-def test_a_block_freed_and_used_again_is_stale_while_it_is_filled(arena: Arena) -> None:
+def test_an_old_reference_is_stale_while_its_entry_is_reused(arena: Arena) -> None:
     ref, _ = publish(arena)
     view = attach(ref)
     free(ref)
-    for _ in range(64):  # the entry comes round again
+    for _ in range(64):  # until the entry is reused
         with arena.allocate(SPECS, path_file=None) as block:
             for stale in (lambda: attach(ref), view.verify):
                 with pytest.raises(StaleReference):
@@ -107,7 +107,7 @@ def test_a_block_freed_and_used_again_is_stale_while_it_is_filled(arena: Arena) 
     free(ref)
 
 
-def test_leaving_a_view_verifies_it_unless_an_error_is_on_its_way(arena: Arena) -> None:
+def test_leaving_a_view_verifies_it_unless_an_exception_propagates(arena: Arena) -> None:
     ref, _ = publish(arena)
     with pytest.raises(StaleReference), attach(ref):
         free(ref)
@@ -129,7 +129,7 @@ def test_a_removed_arena_is_missing_and_its_readers_keep_their_pages() -> None:
     free(ref)
 
 
-def test_the_owners_own_process_lets_go_of_an_arena_that_it_closes() -> None:
+def test_the_owner_unmaps_a_closed_arena_after_its_last_view() -> None:
     with Arena.create(1 << 20) as arena:
         ref, expected = publish(arena)
         view = attach(ref)
@@ -140,7 +140,7 @@ def test_the_owners_own_process_lets_go_of_an_arena_that_it_closes() -> None:
     assert removed_arenas([os.getpid()]) == set()
 
 
-def test_pages_of_a_removed_arena_are_not_mapped_once_more_for_a_device(arena: Arena) -> None:
+def test_a_removed_arena_is_not_mapped_again_for_a_device(arena: Arena) -> None:
     ref, _ = publish(arena)
     place = attach(ref).file_offset("x")
     assert place is not None
@@ -150,7 +150,7 @@ def test_pages_of_a_removed_arena_are_not_mapped_once_more_for_a_device(arena: A
     assert mapped.writable_pages() is None
 
 
-def test_an_arena_that_never_was_is_missing() -> None:
+def test_an_arena_that_never_existed_is_missing() -> None:
     number = next(n for n in range(65536) if not Path(f"/dev/shm/mindie_mm-{n:04x}").exists())
     with pytest.raises(SegmentMissing, match=r"/dev/shm/mindie_mm-.*No such file"):
         attach(Ref(number, 0, 1))
@@ -167,7 +167,7 @@ def test_a_truncated_arena_is_missing(arena: Arena) -> None:
     assert len(view) == 2
 
 
-def test_a_replaced_arena_is_missing_and_another_arena_there_is_stale(arena: Arena) -> None:
+def test_a_replaced_arena_is_missing(arena: Arena) -> None:
     ref, _ = publish(arena)
     attach(ref)
     with Arena.create(1 << 20) as other:
@@ -228,7 +228,7 @@ def test_another_users_arena_is_missing(arena: Arena) -> None:
     assert arena.num_blocks == 1
 
 
-def test_free_of_another_generation_does_nothing(arena: Arena) -> None:
+def test_freeing_another_generation_does_nothing(arena: Arena) -> None:
     ref, expected = publish(arena)
     free(Ref(ref.arena, ref.block, ref.generation - 1))
     free(Ref(ref.arena, ref.block, ref.generation + 1))
@@ -238,7 +238,7 @@ def test_free_of_another_generation_does_nothing(arena: Arena) -> None:
         assert checksum(view) == expected
 
 
-def test_a_reader_killed_changes_nothing(arena: Arena, start) -> None:
+def test_a_killed_reader_changes_nothing(arena: Arena, start) -> None:
     ref, expected = publish(arena)
     reader = start(READ, *ref.to_words())
     reader.hear()
@@ -250,14 +250,14 @@ def test_a_reader_killed_changes_nothing(arena: Arena, start) -> None:
     assert arena.num_blocks == 0
 
 
-def test_a_process_frees_what_another_published(arena: Arena, start) -> None:
+def test_a_process_frees_a_block_that_another_published(arena: Arena, start) -> None:
     ref, _ = publish(arena)
     process = start("free(Ref.from_words(int(sys.argv[1]), None)); say('done')", ref.name_word)
     assert process.hear() == "done"
     assert arena.num_blocks == 0
 
 
-def test_arrays_outlive_view_and_cache(arena: Arena) -> None:
+def test_an_array_outlives_its_view_and_its_arena(arena: Arena) -> None:
     ref, _ = publish(arena)
     array = attach(ref)["x"]
     expected = array.tobytes()
@@ -265,7 +265,7 @@ def test_arrays_outlive_view_and_cache(arena: Arena) -> None:
     assert array.tobytes() == expected
 
 
-def test_the_operators_side_imports_no_numpy() -> None:
+def test_survey_collect_and_release_do_not_import_numpy() -> None:
     script = "import sys; from mindie_mm.shm import survey, collect, release; survey(); print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -1,4 +1,4 @@
-"""What is in /dev/shm, and the reclaim of what belongs to the dead."""
+"""Tests of the survey of /dev/shm and of the collector."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def own(start):
     return process, Path(path), Ref.from_words(int(name_word), int(shape_word))
 
 
-def test_counts_of_a_file_that_was_cut_short_are_missing(tmp_path: Path) -> None:
-    """Another program may cut an arena while it is described."""
+def test_reading_the_counters_of_a_truncated_file_raises(tmp_path: Path) -> None:
+    """Raise when another program truncates an arena while it is surveyed."""
     cut = tmp_path / "cut"
     cut.write_bytes(bytes(STATS_OFFSET + 8))
     with cut.open("rb") as file, pytest.raises(SegmentMissing, match="end at byte 584"):
         ArenaStats.read(file.fileno())
 
 
-def test_survey_tells_all_of_an_arena(arena: Arena, path_file: Path) -> None:
+def test_survey_describes_an_arena_and_its_blocks(arena: Arena, path_file: Path) -> None:
     with arena.allocate(SPECS, path_file=path_file) as block:
         ref = block.publish()
     with arena.allocate(SPECS, path_file=None) as filling:
@@ -63,7 +63,7 @@ def test_survey_tells_all_of_an_arena(arena: Arena, path_file: Path) -> None:
         assert (second.block, second.state, second.request) == (filling.ref.block, "filling", "")
 
 
-def test_a_living_owners_arena_is_kept_and_a_dead_ones_removed(start) -> None:
+def test_the_collector_keeps_a_live_arena_and_removes_a_dead_one(start) -> None:
     process, path, ref = own(start)
     view = attach(ref)
     assert info(path).alive
@@ -84,7 +84,7 @@ def test_a_living_owners_arena_is_kept_and_a_dead_ones_removed(start) -> None:
     assert str(path) not in collect().of("owner_dead")
 
 
-def test_pages_of_a_removed_arena_go_when_no_array_is_left(start) -> None:
+def test_a_removed_arena_is_unmapped_when_no_array_is_left(start) -> None:
     process, path, ref = own(start)
     attach(ref)
     process.kill()
@@ -119,7 +119,7 @@ def test_a_dead_arena_with_a_damaged_header_is_removed(start) -> None:
     assert str(path) in collect().of("owner_dead")
 
 
-def test_what_is_not_an_arena_of_this_user_is_left_alone(start, tmp_path: Path) -> None:
+def test_files_other_than_this_users_arenas_are_left_alone(start, tmp_path: Path) -> None:
     number = next(n for n in range(65536) if not Path(f"/dev/shm/mindie_mm-{n:04x}").exists())
     stranger = Path(f"/dev/shm/mindie_mm-{number:04x}")
     other_name = Path("/dev/shm/mindie_mm-of-somebody")
@@ -143,7 +143,7 @@ def test_what_is_not_an_arena_of_this_user_is_left_alone(start, tmp_path: Path) 
         path.unlink(missing_ok=True)
 
 
-def test_links_and_directories_by_our_name_are_left_alone(tmp_path: Path) -> None:
+def test_links_and_directories_with_an_arena_name_are_left_alone(tmp_path: Path) -> None:
     paths = (Path(f"/dev/shm/mindie_mm-{number:04x}") for number in range(65536))
     link, folder = islice((path for path in paths if not path.exists()), 2)
     target = tmp_path / "target"
@@ -161,24 +161,24 @@ def test_links_and_directories_by_our_name_are_left_alone(tmp_path: Path) -> Non
         folder.rmdir()
 
 
-def test_a_block_whose_path_file_is_gone_is_freed(arena: Arena, path_file: Path, tmp_path: Path) -> None:
+def test_a_block_whose_path_file_was_removed_is_freed(arena: Arena, path_file: Path, tmp_path: Path) -> None:
     with arena.allocate(SPECS, path_file=path_file) as block:
         kept = block.publish()
     with arena.allocate(SPECS, path_file=tmp_path / "gone.txt") as block:
         orphan = block.publish()
     with arena.allocate(SPECS, path_file=None) as block:
-        nobodys = block.publish()
+        unowned = block.publish()
     (tmp_path / "gone.txt").unlink()
     with arena.allocate(SPECS, path_file=tmp_path / "filling.txt") as block:
         (tmp_path / "filling.txt").unlink()
         assert collect().of("request_gone") == (block_name(orphan.arena, orphan.block),)
         filled = block.publish()
-    for ref in (kept, nobodys, filled):
+    for ref in (kept, unowned, filled):
         attach(ref).verify()
     assert arena.num_blocks == 3
 
 
-def test_a_block_whose_lease_ran_out_is_freed(arena: Arena) -> None:
+def test_a_published_block_with_an_expired_lease_is_freed(arena: Arena) -> None:
     def publish(lease_s: float | None) -> Ref:
         with arena.allocate(SPECS, path_file=None, lease_s=lease_s) as block:
             return block.publish()
@@ -202,8 +202,8 @@ def test_a_block_whose_lease_ran_out_is_freed(arena: Arena) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_a_request_that_cannot_be_looked_at_is_not_taken_for_gone(tmp_path: Path, start) -> None:
-    """Another user's process may lose the permission to look, not the request."""
+def test_an_inaccessible_path_file_is_not_taken_for_removed(tmp_path: Path, start) -> None:
+    """Keep a request whose path file this user may no longer look at."""
     private = tmp_path / "private"
     private.mkdir(mode=0o755)
     for folder in (tmp_path, *tmp_path.parents[:2]):
@@ -224,7 +224,7 @@ except PermissionError: say("cannot tell")
     assert process.hear() == "cannot tell"
 
 
-def test_a_request_path_that_can_be_none_frees_nothing(arena: Arena, path_file: Path) -> None:
+def test_an_impossible_path_in_a_block_header_frees_nothing(arena: Arena, path_file: Path) -> None:
     with arena.allocate(SPECS, path_file=path_file) as block:
         ref = block.publish()
     path_file.unlink()
@@ -242,7 +242,7 @@ def test_a_request_path_that_can_be_none_frees_nothing(arena: Arena, path_file: 
     attach(ref).verify()
 
 
-def test_a_dry_run_decides_the_same_and_changes_nothing(start, arena: Arena, tmp_path: Path) -> None:
+def test_a_dry_run_reports_the_same_and_changes_nothing(start, arena: Arena, tmp_path: Path) -> None:
     process, path, ref = own(start)
     process.kill()
     with arena.allocate(SPECS, path_file=tmp_path / "gone.txt") as block:
@@ -252,7 +252,7 @@ def test_a_dry_run_decides_the_same_and_changes_nothing(start, arena: Arena, tmp
     old.mkdir(mode=0o1700)
     os.utime(old, (0, 0))
 
-    def told(collected: Collected) -> dict[str, tuple[str, int]]:
+    def outcome(collected: Collected) -> dict[str, tuple[str, int]]:
         mine = (str(path), str(old), block_name(arena.number, orphan.block))
         return {one.what: (one.cause, one.num_bytes) for one in collected.reclaimed if one.what in mine}
 
@@ -262,20 +262,20 @@ def test_a_dry_run_decides_the_same_and_changes_nothing(start, arena: Arena, tmp
         block_name(arena.number, orphan.block): ("request_gone", info(arena.path).blocks[0].num_bytes),
     }
     before = totals()
-    assert told(collect([tmp_path], dry_run=True)) == expected
+    assert outcome(collect([tmp_path], dry_run=True)) == expected
     assert totals() == before
     attach(ref).verify()
     attach(orphan).verify()
-    assert told(collect([tmp_path])) == expected
+    assert outcome(collect([tmp_path])) == expected
     gone = totals()["request_gone"]
     assert gone.number == before["request_gone"].number + 1
     assert gone.num_bytes == before["request_gone"].num_bytes + expected[block_name(arena.number, orphan.block)][1]
-    assert told(collect([tmp_path])) == {}
+    assert outcome(collect([tmp_path])) == {}
     assert not path.exists()
     assert not old.exists()
 
 
-def test_a_path_files_blocks_and_segments_are_freed_once(arena: Arena, tmp_path: Path) -> None:
+def test_collecting_a_path_file_frees_its_blocks_and_segments_once(arena: Arena, tmp_path: Path) -> None:
     path_file = tmp_path / "shm_name.txt"
     with arena.allocate(SPECS, path_file=path_file) as block:
         ref = block.publish()
@@ -300,7 +300,7 @@ def test_a_path_files_blocks_and_segments_are_freed_once(arena: Arena, tmp_path:
         stranger.unlink()
 
 
-def test_the_arenas_of_processes(arena: Arena, start, path_file: Path) -> None:
+def test_arenas_of_returns_the_arenas_of_live_processes(arena: Arena, start, path_file: Path) -> None:
     process, path, _ = own(start)
     with arena.allocate(SPECS, path_file=path_file) as block:
         block.publish()
@@ -314,7 +314,7 @@ def test_the_arenas_of_processes(arena: Arena, start, path_file: Path) -> None:
     collect()
 
 
-def test_an_arena_tells_how_far_it_is_populated_and_what_its_owner_counts(arena: Arena) -> None:
+def test_survey_reports_the_populated_fraction_and_the_counters(arena: Arena) -> None:
     arena.populated.wait()
     found = info(arena.path)
     assert found.populated_fraction == 1.0

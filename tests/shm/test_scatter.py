@@ -1,4 +1,4 @@
-"""A block that fits nowhere in one piece lies in several, and nobody who reads or writes it can tell."""
+"""Tests of blocks in several pieces, which are written and read like any other block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def publish(arena: Arena, size: int, path_file: Path | None = None, timeout_s: f
 
 @pytest.fixture
 def holes(arena: Arena) -> list[Ref]:
-    """Fills the arena, 1 MiB, and frees every other block: half of it is free, 16 KiB at a time."""
+    """Return the remaining blocks of a 1 MiB arena, half of which is free in holes of 16 KiB."""
     blocks = [publish(arena, 15 * KiB) for _ in range(64)]
     for ref in blocks[::2]:
         free(ref)
@@ -42,7 +42,7 @@ def fill(arena: Arena, path_file: Path | None = None) -> tuple[Ref, np.ndarray]:
         return block.publish(b"d" * 16), pixels
 
 
-def test_it_is_written_and_read_like_any_other(arena: Arena, holes: list[Ref], start) -> None:
+def test_a_block_in_pieces_is_written_and_read_like_any_other(arena: Arena, holes: list[Ref], start) -> None:
     ref, pixels = fill(arena)
     with attach(ref) as view:
         assert np.array_equal(view["pixel_values"], pixels)
@@ -57,7 +57,9 @@ def test_it_is_written_and_read_like_any_other(arena: Arena, holes: list[Ref], s
     assert process.hear() == f"{pixels.sum(dtype=np.int64)} [1, 20, 15]"
 
 
-def test_it_takes_the_bytes_that_it_needs_and_gives_all_back(arena: Arena, holes: list[Ref], path_file: Path) -> None:
+def test_a_block_in_pieces_takes_only_its_bytes_and_returns_them(
+    arena: Arena, holes: list[Ref], path_file: Path
+) -> None:
     used = arena.used_bytes
     ref, pixels = fill(arena, path_file)
     assert pixels.nbytes < arena.used_bytes - used < pixels.nbytes + 2 * PAGE
@@ -82,7 +84,7 @@ def test_it_takes_the_bytes_that_it_needs_and_gives_all_back(arena: Arena, holes
     attach(whole).verify()
 
 
-def test_an_array_taken_before_it_was_freed_stays_readable_and_does_not_verify(arena: Arena, holes: list[Ref]) -> None:
+def test_an_array_of_a_freed_block_is_readable_but_fails_verification(arena: Arena, holes: list[Ref]) -> None:
     ref, _ = fill(arena)
     view = attach(ref)
     pixels = view["pixel_values"]
@@ -95,13 +97,13 @@ def test_an_array_taken_before_it_was_freed_stays_readable_and_does_not_verify(a
         view.verify()
 
 
-def test_a_full_arena_is_full_in_pieces_too(arena: Arena, holes: list[Ref]) -> None:
+def test_a_block_larger_than_all_holes_together_is_refused(arena: Arena, holes: list[Ref]) -> None:
     publish(arena, 500 * KiB)
     with pytest.raises(ArenaFull, match=r"[0-9]+ of 1048576 bytes are free"):
         publish(arena, 40 * KiB)
 
 
-def test_a_block_given_up_gives_its_pieces_back(arena: Arena, holes: list[Ref]) -> None:
+def test_a_discarded_block_returns_its_pieces(arena: Arena, holes: list[Ref]) -> None:
     for _ in range(5):
         with (
             pytest.raises(ZeroDivisionError),
@@ -115,7 +117,7 @@ def test_a_block_given_up_gives_its_pieces_back(arena: Arena, holes: list[Ref]) 
     ("word", "value"),
     [(OFFSET, 7), (OFFSET, 1 << 50), (OFFSET, 0), (SIZE, 1 << 40), (SIZE, 5), (SIZE, 0), (NEXT, 1 << 30), (NEXT, 1)],
 )
-def test_damaged_links_are_missing_data_and_nothing_worse(
+def test_damaged_links_between_pieces_raise_segment_missing(
     arena: Arena, holes: list[Ref], word: int, value: int
 ) -> None:
     ref, _ = fill(arena)
@@ -130,7 +132,7 @@ def test_damaged_links_are_missing_data_and_nothing_worse(
         attach(hole).verify()
 
 
-def test_a_piece_is_no_block(arena: Arena, holes: list[Ref]) -> None:
+def test_a_reference_to_a_piece_is_stale(arena: Arena, holes: list[Ref]) -> None:
     ref, _ = fill(arena)
     with arena.path.open("rb") as file:
         file.seek(PAGE + 64 * ref.block + 8 * NEXT)
@@ -144,8 +146,8 @@ def test_a_piece_is_no_block(arena: Arena, holes: list[Ref]) -> None:
     assert collect().of("request_gone") == ()
 
 
-def test_whatever_is_free_can_be_had(path_file: Path) -> None:
-    """Random sizes and lifetimes: while a quarter is free, no block of a sixteenth has to wait."""
+def test_small_blocks_never_wait_while_a_quarter_is_free(path_file: Path) -> None:
+    """Allocate blocks of up to a sixteenth of the capacity with random sizes and lifetimes."""
     draw = random.Random(5)
     with Arena.create(32 * MiB) as arena:
         living: list[Ref] = []

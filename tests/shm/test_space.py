@@ -51,11 +51,13 @@ def test_an_unlimited_dev_shm_is_usable_and_shown_as_unlimited(tmp_path: Path) -
 def test_the_error_names_used_up_inodes(tmp_path: Path) -> None:
     require(THREE_INODES)
     use = 'for name in "ab": Path("/dev/shm/" + name).touch()\n'
-    *told, shown, _ = run(THREE_INODES, SHOW + use + MAKE + "show()", tmp_path / "shm_name.txt")
-    for said in (*told, shown):
-        assert "all of its 3 inodes are used. Remove unused files" in said
-        assert "mount -o remount,nr_inodes=" in said
-    assert all(said.startswith("SharedMemoryError cannot create a file in /dev/shm: No space left") for said in told)
+    *errors, shown, _ = run(THREE_INODES, SHOW + use + MAKE + "show()", tmp_path / "shm_name.txt")
+    for message in (*errors, shown):
+        assert "all of its 3 inodes are used. Remove unused files" in message
+        assert "mount -o remount,nr_inodes=" in message
+    assert all(
+        message.startswith("SharedMemoryError cannot create a file in /dev/shm: No space left") for message in errors
+    )
 
 
 def test_the_error_without_proc_says_how_to_mount_it(tmp_path: Path) -> None:
@@ -66,9 +68,9 @@ except MindieMMError as error: say(type(error).__name__, error)
 (failure,) = collect().failures
 say(failure)
 """
-    told = run(NO_PROC, MAKE + others, tmp_path / "shm_name.txt")
-    assert [said.partition(" ")[0] for said in told] == ["SharedMemoryError"] * 3 + ["blocks"]
-    assert all("needs /proc, which is not mounted: mount -t proc proc /proc" in said for said in told)
+    messages = run(NO_PROC, MAKE + others, tmp_path / "shm_name.txt")
+    assert [message.partition(" ")[0] for message in messages] == ["SharedMemoryError"] * 3 + ["blocks"]
+    assert all("needs /proc, which is not mounted: mount -t proc proc /proc" in message for message in messages)
 
 
 def test_reading_the_memory_of_the_host_without_proc_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

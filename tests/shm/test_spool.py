@@ -1,4 +1,4 @@
-"""The spool and its request directories."""
+"""Tests of the spool and its request directories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def publish(arena: Arena, path_file: Path):
         return block.publish()
 
 
-def test_a_spool_is_made_with_its_parents_and_is_private(tmp_path: Path) -> None:
+def test_a_spool_is_created_private_with_its_parents(tmp_path: Path) -> None:
     root = tmp_path / "a" / "spool"
     make_spool(root)
     make_spool(root)
@@ -58,7 +58,7 @@ def _anothers(path: Path) -> None:
         (_anothers, "belongs to user 12345, not to user 0"),
     ],
 )
-def test_a_spool_that_others_may_have_made_is_refused(
+def test_a_spool_that_other_users_could_write_is_refused(
     tmp_path: Path, make: Callable[[Path], None], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "spool"
@@ -70,7 +70,7 @@ def test_a_spool_that_others_may_have_made_is_refused(
     assert str(root) in caplog.text
 
 
-def test_a_request_directory_is_private_and_ends_with_its_request(arena: Arena, tmp_path: Path) -> None:
+def test_a_request_directory_is_private_and_removed_with_its_request(arena: Arena, tmp_path: Path) -> None:
     with request_directory(tmp_path) as directory:
         assert directory.path.parent == tmp_path
         assert directory.path.stat().st_mode & 0o777 == 0o700
@@ -85,7 +85,7 @@ def test_a_request_directory_is_private_and_ends_with_its_request(arena: Arena, 
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, GeneratorExit, SystemExit])
-def test_any_way_out_releases(arena: Arena, tmp_path: Path, error: type[BaseException]) -> None:
+def test_every_exception_releases_the_request(arena: Arena, tmp_path: Path, error: type[BaseException]) -> None:
     def request() -> None:
         with request_directory(tmp_path, "r1") as directory:
             publish(arena, directory.path_file)
@@ -97,14 +97,14 @@ def test_any_way_out_releases(arena: Arena, tmp_path: Path, error: type[BaseExce
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_request_directory_that_was_removed_meanwhile_is_fine(tmp_path: Path) -> None:
+def test_a_request_directory_may_already_be_removed(tmp_path: Path) -> None:
     with request_directory(tmp_path) as directory:
         directory.path_file.unlink()
         directory.path.rmdir()
 
 
 @pytest.mark.parametrize("request_id", ["", ".", "..", "a/b", "/etc", "a\0b", "x" * 256])
-def test_a_request_id_is_a_file_name(tmp_path: Path, request_id: str) -> None:
+def test_a_request_id_that_is_not_a_file_name_is_refused(tmp_path: Path, request_id: str) -> None:
     with pytest.raises(InputError, match="request id"), request_directory(tmp_path, request_id):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -124,9 +124,7 @@ with request_directory(Path(sys.argv[1]), "r1") as directory:
 """
 
 
-def test_the_directory_of_a_dead_request_is_collected_and_of_a_living_one_kept(
-    arena: Arena, tmp_path: Path, start
-) -> None:
+def test_the_collector_removes_only_directories_of_dead_requests(arena: Arena, tmp_path: Path, start) -> None:
     process = start(REQUEST, tmp_path)
     path_file = Path(process.hear())
     publish(arena, path_file)
@@ -138,7 +136,7 @@ def test_the_directory_of_a_dead_request_is_collected_and_of_a_living_one_kept(
     assert arena.num_blocks == 0
 
 
-def test_no_descriptors_left_is_an_error_that_leaves_nothing(tmp_path: Path, start) -> None:
+def test_running_out_of_descriptors_leaves_no_directory(tmp_path: Path, start) -> None:
     process = start(
         """
 import resource
@@ -183,7 +181,7 @@ hear()
     assert arena.num_blocks == 0
 
 
-def test_a_tokenizer_that_still_works_for_a_request_that_ends_makes_no_file_anew(arena: Arena, tmp_path: Path) -> None:
+def test_a_late_tokenizer_does_not_recreate_the_path_file(arena: Arena, tmp_path: Path) -> None:
     why: list[str] = []
 
     def record(path_file: Path) -> None:
@@ -204,18 +202,18 @@ def test_a_tokenizer_that_still_works_for_a_request_that_ends_makes_no_file_anew
         assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_death_left_while_a_directory_was_made_or_removed_is_collected_when_it_is_old(tmp_path: Path) -> None:
-    made, removed = tmp_path / ".mindie_mm-0", tmp_path / ".mindie_mm-1"
-    made.mkdir(mode=0o1700)
-    removed.mkdir(mode=0o1700)
-    (removed / "0.jpg").touch()
+def test_half_made_and_half_removed_directories_are_collected_when_old(tmp_path: Path) -> None:
+    half_made, half_removed = tmp_path / ".mindie_mm-0", tmp_path / ".mindie_mm-1"
+    half_made.mkdir(mode=0o1700)
+    half_removed.mkdir(mode=0o1700)
+    (half_removed / "0.jpg").touch()
     anothers = tmp_path / "not-ours"
     anothers.mkdir()
     os.utime(anothers, (0, 0))
     assert collect([tmp_path]).of("request_dead") == (), "they may just be made"
-    for path in (made, removed):
+    for path in (half_made, half_removed):
         os.utime(path, (0, 0))
-    assert collect([tmp_path]).of("request_dead") == (str(made), str(removed))
+    assert collect([tmp_path]).of("request_dead") == (str(half_made), str(half_removed))
     assert list(tmp_path.iterdir()) == [anothers]
 
 
@@ -233,7 +231,7 @@ say(*collected.of("owner_dead"))
 """
 
 
-def test_collecting_goes_on_past_what_cannot_be_collected(tmp_path: Path, start) -> None:
+def test_collecting_continues_past_failures(tmp_path: Path, start) -> None:
     dead = start("arena = Arena.create(1 << 16); say(arena.path); hear()")
     arena_path = dead.hear()
     dead.kill()
@@ -249,8 +247,8 @@ def test_collecting_goes_on_past_what_cannot_be_collected(tmp_path: Path, start)
     assert [path.name[:11] for path in tmp_path.iterdir()] == [".mindie_mm-"], "the deep one is tried again later"
 
 
-def test_a_data_set_is_no_dead_request_whatever_its_mode(tmp_path: Path) -> None:
-    """A tokenizer of the library puts a path file beside a medium's folder, and locks it never."""
+def test_a_dataset_is_not_taken_for_a_dead_request(tmp_path: Path) -> None:
+    """Keep a directory in which a library tokenizer wrote a path file without locking it."""
     (tmp_path / "a" / "image").mkdir(parents=True)
     (tmp_path / "a").chmod(0o700)
     (tmp_path / "a" / "shm_name.txt").touch()
@@ -260,8 +258,8 @@ def test_a_data_set_is_no_dead_request_whatever_its_mode(tmp_path: Path) -> None
         require_spool(tmp_path)
 
 
-def test_looking_at_what_is_dead_does_not_make_it_live(tmp_path: Path) -> None:
-    """A survey holds a lock, mostly for microseconds; a collector that meets it asks again."""
+def test_a_concurrent_survey_does_not_make_a_dead_file_look_alive(tmp_path: Path) -> None:
+    """Retry the lock, because a survey holds it for a few microseconds."""
     path = tmp_path / "file"
     path.touch()
     stop = threading.Event()

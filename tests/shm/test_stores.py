@@ -1,4 +1,4 @@
-"""What every store of blocks does: an arena in shared memory, a file on disk."""
+"""Contract tests of block stores: arenas in shared memory and files on disk."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CAPACITY = 1 << 20
 
 
 def own_memory() -> int:
-    """Bytes of this process that are no file's."""
+    """Return the bytes of anonymous memory that this process uses."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 class StoreContract:
-    """One test class a store."""
+    """Tests of every block store, one subclass per implementation."""
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Arena | DiskArena]:
@@ -38,10 +38,10 @@ class StoreContract:
 
     @contextmanager
     def readable(self, store: Arena | DiskArena) -> Iterator[None]:
-        """Once left, everything published is readable."""
+        """Make all published blocks readable inside the context."""
         raise NotImplementedError
 
-    def test_what_is_written_in_place_is_read_in_place(self, store: Arena | DiskArena) -> None:
+    def test_blocks_are_written_and_read_in_place(self, store: Arena | DiskArena) -> None:
         pixels = np.random.default_rng(0).integers(0, 256, (37, 588), np.uint8)
         refs = []
         for number in range(5):
@@ -62,7 +62,7 @@ class StoreContract:
                     assert view.digest == bytes([number]) * 32
                     assert not view["grid"].flags.writeable
 
-    def test_a_block_left_without_publish_is_given_back(self, store: Arena | DiskArena) -> None:
+    def test_a_block_left_unpublished_is_returned(self, store: Arena | DiskArena) -> None:
         used = store.used_bytes
         with pytest.raises(ZeroDivisionError), store.allocate(SPECS, path_file=None) as block:
             block["grid"][...] = 1 // 0
@@ -75,7 +75,7 @@ class StoreContract:
         with pytest.raises(LimitExceeded, match="bits of a shape word; the limit is 47"):
             store.allocate({"x": ArraySpec((1, 2**31, 2**23), "uint8")}, path_file=None)
 
-    def test_a_block_that_was_left_is_not_published(self, store: Arena | DiskArena) -> None:
+    def test_a_block_cannot_be_published_after_it_was_left(self, store: Arena | DiskArena) -> None:
         with store.allocate(SPECS, path_file=None) as left:
             pass
         with store.allocate(SPECS, path_file=None) as block:
@@ -123,11 +123,13 @@ class StoreContract:
                     assert (view["grid"] == number).all()
 
     @pytest.mark.parametrize("specs", [{5: ArraySpec((1,), "bool")}, {"x": (1, 2)}])
-    def test_what_is_no_array_is_refused(self, store: Arena | DiskArena, specs: dict[str, ArraySpec]) -> None:
+    def test_a_spec_that_is_not_an_array_is_refused(
+        self, store: Arena | DiskArena, specs: dict[str, ArraySpec]
+    ) -> None:
         with pytest.raises(InputError, match="must map a name to an ArraySpec"):
             store.allocate(specs, path_file=None)
 
-    def test_a_closed_store_gives_no_block(self, store: Arena | DiskArena) -> None:
+    def test_a_closed_store_refuses_allocation(self, store: Arena | DiskArena) -> None:
         store.close()
         store.close()
         with pytest.raises(SharedMemoryError, match="closed"):
@@ -158,7 +160,7 @@ class TestDiskArena(StoreContract):
             assert number == store.number
             yield
 
-    def test_the_file_appears_when_it_is_complete(self, store: DiskArena) -> None:
+    def test_the_file_appears_only_when_it_is_complete(self, store: DiskArena) -> None:
         with store.allocate(SPECS) as block:
             block.publish()
         assert not store.path.exists()
@@ -172,7 +174,7 @@ class TestDiskArena(StoreContract):
         assert list(tmp_path.iterdir()) == []
 
     def test_the_same_blocks_make_the_same_bytes(self, tmp_path: Path) -> None:
-        """Whatever was discarded between them, and whatever an earlier writer left unfinished."""
+        """Ignore discarded blocks and the leftovers of an earlier writer."""
 
         def write(path: Path, discarded: Callable[[DiskArena], None]) -> bytes:
             with DiskArena.create(path, 7, CAPACITY) as store:
@@ -190,7 +192,7 @@ class TestDiskArena(StoreContract):
         (tmp_path / "b.partial").write_bytes(b"left behind" * 1000)
         assert write(tmp_path / "a", lambda _: None) == write(tmp_path / "b", discard)
 
-    def test_what_is_rolled_back_leaves_nothing(self, tmp_path: Path) -> None:
+    def test_rolled_back_blocks_leave_no_trace_in_the_file(self, tmp_path: Path) -> None:
         def write(name: str, *, also: bool) -> bytes:
             with DiskArena.create(tmp_path / name, 7, CAPACITY, 8) as arena:
                 fill(arena, 1)
@@ -209,8 +211,8 @@ class TestDiskArena(StoreContract):
 
         assert write("a", also=True) == write("b", also=False)
 
-    def test_blocks_of_many_write_batches_are_what_was_written(self, tmp_path: Path) -> None:
-        """Some are rolled back or left after their write batch was written, some are larger than any write batch."""
+    def test_blocks_of_many_write_batches_read_back_unchanged(self, tmp_path: Path) -> None:
+        """Roll back or leave some blocks after their batch was written, and make some larger than a batch."""
         sizes = [disk_writer.WRITE_BATCH_BYTES * share // 10 for share in (3, 4, 9, 1, 12, 2, 2, 8, 11, 5)]
 
         def fill(arena: DiskArena, value: int) -> Ref:
@@ -236,7 +238,7 @@ class TestDiskArena(StoreContract):
                 assert view["x"].shape == (sizes[value],)
                 assert (view["x"] == value).all()
 
-    def test_files_that_share_memory_have_nothing_of_one_another(self, tmp_path: Path) -> None:
+    def test_files_that_share_batch_memory_share_no_contents(self, tmp_path: Path) -> None:
         def write(name: str, memory: disk_writer.WriteBatchMemory, value: int, size: int) -> bytes:
             with DiskArena.create(tmp_path / name, 7, CAPACITY, memory=memory) as arena:
                 for _ in range(2):
@@ -254,7 +256,7 @@ class TestDiskArena(StoreContract):
         assert memory.take(1) is taken[0]
 
     def test_a_write_batch_waits_for_the_last_of_its_blocks(self, tmp_path: Path) -> None:
-        """Which is filled while the next write batch is written."""
+        """Fill the last block of a batch while the next batch is being written."""
         quarter = {"x": ArraySpec((disk_writer.WRITE_BATCH_BYTES // 4,), "uint8")}
         with DiskArena.create(tmp_path / "a", 7, 4 * disk_writer.WRITE_BATCH_BYTES) as arena:
             refs = []
@@ -271,7 +273,7 @@ class TestDiskArena(StoreContract):
         with mount(tmp_path / "a"):
             assert [int(attach(ref)["x"].max()) for ref in refs] == [0, 1, 2, 3, 4, 5, 6]
 
-    def test_a_large_block_that_is_published_takes_no_memory(self, tmp_path: Path) -> None:
+    def test_a_published_large_block_keeps_no_memory(self, tmp_path: Path) -> None:
         nbytes = disk_writer.WRITE_BATCH_BYTES + 1
 
         def fill(arena: DiskArena) -> None:
@@ -286,10 +288,8 @@ class TestDiskArena(StoreContract):
             assert own_memory() - before < nbytes
             arena.abandon()
 
-    def test_a_block_that_memory_does_not_hold_is_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It is the block that is too large, not the disk that is full."""
+    def test_a_block_larger_than_memory_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Report that the block is too large, not that the disk is full."""
 
         def refuse(*_: object, **__: object) -> None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -305,37 +305,37 @@ class TestDiskArena(StoreContract):
         with mount(tmp_path / "a"):
             attach(ref).verify()
 
-    def test_a_block_being_filled_is_not_rolled_back(self, store: DiskArena) -> None:
+    def test_a_block_being_filled_cannot_be_rolled_back(self, store: DiskArena) -> None:
         with store.allocate(SPECS), pytest.raises(InputError, match="still being filled"):
             store.roll_back(0)
 
-    def test_a_writer_left_while_a_block_is_filled_leaves_nothing(self, tmp_path: Path) -> None:
+    def test_leaving_a_writer_while_a_block_is_filled_leaves_no_file(self, tmp_path: Path) -> None:
         with (
             pytest.raises(InputError, match=r"blocks \[0\] are still being filled"),
             DiskArena.create(tmp_path / "a", 7, CAPACITY) as arena,
         ):
             arena.allocate(SPECS)
         assert list(tmp_path.iterdir()) == []
-        DiskArena.create(tmp_path / "a", 7, CAPACITY).abandon()  # and no lock is held
+        DiskArena.create(tmp_path / "a", 7, CAPACITY).abandon()  # succeeds because no lock is left
 
     @pytest.mark.parametrize("num_entries", [0, 16385])
-    def test_a_file_of_too_many_blocks_is_refused(self, tmp_path: Path, num_entries: int) -> None:
+    def test_an_invalid_number_of_blocks_is_refused(self, tmp_path: Path, num_entries: int) -> None:
         with pytest.raises(InputError, match=f"of entries of a file of blocks is {num_entries}; it must be 1 to 16384"):
             DiskArena.create(tmp_path / "x", 1, CAPACITY, num_entries)
 
-    def test_a_file_larger_than_any_is_refused(self, tmp_path: Path) -> None:
+    def test_a_file_beyond_the_limit_of_the_file_system_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(SharedMemoryError, match=r"cannot be extended to [0-9]+ bytes: File too large"):
             DiskArena.create(tmp_path / "huge", 7, 1 << 61)
         assert list(tmp_path.iterdir()) == []
 
-    def test_two_writers_of_one_file_are_one_too_many(self, store: DiskArena) -> None:
+    def test_a_second_writer_of_a_file_is_refused(self, store: DiskArena) -> None:
         with pytest.raises(SharedMemoryError, match="another process"):
             DiskArena.create(store.path, 7, CAPACITY)
 
     def test_a_file_that_another_writer_just_finished_is_left_alone(
         self, store: DiskArena, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Opened under its unfinished name, locked when it has its own."""
+        """Refuse a file that was opened under its temporary name and renamed before it was locked."""
         with store.allocate(SPECS) as block:
             block.publish()
         lock = disk.LivenessLock
@@ -351,18 +351,18 @@ class TestDiskArena(StoreContract):
         with mount(store.path):
             attach(block.ref).verify()
 
-    def test_a_full_file_is_full(self, store: DiskArena) -> None:
+    def test_a_full_file_raises_arena_full(self, store: DiskArena) -> None:
         half = {"x": ArraySpec((CAPACITY // 2,), "uint8")}
         with store.allocate(half) as block:
             block.publish()
         with pytest.raises(ArenaFull, match=rf"{store.path}.*{CAPACITY}"):
             store.allocate(half)
 
-    def test_it_is_not_closed_under_a_writer(self, store: DiskArena) -> None:
+    def test_a_store_with_a_block_being_filled_cannot_be_closed(self, store: DiskArena) -> None:
         with store.allocate(SPECS), pytest.raises(InputError, match="being filled"):
             store.close()
 
-    def test_nobody_frees_a_block_on_disk(self, store: DiskArena) -> None:
+    def test_a_block_on_disk_cannot_be_freed(self, store: DiskArena) -> None:
         with store.allocate(SPECS) as block:
             ref = block.publish()
         with self.readable(store):
@@ -381,7 +381,7 @@ class TestDiskArena(StoreContract):
         with pytest.raises(SegmentMissing):
             attach(ref)
 
-    def test_a_number_is_mounted_once(self, store: DiskArena, tmp_path: Path) -> None:
+    def test_an_arena_number_is_mounted_only_once(self, store: DiskArena, tmp_path: Path) -> None:
         with self.readable(store), pytest.raises(SharedMemoryError, match="number 7 is in use"), mount(store.path):
             pass
         with Arena.create(CAPACITY) as arena:
@@ -391,7 +391,7 @@ class TestDiskArena(StoreContract):
                 pass
 
     @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"x" + data[1:], lambda _: b""])
-    def test_what_is_no_complete_file_is_not_mounted(self, store: DiskArena, damage: Callable[[bytes], bytes]) -> None:
+    def test_an_incomplete_file_is_not_mounted(self, store: DiskArena, damage: Callable[[bytes], bytes]) -> None:
         with store.allocate(SPECS) as block:
             block.publish()
         store.close()
@@ -399,8 +399,8 @@ class TestDiskArena(StoreContract):
         with pytest.raises(SegmentMissing, match=str(store.path)), mount(store.path):
             pass
 
-    def test_a_link_to_a_file_leads_to_it(self, store: DiskArena, tmp_path: Path) -> None:
-        """A folder of links to shards is as good as the shards."""
+    def test_a_symbolic_link_to_a_file_is_mounted(self, store: DiskArena, tmp_path: Path) -> None:
+        """Accept a folder of links to shards like the shards themselves."""
         with store.allocate(SPECS) as block:
             block["grid"][...] = 3
             ref = block.publish()
@@ -412,6 +412,6 @@ class TestDiskArena(StoreContract):
         with pytest.raises(SegmentMissing, match="Too many levels of symbolic links"), mount(tmp_path / "loop"):
             pass
 
-    def test_a_missing_file_is_missing(self, tmp_path: Path) -> None:
+    def test_mounting_a_missing_file_raises(self, tmp_path: Path) -> None:
         with pytest.raises(SegmentMissing, match="nowhere"), mount(tmp_path / "nowhere"):
             pass

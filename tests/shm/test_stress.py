@@ -1,4 +1,4 @@
-"""A slow reader never takes half of two contents for one: a slice of `make stress`."""
+"""A short run of `make stress`, in which slow readers must never verify mixed contents."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from tools.shm_stress import stress
 CYCLES = 8000
 
 
-def test_what_verifies_is_whole() -> None:
-    """Blocks are freed and their bytes used again while eight readers still copy them."""
+def test_a_verified_block_is_never_torn() -> None:
+    """Free and reuse blocks while eight readers still copy them."""
     counts = stress(CYCLES, readers=8)
     assert counts.torn == 0
     assert counts.fresh + counts.stale + counts.stale_after_copy == CYCLES

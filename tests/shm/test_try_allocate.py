@@ -1,4 +1,4 @@
-"""Blocks for all items of a request at once, or none."""
+"""Tests of `Arena.try_allocate`, which allocates blocks for all items of a request or for none."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_all_blocks_are_recorded_before_they_are_handed_out(arena: Arena, path_f
 
 
 @pytest.mark.parametrize("items", [(48,), (16, 16), (8, 8, 8, 8), (1,) * 40])
-def test_without_room_for_all_there_are_none(
+def test_a_request_without_room_for_all_items_gets_no_block(
     arena: Arena, path_file: Path, tmp_path: Path, items: tuple[int, ...]
 ) -> None:
     held = arena.try_allocate(pages(40), path_file=tmp_path / "other.txt")
@@ -64,7 +64,7 @@ def test_without_room_for_all_there_are_none(
     assert arena.used_bytes == 0
 
 
-def test_room_in_pieces_is_room(arena: Arena, tmp_path: Path) -> None:
+def test_holes_between_blocks_count_as_room(arena: Arena, tmp_path: Path) -> None:
     held = [arena.try_allocate(pages(4), path_file=tmp_path / f"{index}.txt") for index in range(16)]
     for blocks in held[::2]:
         arena.discard(blocks[0])
@@ -88,7 +88,9 @@ def test_room_in_pieces_is_room(arena: Arena, tmp_path: Path) -> None:
         ((24, 25), "a request may hold 196608 bytes of an arena"),
     ],
 )
-def test_what_can_never_be_had_is_refused(arena: Arena, path_file: Path, items: tuple[int, ...], message: str) -> None:
+def test_a_request_beyond_the_arena_or_its_quota_is_refused(
+    arena: Arena, path_file: Path, items: tuple[int, ...], message: str
+) -> None:
     for ask in (arena.require, lambda specs, path: arena.try_allocate(specs, path_file=path)):
         with pytest.raises(LimitExceeded, match=message):
             ask(pages(*items), path_file)
@@ -96,7 +98,7 @@ def test_what_can_never_be_had_is_refused(arena: Arena, path_file: Path, items: 
     assert not path_file.exists()
 
 
-def test_a_request_counts_with_what_it_holds(arena: Arena, path_file: Path) -> None:
+def test_the_quota_of_a_request_includes_the_blocks_it_holds(arena: Arena, path_file: Path) -> None:
     (block,) = arena.try_allocate(pages(40), path_file=path_file)
     with pytest.raises(LimitExceeded, match="its request already holds 163840"):
         arena.require(pages(9), path_file)
@@ -113,14 +115,14 @@ def test_more_items_than_the_arena_has_entries_are_refused(tmp_path: Path) -> No
             arena.require(tiny, tmp_path / "a.txt")
 
 
-def test_a_path_file_that_cannot_be_written_takes_no_block(arena: Arena, tmp_path: Path) -> None:
+def test_an_unwritable_path_file_allocates_no_block(arena: Arena, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing" / "a.txt", f"{tmp_path}/\0"):
         with pytest.raises((InputError, SharedMemoryError)):
             arena.try_allocate(pages(3, 4), path_file=path)
         assert arena.num_blocks == 0
 
 
-def test_a_closed_arena_says_so(path_file: Path) -> None:
+def test_a_closed_arena_refuses_allocation(path_file: Path) -> None:
     with Arena.create(64 * PAGE) as arena:
         pass
     with pytest.raises(SharedMemoryError, match="closed"):

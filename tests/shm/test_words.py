@@ -1,4 +1,4 @@
-"""The native wire: round trips, errors found, literal words."""
+"""Tests of the native wire format: round trips, error detection and literal words."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def sample_refs(count: int) -> list[Ref]:
 
 
 @pytest.mark.parametrize("vector", VECTORS["references"], ids=lambda v: str(v["shape"]))
-def test_literal_words(vector: dict) -> None:
+def test_references_encode_to_the_literal_words(vector: dict) -> None:
     ref = Ref(vector["arena"], vector["block"], vector["generation"], vector["dtype"], tuple(vector["shape"]))
     assert ref.to_words() == (vector["name_word"], vector["shape_word"])
     assert f"{vector['name_word'] & MASK:016x}" == vector["name_hex"]
@@ -78,7 +78,7 @@ def test_literal_words(vector: dict) -> None:
 
 
 @pytest.mark.parametrize("vector", VECTORS["refused"], ids=lambda v: v["why"])
-def test_literal_refusals(vector: dict) -> None:
+def test_invalid_literal_words_are_refused(vector: dict) -> None:
     assert refused(vector["name_word"], vector["shape_word"])
 
 
@@ -120,7 +120,7 @@ def test_small_sizes_always_fit() -> None:
         (Ref(0, 0, 1, "uint8", ()), "0 dimensions; it must have 1 to 6"),
     ],
 )
-def test_what_does_not_fit_is_an_error_with_value_and_limit(ref: Ref, message: str) -> None:
+def test_a_reference_that_does_not_fit_reports_value_and_limit(ref: Ref, message: str) -> None:
     with pytest.raises(LimitExceeded, match=message):
         ref.to_words()
 
@@ -134,13 +134,13 @@ def test_what_does_not_fit_is_an_error_with_value_and_limit(ref: Ref, message: s
         (Ref(0, 0, 1), "no shape word"),
     ],
 )
-def test_what_is_no_array_is_an_input_error(ref: Ref, message: str) -> None:
+def test_an_invalid_shape_or_dtype_raises_input_error(ref: Ref, message: str) -> None:
     with pytest.raises(InputError, match=message):
         ref.to_words()
 
 
 def test_every_error_of_one_or_two_bits_is_refused() -> None:
-    """All 8,256 patterns over the 128 bits, run through the decoder."""
+    """Decode all 8,256 error patterns over the 128 bits."""
     patterns = [1 << bit for bit in range(128)]
     patterns += [a | b for a, b in combinations(patterns, 2)]
     assert len(patterns) == 128 + 8128
@@ -155,11 +155,11 @@ def test_every_error_of_one_or_two_bits_is_refused() -> None:
         assert accepted == []
 
 
-def test_every_error_of_one_or_two_bits_is_found_whatever_the_reference() -> None:
-    """The checks are affine: whether they find an error depends on the error alone.
+def test_every_error_of_one_or_two_bits_is_detected_for_every_reference() -> None:
+    """Rely on affine checks: detection depends on the error and not on the reference.
 
-    `syndromes` of the 128 single bits are read off one pair and hold for 1,000 others; no single one is zero, and no
-    two are equal, so no error of one or two bits passes both checks.
+    The `syndromes` of the 128 single bits come from one pair and hold for the others. No syndrome is zero and no two
+    are equal, so no error of one or two bits passes both checks.
     """
     seeds = np.array([crc_of_pair(*ref.to_words()) for ref in sample_refs(1000)])
     assert not seeds.any()
@@ -178,7 +178,7 @@ def syndrome(words: tuple[int, int], pattern: int) -> int:
 
 
 def crc_of_pair(name_word: int, shape_word: int) -> int:
-    """Both checks, as 16 bits that are 0 where they hold: bitwise, from the definition in docs/wire-format.md."""
+    """Return both checks as 16 bits that are 0 when the checks hold, by the definition in docs/wire-format.md."""
     name, shape = (name_word & MASK).to_bytes(8, "big"), (shape_word & MASK).to_bytes(8, "big")
     return (crc8(name[:7], 0xFF) ^ name[7]) << 8 | crc8(name[:7] + shape[:7], 0x5A) ^ shape[7]
 
@@ -191,7 +191,7 @@ def crc8(data: bytes, crc: int) -> int:
     return crc
 
 
-def test_a_name_word_alone_has_every_error_of_one_or_two_bits_refused() -> None:
+def test_every_error_of_one_or_two_bits_in_a_lone_name_word_is_refused() -> None:
     patterns = [1 << bit for bit in range(64)]
     patterns += [a | b for a, b in combinations(patterns, 2)]
     for ref in sample_refs(20):
@@ -200,7 +200,7 @@ def test_a_name_word_alone_has_every_error_of_one_or_two_bits_refused() -> None:
 
 
 def test_at_most_two_in_a_thousand_random_pairs_are_accepted() -> None:
-    """10^6 pairs; those whose two tag bits are wrong are refused by the first test of the decoder."""
+    """Decode a million pairs; the decoder first refuses pairs with a wrong tag bit."""
     rng = np.random.default_rng(11)
     pairs = rng.integers(-(2**63), 2**63 - 1, (1_000_000, 2), dtype=np.int64, endpoint=True)
     tagged = pairs[(pairs[:, 0] < NAME_WORD_STOP) & (pairs[:, 1] >= NAME_WORD_STOP) & (pairs[:, 1] < 0)]
@@ -227,7 +227,7 @@ def test_any_integer_is_decoded_or_refused(word: int) -> None:
 
 
 @pytest.mark.parametrize("word", [-1, 0, 1, 2**31 - 1, 151655, 2**63 - 1, -(2**63), 2**64 - 1, -(2**64)])
-def test_ids_and_padding_are_no_words(word: int) -> None:
+def test_token_ids_and_padding_are_not_words(word: int) -> None:
     assert refused(word, None)
     assert refused(sample_refs(1)[0].name_word, word)
 
@@ -241,13 +241,13 @@ def test_name_words_are_found_in_arrays_and_tensors() -> None:
     assert is_name_word(torch.from_numpy(ids)).tolist() == [False, True, False, False, False]
 
 
-def test_the_page_shows_the_vectors() -> None:
+def test_the_wire_format_page_shows_the_vectors() -> None:
     page = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
     for vector in VECTORS["references"]:
         assert f"{vector['name_word']}<br>`{vector['name_hex']}` | {vector['shape_word']}<br>" in page
 
 
-def test_words_are_integers_of_any_kind() -> None:
+def test_words_may_be_integers_of_any_type() -> None:
     name_word, shape_word = sample_refs(1)[0].to_words()
     ids = np.array([name_word, shape_word], np.int64)
     assert Ref.from_words(ids[0], ids[1]) == sample_refs(1)[0]

@@ -1,4 +1,4 @@
-"""`python -m tests.soak`, `make soak`: thousands of mixed requests, and what they leave behind."""
+"""`python -m tests.soak`, `make soak`: thousands of mixed requests, and checks of the resources that stay in use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bench.report import RESULTS, plot, write
 from tests.soak.run import Report, soak
 
 GROWTH = 0.02
-"""Of memory, from the first measurement to the last."""
+"""Largest accepted growth of memory from the first measurement to the last, as a share."""
 
 
 def main() -> int:
-    """0 if nothing was found."""
+    """Run the command. Return the number of findings."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--warm", type=int, default=2_000, help="requests before the first measurement that counts")
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def findings(figures: dict[str, Any]) -> dict[str, bool]:
-    """What must not be, and whether it is."""
+    """Return for each kind of fault whether the soak found one."""
     return {
         "wrong_answers": figures["wrong_answers"] != 0,
         "leaked_blocks": figures["leaked_blocks"] != 0,

@@ -1,4 +1,4 @@
-"""How a soak asks: to the end, to be left midway, too much at once, or reading too slowly."""
+"""Clients of a soak: complete requests, cancelled requests, oversized bodies and slow readers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.soak.mix import MAX_REQUEST_BYTES, Case
 VOLATILE = frozenset(
     {"id", "created", "timings", "prompt_tokens_details", "prefill_time", "decode_time", "seed", "top_logprobs"}
 )
-"""What differs between two equal answers; of unlikely tokens the order does."""
+"""Fields that may differ between two equal answers. Equally unlikely tokens may change their order."""
 RECEIVE_BYTES = 16384
-"""Of a slow reader's socket."""
+"""Receive buffer of a slow reader's socket."""
 
 
 def essence(value: Any) -> Any:
-    """An answer without what differs from one asking to the next."""
+    """Return an answer without its volatile fields."""
     if isinstance(value, dict):
         return {name: essence(part) for name, part in value.items() if name not in VOLATILE}
     return [essence(part) for part in value] if isinstance(value, list) else value
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two essences are the same answer: numbers are rounded otherwise beside other requests."""
+    """Return whether two essences are the same answer. Numbers may differ slightly with the batch."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, abs_tol=1e-3)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -43,7 +43,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def joined(events: list[dict[str, Any]]) -> Any:
-    """A stream's essence: each choice's text and end, however the text was cut; errors stand out."""
+    """Return the essence of a stream: text and finish reason of each choice, or the first error."""
     found: dict[Any, list[Any]] = {}
     for event in events:
         if "error" in event:
@@ -61,7 +61,7 @@ def joined(events: list[dict[str, Any]]) -> Any:
 
 
 async def ask(http: aiohttp.ClientSession, case: Case) -> tuple[int, Any]:
-    """Status and essence of the whole answer; asked again as long as the service is full."""
+    """Return status and essence of the whole answer. Repeat the request while the service is full."""
     while True:
         async with http.post(case.path, json=case.body) as response:
             if response.status == 429:
@@ -81,7 +81,7 @@ async def _events(lines: Any) -> AsyncIterator[dict[str, Any]]:
 
 
 async def leave(http: aiohttp.ClientSession, case: Case, draw: random.Random) -> None:
-    """Closes the connection at some moment: before, at or after the first output."""
+    """Close the connection at a random moment, before, at or after the first output."""
     after_s, events = draw.expovariate(1 / 0.15), draw.randrange(8)
 
     async def stay() -> None:
@@ -90,7 +90,7 @@ async def leave(http: aiohttp.ClientSession, case: Case, draw: random.Random) ->
                 nonlocal events
                 events -= 1
                 if events < 0 and case.streamed:
-                    return  # leaving the response closes what has not been read
+                    return  # leaving the response closes the connection with unread data
 
     with contextlib.suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(after_s if not case.streamed or draw.random() < 0.5 else 30):
@@ -98,7 +98,7 @@ async def leave(http: aiohttp.ClientSession, case: Case, draw: random.Random) ->
 
 
 async def leave_uploading(url: str, case: Case, draw: random.Random) -> None:
-    """Closes the connection with the body half sent."""
+    """Close the connection in the middle of the body."""
     data = json.dumps(case.body).encode()
     async with _connected(url) as (_, writer):
         writer.write(_head(case, f"Content-Length: {len(data)}") + data[: draw.randrange(len(data))])
@@ -107,9 +107,10 @@ async def leave_uploading(url: str, case: Case, draw: random.Random) -> None:
 
 
 async def oversized(url: str, draw: random.Random) -> int:
-    """The status of a body above the limit, announced or not; it is read at once, whether the body is sent or not.
+    """Send a body above the limit, with or without Content-Length, and return the status.
 
-    A full service has no room for one that is not announced, either, which is asked again as any other.
+    The status is read at once, whether or not the body is sent. A full service refuses a body without Content-Length
+    like any other request, so the request is repeated.
     """
     announced = draw.random() < 0.5
     while True:
@@ -139,7 +140,7 @@ async def _oversized(url: str, announced: bool) -> int:
 
 
 async def read_slowly(url: str, case: Case, draw: random.Random) -> tuple[int, Any]:
-    """As `ask`, but reads nothing for a while, then little by little, through a window of a few kilobytes."""
+    """Send a request like `ask`, but read the answer late and slowly, through a window of a few kilobytes."""
     data = json.dumps(case.body).encode()
     while True:
         async with _connected(url, receive_bytes=RECEIVE_BYTES) as (reader, writer):
@@ -182,15 +183,15 @@ async def _connected(
     url: str, *, receive_bytes: int | None = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     parts = urlsplit(url)
-    made = socket.socket()
-    made.setblocking(False)
-    if receive_bytes is not None:  # before the connection is made: it decides the window
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client = socket.socket()
+    client.setblocking(False)
+    if receive_bytes is not None:  # set before connecting, because the size decides the TCP window
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     try:
-        await asyncio.get_running_loop().sock_connect(made, (parts.hostname, parts.port))
-        reader, writer = await asyncio.open_connection(sock=made, limit=receive_bytes or 2**16)
+        await asyncio.get_running_loop().sock_connect(client, (parts.hostname, parts.port))
+        reader, writer = await asyncio.open_connection(sock=client, limit=receive_bytes or 2**16)
     except BaseException:
-        made.close()
+        client.close()
         raise
     try:
         yield reader, writer

@@ -1,4 +1,4 @@
-"""A soak from its start to its end: mixed requests in rounds, and between two rounds a look at what is held."""
+"""A whole soak: rounds of mixed requests, with a measurement of the resources in use after each round."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from tools.serving import RunningService, running_service
 SHARES = {"right": 66, "wrong": 12, "cancelled": 12, "cancelled while sending": 2, "oversized": 4, "slow": 3, "late": 1}
 TIMEOUT_S = 300.0
 KEPT = 20
-"""Wrong answers that are told in full."""
+"""Number of wrong answers that the report shows in full."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What a soak found."""
+    """The results of a soak."""
 
     kinds: Counter[str] = field(default_factory=Counter)
-    """Requests of each kind."""
+    """Number of requests of each kind."""
     wrong: list[str] = field(default_factory=list)
-    """Answers that were not those that the same requests had alone."""
+    """Answers that differ from those of the same requests alone."""
     kills: int = 0
-    """Decoders that were killed."""
+    """Number of decoders killed."""
     samples: list[Sample] = field(default_factory=list)
     exit_status: int | None = None
 
     @property
     def first(self) -> Sample:
-        """What the later ones are held against."""
+        """First measurement, with which later measurements are compared."""
         return self.samples[0]
 
     def figures(self) -> dict[str, Any]:
-        """For people, and for the assertion that nothing was found."""
+        """Return the figures for people and for the check of findings."""
         last = self.samples[-1]
         return {
             "requests": dict(self.kinds),
@@ -80,7 +80,7 @@ def soak(
     kill_every_s: float = 0.0,
     seconds: float = math.inf,
 ) -> Report:
-    """Send mixed requests to a service on two cores, and look at what is held between two rounds.
+    """Send mixed requests to a service on two cores, and measure the resources in use after each round.
 
     Args:
         requests: Number of requests.
@@ -89,9 +89,9 @@ def soak(
         clients: Number of clients.
         pictures: Number of different pictures.
         seed: Seed of the draws.
-        say: Function that tells of each round.
-        arena_bytes: Size of the arena, by default that of `SETTINGS`.
-        kill_every_s: Time in seconds between two kills of a decoder. 0: none is killed.
+        say: Function that prints a line about each round.
+        arena_bytes: Size of the arena. The default is the size in `SETTINGS`.
+        kill_every_s: Time in seconds between two kills of a decoder. 0 disables kills.
         seconds: Time in seconds after which no further round begins.
 
     """
@@ -101,7 +101,7 @@ def soak(
         os.sched_setaffinity(0, sorted(cores)[:2])
         media = folder / "media"
         media.mkdir()
-        # Fewer than the clients: the service is full again and again.
+        # Fewer than the clients, so that the service is often full.
         own: dict[str, object] = {
             "spool": folder / "spool",
             "allowed_media_dir": media,
@@ -147,7 +147,7 @@ class _Soak:
             "/infer",
             {"inputs": "x", "parameters": {"max_new_tokens": 1500, "temperature": 20.0, "timeout": 1}},
         )
-        # Long enough not to fit into the sockets' buffers.
+        # Too long for the sockets' buffers.
         self._long = chat("long", asking(image(raw)), max_tokens=150, ignore_eos=True, logprobs=True, top_logprobs=20)
         self._http: aiohttp.ClientSession
 
@@ -194,7 +194,7 @@ class _Soak:
                 self._report.kills += 1
 
     def _session(self) -> aiohttp.ClientSession:
-        """Anew for each round: its connections end with it."""
+        """Return a session for one round, whose connections end with the round."""
         return aiohttp.ClientSession(
             self._service.url,
             connector=aiohttp.TCPConnector(limit=0),
@@ -202,7 +202,7 @@ class _Soak:
         )
 
     async def _ask_alone(self) -> None:
-        """The answer that each request must have. AssertionError where that is not of the status that it must have."""
+        """Store the answer that each request must get. Fail if a status differs from the expected one."""
         for case in self._cases:
             status, answer = await ask(self._http, case)
             assert status == case.status, (case.name, status, answer)
@@ -219,11 +219,11 @@ class _Soak:
             try:
                 if (fault := await self._one(kind)) is not None:
                     self._report.wrong.append(f"{kind}: {fault}")
-            except Exception as error:  # noqa: BLE001 - whatever a client meets is a finding
+            except Exception as error:  # noqa: BLE001 - any exception of a client is a finding
                 self._report.wrong.append(f"{kind}: {type(error).__name__}: {error}")
 
     async def _one(self, kind: str) -> str | None:
-        """Makes a request; what was wrong with its answer."""
+        """Make a request, and return the fault of its answer if there is one."""
         draw, url = self._draw, self._service.url
         match kind:
             case "right" | "wrong":

@@ -1,4 +1,4 @@
-"""A slice of `make soak`."""
+"""A short run of `make soak`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.soak.run import soak
 
 
 @pytest.mark.slow
-def test_a_slice_of_the_soak_finds_nothing() -> None:
-    """Memory is left out: over so few requests caches still fill."""
+def test_a_short_soak_has_no_findings() -> None:
+    """Ignore the growth of memory, because caches still fill during so few requests."""
     figures = soak(300, warm=100, every=100, clients=12, pictures=4).figures()
     found = {name: figures[name] for name, bad in findings(figures).items() if bad and name != "memory_growth"}
     assert not found, (found, figures["wrong"])

@@ -1,4 +1,4 @@
-"""What the service's processes hold between requests."""
+"""Measurements of the resources that the service's processes hold between requests."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ SETTLE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Of a moment at which no request runs."""
+    """A measurement while no request runs."""
 
     requests: int
-    """That were made so far."""
+    """Number of requests made so far."""
     at_s: float
     blocks: int
-    """In use in all arenas of this user, as `mindie-mm shm list` sees them."""
+    """Blocks in use in the service's arenas, as the service and `mindie-mm shm list` report them."""
     descriptors: int
-    """Of all processes."""
+    """Open descriptors of all processes."""
     threads: int
     memory_bytes: int
-    """Of all processes, /dev/shm included and files not; PSS, so that a page that several share counts once."""
+    """Memory of all processes with /dev/shm and without files, as PSS, which counts a shared page once."""
     processes: dict[str, int]
-    """The same of each, by its role."""
+    """Memory of each process in bytes, by role and pid."""
     spooled: int
-    """Request directories."""
+    """Number of request directories."""
 
 
 def sample(service: RunningService, spool: Path, requests: int, began: float, descriptors: int | None) -> Sample:
-    """What is held once everything has settled: no block, no request directory, no more than `descriptors`.
+    """Return a measurement once no block, no request directory and at most `descriptors` descriptors are in use.
 
-    Closed connections and freed blocks take a moment; after SETTLE_S it is as it is.
+    Closed connections and freed blocks take a moment. After SETTLE_S the measurement is returned as is.
     """
     deadline = time.monotonic() + SETTLE_S
     while True:
@@ -52,11 +52,11 @@ def sample(service: RunningService, spool: Path, requests: int, began: float, de
 
 
 def _now(service: RunningService, spool: Path, requests: int, began: float) -> Sample:
-    told = service.shm()
-    blocks = told["blocks"]
-    if not blocks:  # the slower view from outside, of the same arenas
+    state = service.shm()
+    blocks = state["blocks"]
+    if not blocks:  # confirm with the slower view of the same arenas from outside
         listed = subprocess.run([CLI, "shm", "list", "--json"], capture_output=True, check=True, timeout=60)
-        own = {arena["name"] for arena in told["arenas"]}
+        own = {arena["name"] for arena in state["arenas"]}
         blocks = sum(len(arena["blocks"]) for arena in json.loads(listed.stdout) if Path(arena["file"]).name in own)
     root = psutil.Process(service.process.pid)
     processes = {_role(process): process for process in [root, *root.children(recursive=True)]}
@@ -81,6 +81,6 @@ def _role(process: psutil.Process) -> str:
 
 
 def _memory_bytes(pid: int) -> int:
-    """A library's pages are left out: how many processes of other programs share them is nothing of the service's."""
+    """Return the memory of a process without files, because other programs change the PSS of shared libraries."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))

@@ -1,3 +1,5 @@
+"""Fixtures for the tests of the tokenizer."""
+
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from tools.random_checkpoint import write_checkpoint
 
 @pytest.fixture(scope="session")
 def checkpoint_path(tmp_path_factory) -> Path:
-    """A small checkpoint with random weights."""
+    """Return a small checkpoint with random weights."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
@@ -22,6 +24,6 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture
 def tokenizer(checkpoint_path, arena) -> Iterator[Tokenizer]:
-    """With an arena of 16 MiB."""
+    """Yield a tokenizer with an arena of 16 MiB."""
     with Tokenizer.from_pretrained(checkpoint_path, arena=arena) as tokenizer:
         yield tokenizer

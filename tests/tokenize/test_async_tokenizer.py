@@ -1,3 +1,5 @@
+"""Tests of the tokenizer in a process of its own."""
+
 import asyncio
 import os
 import resource
@@ -43,7 +45,7 @@ async def tokenizer(checkpoint_path):
 
 @pytest.fixture
 def request_path(tmp_path) -> Path:
-    """A request's directory with a picture and a video in it."""
+    """Yield a request directory that contains a picture and a video."""
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "0.jpg").write_bytes(encoded(photograph("chelsea.png", (150, 120))))
     (tmp_path / "image" / "0.mp4").write_bytes(encode_video(moving_frames(8)))
@@ -52,7 +54,7 @@ def request_path(tmp_path) -> Path:
 
 
 def blocks(tokenizer: AsyncTokenizer, state: str | None = None) -> int:
-    """Return the number of blocks in the process's arena, in any state or in one."""
+    """Return the number of blocks in the process's arena, in any state or in the given one."""
     arenas = [arena for arena in survey() if arena.owner and arena.owner.pid in tokenizer.pids]
     return sum(state in (None, block.state) for arena in arenas for block in arena.blocks)
 
@@ -61,7 +63,7 @@ def items_of(path: Path) -> list[dict]:
     return [{"text": "what is it?"}, {"image": str(path / "image" / "0.jpg")}, {"video": str(path / "image" / "0.mp4")}]
 
 
-async def test_prompts_are_those_of_the_library(tokenizer, request_path, checkpoint_path, arena):
+async def test_prompts_equal_those_of_the_library(tokenizer, request_path, checkpoint_path, arena):
     path_file = request_path / "shm_name.txt"
     items = items_of(request_path)
     raw = await tokenizer.tokenize(TokenizeRequest(items=items, chat=False, path_file=str(path_file)))
@@ -81,7 +83,7 @@ async def test_prompts_are_those_of_the_library(tokenizer, request_path, checkpo
         assert view["pixel_values"].shape == (4 * (span.stop - span.start), 588)
 
 
-async def test_prompts_of_a_request_are_those_that_each_would_be_alone(tokenizer, request_path):
+async def test_prompts_tokenized_together_equal_prompts_tokenized_alone(tokenizer, request_path):
     path_file = request_path / "shm_name.txt"
     text, picture, video = items_of(request_path)
     given = [[text], [picture, text, picture], [video, text], [text, text]]
@@ -94,7 +96,7 @@ async def test_prompts_of_a_request_are_those_that_each_would_be_alone(tokenizer
         assert prompt.spans == alone.spans
 
 
-async def test_a_wrong_prompt_leaves_nothing_of_the_others(tokenizer, request_path):
+async def test_a_failed_prompt_frees_the_blocks_of_the_other_prompts(tokenizer, request_path):
     text, picture, _ = items_of(request_path)
     (request_path / "image" / "1.jpg").write_bytes((request_path / "image" / "0.jpg").read_bytes()[:-3000])
     broken = {"image": str(request_path / "image" / "1.jpg")}
@@ -114,7 +116,7 @@ async def test_sources_can_be_bytes(tokenizer, request_path):
     assert len((await tokenizer.tokenize(request)).spans) == 1
 
 
-async def test_requests_are_spread_and_answered_each_with_its_own(tokenizer):
+async def test_each_concurrent_request_gets_its_own_answer(tokenizer):
     texts = [f"text {i}" * (i + 1) for i in range(40)]
     prompts = await asyncio.gather(*(tokenizer.tokenize(TokenizeRequest(text=text)) for text in texts))
     again = [await tokenizer.tokenize(TokenizeRequest(text=text)) for text in texts]
@@ -140,18 +142,18 @@ async def test_requests_are_spread_and_answered_each_with_its_own(tokenizer):
         ({"items": [{"image": "http://127.0.0.1:9/a.jpg"}], "path_file": "x"}, MediaError, "public"),
     ],
 )
-async def test_errors_cross_as_they_are(tokenizer, request_fields, error, message):
+async def test_errors_keep_their_type_across_processes(tokenizer, request_fields, error, message):
     with pytest.raises(error, match=message) as caught:
         await tokenizer.tokenize(TokenizeRequest(**request_fields))
     assert type(caught.value) is error
 
 
-async def test_truncation(tokenizer):
+async def test_a_long_prompt_is_truncated_by_option(tokenizer):
     prompt = await tokenizer.tokenize(TokenizeRequest(text="what is it? " * 9, options=PromptOptions(5, truncate=True)))
     assert len(prompt) == 5
 
 
-async def test_a_dead_process_fails_its_requests_and_comes_back(tokenizer, request_path):
+async def test_a_killed_process_fails_its_requests_and_is_restarted(tokenizer, request_path):
     before = tokenizer.pids
     big = {"image": encoded(photograph("coffee.png", (1200, 1100)), "PNG")}
     requests = [TokenizeRequest(items=[big], path_file=str(request_path / "shm_name.txt")) for _ in range(2)]
@@ -168,7 +170,7 @@ async def test_a_dead_process_fails_its_requests_and_comes_back(tokenizer, reque
 
 
 async def test_no_request_waits_for_a_process_that_cannot_restart(tokenizer, tmp_path, monkeypatch):
-    """While the checkpoint is missing, waiting and new requests fail at once."""
+    """Fail waiting and new requests at once while the checkpoint is missing."""
     await up(tokenizer)
     gone = msgspec.json.decode(tokenizer._setup) | {"model": str(tmp_path / "gone")}
     with monkeypatch.context() as patch:
@@ -193,7 +195,7 @@ async def up(tokenizer: AsyncTokenizer) -> None:
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """No file, socket or process can be opened."""
+    """Prevent this process from opening a file, a socket or a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
@@ -202,7 +204,7 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_a_process_that_cannot_be_started_again_is_once_it_can(tokenizer, request_path, caplog):
+async def test_a_failed_restart_is_repeated_until_it_succeeds(tokenizer, request_path, caplog):
     big = {"image": encoded(photograph("coffee.png", (1200, 1100)), "PNG")}
     request = TokenizeRequest(items=[big], path_file=str(request_path / "shm_name.txt"))
     task = asyncio.create_task(tokenizer.tokenize(request))
@@ -221,7 +223,7 @@ async def test_a_process_that_cannot_be_started_again_is_once_it_can(tokenizer, 
 
 
 async def test_the_blocks_of_a_request_that_is_cancelled_after_its_answer_are_freed(tokenizer, request_path):
-    """The answer lies in the socket, and the client has not read it yet."""
+    """Cancel while the answer is in the socket and not yet read."""
     image = {"image": str(request_path / "image" / "0.jpg")}
     request = TokenizeRequest(items=[image], path_file=str(request_path / "shm_name.txt"))
     cancelled = asyncio.create_task(tokenizer.tokenize(request))
@@ -233,7 +235,7 @@ async def test_the_blocks_of_a_request_that_is_cancelled_after_its_answer_are_fr
     assert blocks(tokenizer) == 0
 
 
-async def test_a_stuck_process_is_killed_soon(checkpoint_path):
+async def test_closing_kills_a_stuck_process(checkpoint_path):
     tokenizer = await AsyncTokenizer.start(checkpoint_path, WorkerConfig(arena_bytes=ARENA_BYTES))
     (pid,) = tokenizer.pids
     os.kill(pid, signal.SIGSTOP)
@@ -257,11 +259,11 @@ async def test_a_cancelled_request_leaves_no_block(tokenizer, request_path):
         await task
     assert len(await tokenizer.tokenize(TokenizeRequest(text="a"))) > 0, "others need not wait for it"
     async with asyncio.timeout(300):
-        while blocks(tokenizer) != before:  # noqa: ASYNC110 - a process has it still, and tells nobody
+        while blocks(tokenizer) != before:  # noqa: ASYNC110 - another process frees the block without an event
             await asyncio.sleep(0.01)
 
 
-async def test_a_request_that_is_cancelled_before_it_has_begun_is_forgotten(tokenizer):
+async def test_a_request_cancelled_before_it_starts_is_forgotten(tokenizer):
     for _ in range(20):
         task = asyncio.create_task(tokenizer.tokenize(TokenizeRequest(text="a")))
         await asyncio.sleep(0)
@@ -269,13 +271,13 @@ async def test_a_request_that_is_cancelled_before_it_has_begun_is_forgotten(toke
         with pytest.raises(asyncio.CancelledError):
             await task
     async with asyncio.timeout(300):
-        while tokenizer._replies:  # noqa: ASYNC110 - replies that nobody waits for
+        while tokenizer._replies:  # noqa: ASYNC110 - no task waits for these replies
             await asyncio.sleep(0.01)
 
 
 @contextmanager
 def stopped_decoders(tokenizer: AsyncTokenizer) -> Iterator[list[psutil.Process]]:
-    """The nursery and the decoders. The decoders are stopped."""
+    """Stop the decoders, and yield the nursery and the decoders."""
     nursery, *decoders = psutil.Process(tokenizer.pids[0]).children(recursive=True)
     for decoder in decoders:
         decoder.suspend()
@@ -294,7 +296,7 @@ async def handed_out(tokenizer: AsyncTokenizer, path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_decoders_end_with_their_tokenizer_in_the_midst_of_items(tokenizer, request_path, number):
+async def test_decoders_end_with_their_tokenizer_while_items_are_decoded(tokenizer, request_path, number):
     await up(tokenizer)
     image = request_path / "image" / "0.jpg"
     request = TokenizeRequest(items=[{"image": str(image)}] * 3, path_file=str(request_path / "shm_name.txt"))
@@ -305,12 +307,12 @@ async def test_decoders_end_with_their_tokenizer_in_the_midst_of_items(tokenizer
         with pytest.raises(ProcessDied):
             await task
         async with asyncio.timeout(300):
-            while any(process.is_running() for process in processes):  # noqa: ASYNC110 - nobody tells of orphans
+            while any(process.is_running() for process in processes):  # noqa: ASYNC110 - orphans end without an event
                 await asyncio.sleep(0.01)
     assert len((await tokenizer.tokenize(request)).spans) == 3
 
 
-async def test_a_nursery_ends_with_its_tokenizer_while_it_starts(checkpoint_path, capfd):
+async def test_a_nursery_ends_with_its_tokenizer_during_startup(checkpoint_path, capfd):
     mine, nurseries = psutil.Process(), []
     before = set(mine.children(recursive=True))
     starting = asyncio.create_task(
@@ -320,26 +322,27 @@ async def test_a_nursery_ends_with_its_tokenizer_while_it_starts(checkpoint_path
         while not nurseries:
             await asyncio.sleep(0)
             for one in set(mine.children(recursive=True)) - before:
-                with suppress(psutil.NoSuchProcess):  # its tokenizer is this process's child
+                with suppress(psutil.NoSuchProcess):
+                    # The tokenizer is a child of this process, and the nursery a grandchild.
                     nurseries += [one] if one.ppid() != mine.pid else []
     (nursery,) = nurseries
     psutil.Process(nursery.ppid()).kill()
     with pytest.raises(ProcessDied):
         await starting
     async with asyncio.timeout(300):
-        while nursery.is_running():  # noqa: ASYNC110 - nobody tells of orphans
+        while nursery.is_running():  # noqa: ASYNC110 - orphans end without an event
             await asyncio.sleep(0.01)
     assert "Traceback" not in capfd.readouterr().err
 
 
-async def test_a_closed_tokenizer_says_so(checkpoint_path):
+async def test_a_closed_tokenizer_refuses_requests(checkpoint_path):
     tokenizer = AsyncTokenizer(checkpoint_path, WorkerConfig(arena_bytes=ARENA_BYTES))
     await tokenizer.close()
     with pytest.raises(ProcessDied, match="closed"):
         await tokenizer.tokenize(TokenizeRequest(text="hello"))
 
 
-async def test_what_keeps_a_process_from_starting_is_raised(checkpoint_path, tmp_path):
+async def test_an_error_during_startup_is_raised(checkpoint_path, tmp_path):
     with pytest.raises(UnsupportedCheckpoint, match=r"no config\.json"):
         await AsyncTokenizer.start(tmp_path, WorkerConfig(arena_bytes=ARENA_BYTES))
     with pytest.raises((SharedMemoryError, InputError)):

@@ -1,4 +1,4 @@
-"""Chat templates that read strings alone, and tokenizers that have several templates."""
+"""Tests of chat templates that read only strings, and of tokenizers with several templates."""
 
 import json
 import shutil
@@ -23,9 +23,9 @@ from mindie_mm.worker.llm import LLM
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 ADDS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-"""It fails for a list."""
+"""A template that fails for a list."""
 WRITES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-"""It writes a list as Python does."""
+"""A template that writes a list as Python does."""
 SKIPS = "{% for m in messages %}{% if m.content is string %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
 STRIPS = "{% for m in messages %}{{ m.role }}: {{ m.content.strip() }}\n{% endfor %}"
 STRING_TEMPLATES = {"adds": ADDS, "writes": WRITES, "skips": SKIPS, "strips": STRIPS}
@@ -56,7 +56,7 @@ def text(*texts: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", STRING_TEMPLATES)
-def test_parts_of_text_are_lines_of_a_string(copy: Path, reference: Any, name: str) -> None:
+def test_text_parts_become_lines_of_a_string(copy: Path, reference: Any, name: str) -> None:
     with Tokenizer.from_pretrained(with_templates(copy, STRING_TEMPLATES[name])) as tokenizer:
         messages = [
             {"role": "system", "content": text("Be brief.")},
@@ -69,7 +69,7 @@ def test_parts_of_text_are_lines_of_a_string(copy: Path, reference: Any, name: s
 
 
 @pytest.mark.parametrize("name", STRING_TEMPLATES)
-def test_media_are_markers_in_front_of_the_text(copy: Path, tmp_path: Path, name: str) -> None:
+def test_media_become_placeholders_before_the_text(copy: Path, tmp_path: Path, name: str) -> None:
     image = tmp_path / "red.png"
     Image.new("RGB", (64, 48), (220, 40, 40)).save(image)
     item = {"type": "image", "image": str(image)}
@@ -85,7 +85,7 @@ def test_media_are_markers_in_front_of_the_text(copy: Path, tmp_path: Path, name
         assert (ids != flat).sum() <= 2 * 2, "the words of each image name its own place in the arena"
 
 
-def test_the_format_can_be_chosen(copy: Path, reference: Any) -> None:
+def test_the_content_format_can_be_chosen(copy: Path, reference: Any) -> None:
     messages = [{"role": "user", "content": "a"}]
     folder = with_templates(copy, "{% for m in messages %}{{ m.content is string }}{% endfor %}")
     for content_format, expected in (("auto", "True"), ("string", "True"), ("openai", "False")):
@@ -94,7 +94,7 @@ def test_the_format_can_be_chosen(copy: Path, reference: Any) -> None:
 
 
 @pytest.mark.parametrize("content_format", ["string", "openai"])
-def test_a_worker_takes_the_format_from_its_settings(copy: Path, content_format: Any) -> None:
+def test_a_worker_takes_the_content_format_from_its_settings(copy: Path, content_format: Any) -> None:
     template = "{% for m in messages %}{% if m.content is string %}a{% else %}{{ 'a 1 ' * 5 }}{% endif %}{% endfor %}"
     config = WorkerConfig(model=with_templates(copy, template), chat_template_content_format=content_format)
     with LLM(config=config) as llm:
@@ -121,7 +121,7 @@ NAMED = [
 TOOL = {"type": "function", "function": {"name": "weigh", "parameters": {"type": "object", "properties": {}}}}
 
 
-def test_the_template_for_tools_is_chosen_with_tools(copy: Path, reference: Any) -> None:
+def test_the_tool_template_is_used_with_tools(copy: Path, reference: Any) -> None:
     messages = [{"role": "user", "content": "a"}]
     with Tokenizer.from_pretrained(with_templates(copy, NAMED)) as tokenizer:
         assert reference.decode(tokenizer.tokenize_chat(messages)) == "default a"
@@ -129,7 +129,7 @@ def test_the_template_for_tools_is_chosen_with_tools(copy: Path, reference: Any)
         assert reference.decode(with_tools) == "tool_use1 a"
 
 
-def test_the_template_for_tools_gets_the_form_that_it_reads(copy: Path, reference: Any) -> None:
+def test_the_tool_template_gets_the_content_format_that_it_reads(copy: Path, reference: Any) -> None:
     for_tools = "{% for t in tools %}{{ t.function.name }};{% endfor %}" + ADDS
     named = [NAMED[0], {"name": "tool_use", "template": for_tools}]
     with Tokenizer.from_pretrained(with_templates(copy, named)) as tokenizer:
@@ -145,7 +145,7 @@ def test_a_template_that_requires_a_system_message_gets_strings(copy: Path, refe
 
 
 @pytest.mark.parametrize("templates", [["x"], [{"name": "default"}], 7, {"default": 7}])
-def test_what_is_no_template_counts_as_none(copy: Path, tmp_path: Path, templates: Any) -> None:
+def test_an_invalid_template_counts_as_none(copy: Path, tmp_path: Path, templates: Any) -> None:
     folder = shutil.copytree(copy, tmp_path / "copy")
     with_templates(folder, None)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": templates}))
@@ -153,7 +153,7 @@ def test_what_is_no_template_counts_as_none(copy: Path, tmp_path: Path, template
         assert not tokenizer.has_template
 
 
-def test_templates_in_a_folder_of_their_own(copy: Path, reference: Any, tmp_path: Path) -> None:
+def test_templates_are_read_from_the_folder_of_additional_templates(copy: Path, reference: Any, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(copy, folder)
     with_templates(folder, None)
@@ -179,11 +179,11 @@ PROCESSORS = {
     "chat_template.jinja": "jinja",
     "tokenizer_config.json": "tokenizer",
 }
-"""Files with a template, the first one first."""
+"""Files with a template in order of precedence."""
 
 
 @pytest.mark.parametrize("files", [names for n in range(1, 5) for names in combinations(PROCESSORS, n)])
-def test_the_template_is_that_of_transformers_processor(copy: Path, tmp_path: Path, files: Sequence[str]) -> None:
+def test_the_template_is_the_one_that_transformers_uses(copy: Path, tmp_path: Path, files: Sequence[str]) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(copy, folder)
     with_templates(folder, PROCESSORS["tokenizer_config.json"] if "tokenizer_config.json" in files else None)
@@ -197,8 +197,8 @@ def test_the_template_is_that_of_transformers_processor(copy: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("templates", [NAMED, {entry["name"]: entry["template"] for entry in NAMED}])
-def test_a_processor_with_several_templates(copy: Path, reference: Any, tmp_path: Path, templates: Any) -> None:
-    """transformers takes a mapping, and fails for a list, in which tokenizer_config.json has it."""
+def test_a_processor_may_have_several_templates(copy: Path, reference: Any, tmp_path: Path, templates: Any) -> None:
+    """Accept a mapping as transformers does, and the list of tokenizer_config.json, for which transformers fails."""
     folder = tmp_path / "copy"
     shutil.copytree(copy, folder)
     with_templates(folder, "tokenizer")
@@ -213,7 +213,7 @@ def test_a_processor_with_several_templates(copy: Path, reference: Any, tmp_path
 
 
 @pytest.mark.parametrize("name", STRING_TEMPLATES)
-def test_no_content_is_an_empty_string(copy: Path, reference: Any, name: str) -> None:
+def test_missing_content_becomes_an_empty_string(copy: Path, reference: Any, name: str) -> None:
     with Tokenizer.from_pretrained(with_templates(copy, STRING_TEMPLATES[name])) as tokenizer:
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
         assert reference.decode(tokenizer.tokenize_chat(messages)) == "user: a\nassistant: \n"

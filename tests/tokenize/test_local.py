@@ -1,4 +1,4 @@
-"""The tokenizer on a thread of a script's process."""
+"""Tests of the tokenizer in a thread of the caller's process."""
 
 import asyncio
 import signal
@@ -31,7 +31,7 @@ async def start_and_close() -> None:
     await tokenizer.close()
 
 
-async def test_prompts_of_a_request_are_those_that_each_would_be_alone(tmp_path: Path) -> None:
+async def test_prompts_tokenized_together_equal_prompts_tokenized_alone(tmp_path: Path) -> None:
     picture, text = {"image": Image.new("RGB", (60, 90))}, {"text": "What?"}
     given = [[text], [picture, text, picture], [picture]]
     requests = [TokenizeRequest(items=items, path_file=str(tmp_path / "shm_name.txt")) for items in given]
@@ -47,7 +47,7 @@ async def test_prompts_of_a_request_are_those_that_each_would_be_alone(tmp_path:
         await tokenizer.close()
 
 
-def test_it_removes_spool_files_of_killed_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_removes_the_spool_files_of_killed_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINDIE_MM_SPOOL", str(tmp_path))
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL

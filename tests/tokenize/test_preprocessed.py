@@ -1,4 +1,4 @@
-"""Media that come again are copied from what was kept, not decoded: the same arrays, in bounded memory."""
+"""Tests of the cache of preprocessed media, from which repeated media are copied instead of decoded again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
 CAT, COFFEE, ROCKET = (encoded(photograph(name, (112, 84))) for name in ("chelsea.png", "coffee.png", "rocket.jpg"))
 NBYTES = 112 * 84 * 3
-"""Of one picture's patches, of uint8."""
+"""Size of one picture's patches in uint8."""
 
 
 class Run:
-    """A tokenizer that keeps `capacity_bytes`, and what it decodes."""
+    """A tokenizer with a cache of preprocessed media, and the number of pictures that it has decoded."""
 
     def __init__(self, checkpoint_path: Path, arena: Arena, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._made_of = checkpoint_path, arena
@@ -45,7 +45,7 @@ class Run:
         self._tokenizer = Tokenizer.from_pretrained(path, NativeWire(arena, Preprocessed(capacity_bytes)))
 
     def arrays(self, *items: dict[str, Any]) -> list[dict[str, np.ndarray[Any, Any]]]:
-        """What lies in shared memory for each item, which is freed again."""
+        """Return the arrays in shared memory of each item, and free them."""
         ids = self._tokenizer.tokenize(list(items), self._path_file)
         try:
             return [*_arrays(ids[ids < 0].tolist())]
@@ -72,7 +72,7 @@ def assert_equal(one: list[dict[str, np.ndarray[Any, Any]]], other: list[dict[st
             np.testing.assert_array_equal(first[name], second[name])
 
 
-def test_what_comes_again_is_not_decoded_again(run: Run) -> None:
+def test_a_repeated_picture_is_not_decoded_again(run: Run) -> None:
     once = run.arrays({"image": CAT}, {"image": COFFEE})
     assert run.num_decoded == 2
     again = run.arrays({"image": COFFEE}, {"image": CAT})
@@ -80,21 +80,21 @@ def test_what_comes_again_is_not_decoded_again(run: Run) -> None:
     assert_equal(again, once[::-1])
 
 
-def test_within_one_prompt(run: Run) -> None:
+def test_a_picture_repeated_in_one_prompt_is_decoded_once(run: Run) -> None:
     first, second = run.arrays({"image": CAT}, {"image": CAT})
     assert run.num_decoded == 1
     assert_equal([first], [second])
 
 
-def test_other_settings_are_another_item(run: Run) -> None:
+def test_other_settings_decode_a_picture_again(run: Run) -> None:
     (large,) = run.arrays({"image": CAT})
     (small,) = run.arrays({"image": CAT, "max_pixels": 56 * 56})
     assert run.num_decoded == 2
     assert small["pixel_values"].nbytes < large["pixel_values"].nbytes
 
 
-def test_the_longest_unused_is_dropped(run: Run) -> None:
-    for picture in (CAT, COFFEE, CAT, ROCKET):  # the coffee goes
+def test_the_least_recently_used_picture_is_dropped(run: Run) -> None:
+    for picture in (CAT, COFFEE, CAT, ROCKET):  # drops COFFEE
         run.arrays({"image": picture})
     assert run.num_decoded == 3
     run.arrays({"image": CAT}, {"image": ROCKET})
@@ -104,20 +104,20 @@ def test_the_longest_unused_is_dropped(run: Run) -> None:
 
 
 @pytest.mark.parametrize("capacity_bytes", [0, NBYTES - 1])
-def test_what_does_not_fit_is_not_kept(run: Run, capacity_bytes: int) -> None:
+def test_a_picture_larger_than_the_cache_is_not_kept(run: Run, capacity_bytes: int) -> None:
     run.keep(capacity_bytes)
     assert_equal(run.arrays({"image": CAT}), run.arrays({"image": CAT}))
     assert run.num_decoded == 2
 
 
-def test_what_failed_is_not_kept(run: Run) -> None:
+def test_a_picture_that_failed_is_not_kept(run: Run) -> None:
     cut = CAT[: len(CAT) // 2]
     for _ in range(2):
         with pytest.raises(MediaError, match="media item 0"):
             run.arrays({"image": cut})
 
 
-def test_an_item_goes_on_where_there_is_no_memory_for_a_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_item_is_served_without_memory_for_a_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> np.ndarray[Any, Any]:
         raise MemoryError
 
@@ -131,14 +131,14 @@ def test_an_item_goes_on_where_there_is_no_memory_for_a_copy(run: Run, monkeypat
     assert run.num_decoded == 5, "what was not kept takes no room"
 
 
-def test_a_video(run: Run) -> None:
+def test_a_repeated_video_gives_the_same_arrays(run: Run) -> None:
     run.keep(2**21)
     video = {"video": encode_video(moving_frames(8), fps=4)}
     assert_equal(run.arrays(video), run.arrays(video))
 
 
-def test_threads_that_keep_and_copy_at_once_leave_the_cache_whole() -> None:
-    """Its size is that of what it keeps, and every copy has the content of its digest."""
+def test_threads_may_keep_and_copy_at_once() -> None:
+    """Keep the cache within its size, and give every copy the content of its digest."""
     kept = Preprocessed(8 * 2**20)
     contents = [bytes([number]) * 32 for number in range(12)]
 

@@ -1,3 +1,5 @@
+"""Tests of prompts: placeholders, words, references and truncation."""
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ def item(kind, placeholder, num_features, runs=None):
     return Expansion(kind, placeholder, num_features, Spelling(runs=runs))
 
 
-def test_expand():
+def test_expand_repeats_the_placeholder_of_each_item():
     items = [item("image", IMAGE, 2), item("image", IMAGE, 1), item("video", VIDEO, 3)]
     prompt = expand([1, 3, 6, 4, 2, 6, 3, 7, 4], items, TOKENS)
     assert prompt.ids.tolist() == [1, 3, 6, 6, 4, 2, 6, 3, 7, 7, 7, 4]
@@ -31,12 +33,12 @@ def test_expand():
 
 
 @pytest.mark.parametrize("ids", [[1], [6, 6], [7], [6, 7]])
-def test_expand_refuses_other_placeholders(ids):
+def test_expand_refuses_placeholders_that_do_not_match_the_items(ids):
     with pytest.raises(InputError, match="1 media items"):
         expand(ids, [item("image", IMAGE, 2)], TOKENS)
 
 
-def test_rows_that_end_in_a_token_of_their_own():
+def test_rows_of_features_may_end_in_a_separate_token():
     rows = item("image", IMAGE, 4, runs=([6, 6, 9, 6, 6, 9],))
     prompt = expand([1, 3, 6, 4, 2], [rows], TOKENS)
     assert prompt.ids.tolist() == [1, 3, 6, 6, 9, 6, 6, 9, 4, 2]
@@ -45,20 +47,20 @@ def test_rows_that_end_in_a_token_of_their_own():
     assert worded.plain_ids.tolist() == prompt.ids.tolist()
 
 
-def test_words_stand_on_slots_alone():
+def test_words_replace_only_slots():
     prompt = expand([6], [item("image", IMAGE, 2, runs=([6, 9, 6],))], TOKENS)
     assert put_words(prompt, [(-5, -6)]).ids.tolist() == [-5, 9, -6]
 
 
-def test_an_item_of_several_runs():
+def test_an_item_may_have_several_runs():
     frames = item("video", VIDEO, 4, runs=([7, 7], [7, 7]))
     prompt = expand([1, 8, 3, 7, 4, 8, 3, 7, 4, 2], [frames], TOKENS)
     assert prompt.ids.tolist() == [1, 8, 3, 7, 7, 4, 8, 3, 7, 7, 4, 2]
     assert prompt.spans == (MediaSpan(3, 10, "video", 7, lead=1, tail=1),)
 
 
-def test_what_spells_an_item_is_the_items():
-    """Text in front of it and behind it, then what its placeholder has around that."""
+def test_ids_that_spell_an_item_belong_to_its_span():
+    """Count the spelled ids around an item, then the tokens that its placeholder has around them."""
     items = [
         Expansion("image", IMAGE, 2, Spelling(), lead=1, tail=1),
         Expansion("image", IMAGE, 1, Spelling(), lead=1, tail=1),
@@ -68,20 +70,20 @@ def test_what_spells_an_item_is_the_items():
     assert [(span.lead, span.tail) for span in prompt.spans] == [(2, 2), (1, 1)]
 
 
-def test_an_id_of_two_spellings_is_the_first_ones():
+def test_an_id_shared_by_two_spellings_belongs_to_the_first_item():
     items = [Expansion("image", IMAGE, 1, Spelling(), lead=1, tail=1) for _ in range(2)]
     prompt = expand([9, 6, 9, 6, 9], items, TOKENS)
     assert [(span.lead, span.tail) for span in prompt.spans] == [(1, 1), (0, 1)]
 
 
-def test_insert():
+def test_insert_puts_items_at_a_position():
     prompt = insert([1, 2, 2], 1, [item("image", IMAGE, 2), item("image", IMAGE, 1)], TOKENS)
     assert prompt.ids.tolist() == [1, 3, 6, 6, 4, 3, 6, 4, 2, 2]
     assert prompt.spans == (MediaSpan(2, 4, "image", 6, lead=1, tail=1), MediaSpan(6, 7, "image", 6, lead=1, tail=1))
     assert insert([1, 2], 1, [], TOKENS).ids.tolist() == [1, 2]
 
 
-def test_words_and_plain_ids():
+def test_put_words_keeps_the_plain_ids():
     prompt = Prompt(np.array([1, 6, 6, 6, 2, 6], np.int64), (MediaSpan(1, 4, "image", 6), MediaSpan(5, 6, "image", 6)))
     worded = put_words(prompt, [(-5, -6), (-7, -8)])
     assert worded.ids.tolist() == [1, -5, -6, 6, 2, -7]
@@ -90,8 +92,8 @@ def test_words_and_plain_ids():
     assert len(worded) == 6
 
 
-def test_refs():
-    """Where a run begins with a token of its own, and where an item has one slot, which takes the name word alone."""
+def test_refs_reads_the_words_of_each_item():
+    """Read an item whose run begins with a separate token, and an item whose only slot holds the name word."""
     refs = [Ref(3, 7, 1, "uint8", (4,)), Ref(3, 8, 2, "float32", (2, 3))]
     items = [item("image", IMAGE, 2, runs=([9, 6, 6, 8],)), item("image", IMAGE, 1, runs=([9, 6, 8],))]
     prompt = expand([1, 6, 2, 6], items, TOKENS)
@@ -113,8 +115,8 @@ def test_truncate_never_cuts_an_item():
 
 
 @pytest.mark.parametrize("front", [[], [5, 5]], ids=["opening first", "item first"])
-def test_truncate_leaves_the_opening(front):
-    """Whether the items stand behind it or, inserted, in front of it."""
+def test_truncate_keeps_the_opening(front):
+    """Keep the opening with items after it and with items inserted before it."""
     items = [item("image", IMAGE, 2)]
     at = 0 if front else 2
     prompt = insert([8, 9, 1, 1, 2], at, items, TOKENS, opening=2)
@@ -134,7 +136,7 @@ def test_truncate_leaves_the_opening(front):
     assert truncate(prompt, 9).spans == prompt.spans
 
 
-def test_truncate_to_nothing():
+def test_truncating_to_nothing_is_refused():
     prompt = Prompt(np.array([1, 6, 6], np.int64), (MediaSpan(1, 3, "image", 6),))
     with pytest.raises(ContextLengthExceeded, match="truncation to 1 tokens"):
         truncate(prompt, 1)

@@ -1,4 +1,4 @@
-"""Room for whole requests: all or nothing, in order of arrival, within stated bounds."""
+"""Tests of room for whole requests: all blocks or none, in order of arrival, with a bound on overtaking."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def arena() -> Iterator[Arena]:
 
 
 class Asking:
-    """Requests of numbers of pages, each with a path file of its own."""
+    """A client that asks for blocks of given numbers of pages, with a path file for each request."""
 
     def __init__(self, arena: Arena, folder: Path, wait_s: float = 300.0) -> None:
         self.arena = arena
@@ -38,7 +38,7 @@ class Asking:
         return self.room.try_take(_specs(pages), self.path_file())
 
     def waiting(self, *pages: int) -> asyncio.Task[list[Block]]:
-        """A request that has found no room at once, as the stage asks."""
+        """Start a request that waits if it finds no room at once, as the stage does."""
         path_file = self.path_file()
 
         async def take() -> list[Block]:
@@ -61,7 +61,7 @@ class Asking:
 
 
 def _specs(pages: tuple[int, ...]) -> list[dict[str, ArraySpec]]:
-    """Arrays whose blocks take these numbers of pages."""
+    """Return arrays whose blocks take these numbers of pages."""
     return [{"bytes": ArraySpec((count * PAGE - 1024,), "uint8")} for count in pages]
 
 
@@ -79,7 +79,7 @@ def asking(arena: Arena, tmp_path: Path) -> Iterator[Asking]:
 
 
 async def turn() -> None:
-    """Let every task come to where it waits."""
+    """Let every task run until it waits."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -103,14 +103,14 @@ async def test_a_request_may_take_all_of_the_arena(asking: Asking) -> None:
         asking.free(blocks)
 
 
-async def test_a_request_that_cannot_fit_with_what_its_blocks_take_is_refused(asking: Asking) -> None:
-    """A block of 63 pages takes 64 of them. Waiting would be in vain."""
+async def test_a_request_whose_rounded_blocks_cannot_fit_is_refused(asking: Asking) -> None:
+    """Refuse at once, because a block of 63 pages takes 64 pages and waiting would be in vain."""
     with pytest.raises(LimitExceeded, match="the arena has 262144"):
         asking.at_once(63, 1)
 
 
-async def test_a_request_that_waits_holds_nothing(asking: Asking) -> None:
-    """Two requests of two halves, of which one each would fit."""
+async def test_a_waiting_request_holds_no_block(asking: Asking) -> None:
+    """Let two requests of two blocks wait, although one block of each would fit."""
     held = asking.at_once(20)
     waiting = [asking.waiting(30, 30), asking.waiting(30, 30)]
     await turn()
@@ -142,8 +142,8 @@ async def test_requests_are_served_in_order_of_arrival(asking: Asking) -> None:
     assert order == [0, 1, 2, 3, 4, 5]
 
 
-async def test_small_requests_pass_a_large_one_up_to_its_size_and_then_wait_behind_it(asking: Asking) -> None:
-    """Each of them is freed at once, so that it alone is no reason for the next one to wait."""
+async def test_small_requests_overtake_a_large_one_up_to_its_size(asking: Asking) -> None:
+    """Free each small request at once, so that it does not make the next one wait."""
     held = asking.at_once(40)
     large = asking.waiting(32)
     await turn()
@@ -162,7 +162,7 @@ async def test_small_requests_pass_a_large_one_up_to_its_size_and_then_wait_behi
     asking.free(blocks)
 
 
-async def test_waiting_requests_pass_within_the_same_bound(asking: Asking) -> None:
+async def test_waiting_requests_overtake_within_the_same_bound(asking: Asking) -> None:
     held = [asking.at_once(32), asking.at_once(32)]
     large = asking.waiting(40)
     await turn()
@@ -186,8 +186,8 @@ async def test_waiting_requests_pass_within_the_same_bound(asking: Asking) -> No
     asking.free(blocks)
 
 
-async def test_the_line_goes_on_at_once_when_its_first_leaves(asking: Asking) -> None:
-    """Whoever used up the bound of the first one need not wait for the next look."""
+async def test_the_line_advances_at_once_when_its_first_request_leaves(asking: Asking) -> None:
+    """Serve requests that the bound of the first one held back without waiting for the next poll."""
     held = asking.at_once(40)
     large = asking.waiting(32)
     await turn()
@@ -204,7 +204,7 @@ async def test_the_line_goes_on_at_once_when_its_first_leaves(asking: Asking) ->
 
 
 @pytest.mark.parametrize("others_wait", [False, True])
-async def test_what_can_never_fit_is_refused_at_once(tmp_path: Path, others_wait: bool) -> None:
+async def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path, others_wait: bool) -> None:
     with Arena.create(CAPACITY, quota_bytes=32 * PAGE) as arena:
         asking = Asking(arena, tmp_path)
         held = [asking.at_once(32), asking.at_once(32)]
@@ -224,7 +224,7 @@ async def test_what_can_never_fit_is_refused_at_once(tmp_path: Path, others_wait
         asking.room.close()
 
 
-async def test_a_deadline_disturbs_nobody(arena: Arena, tmp_path: Path) -> None:
+async def test_an_expired_request_does_not_disturb_the_others(arena: Arena, tmp_path: Path) -> None:
     impatient, patient = Asking(arena, tmp_path, 0.05), Asking(arena, tmp_path / "patient")
     (tmp_path / "patient").mkdir()
     patient.room = impatient.room
@@ -246,10 +246,10 @@ async def test_a_deadline_disturbs_nobody(arena: Arena, tmp_path: Path) -> None:
     impatient.room.close()
 
 
-async def test_blocks_that_come_at_the_moment_of_the_deadline_are_not_lost(
+async def test_blocks_granted_at_the_deadline_are_not_lost(
     arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The deadline passes after the blocks were given, and before the request runs again."""
+    """Pass the deadline after the blocks were granted and before the request runs again."""
     monkeypatch.setattr("mindie_mm.tokenize.room._POLL_S", 0.1)
     asking = Asking(arena, tmp_path, 0.5)
     held = asking.at_once(60)
@@ -262,16 +262,16 @@ async def test_blocks_that_come_at_the_moment_of_the_deadline_are_not_lost(
             pass
 
     started_s, loop = time.monotonic(), asyncio.get_running_loop()
-    loop.call_later(0.1, block, started_s + 1.0)  # behind the end of the line's pause, in the same turn of the loop
+    loop.call_later(0.1, block, started_s + 1.0)  # after the line's pause, in the same iteration of the loop
     block(started_s + 0.2)
     asking.free(await soon(task))
     asking.room.close()
 
 
-async def test_room_that_is_freed_between_the_last_look_and_the_deadline_is_given_in_order(
+async def test_room_freed_after_the_last_poll_is_granted_in_order(
     arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mindie_mm.tokenize.room._POLL_S", 300.0)  # the line looks once, when it begins
+    monkeypatch.setattr("mindie_mm.tokenize.room._POLL_S", 300.0)  # the line polls only once, when it begins
     asking = Asking(arena, tmp_path)
     held = asking.at_once(60)
     first = asking.waiting(30)
@@ -290,13 +290,13 @@ async def test_room_that_is_freed_between_the_last_look_and_the_deadline_is_give
 
 
 @pytest.mark.parametrize("served", [False, True])
-async def test_a_cancelled_request_leaves_nothing(asking: Asking, served: bool) -> None:
+async def test_a_cancelled_request_leaves_no_block(asking: Asking, served: bool) -> None:
     held = asking.at_once(60)
     task, behind = asking.waiting(30), asking.waiting(30)
     await turn()
     if served:
         asking.free(held)
-        asking.room._serve_all()  # its blocks are there, and it has not run since
+        asking.room._serve_all()  # grants the blocks before the task runs again
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -319,7 +319,7 @@ async def test_a_block_that_another_process_frees_wakes_the_line(asking: Asking)
     asking.free(await soon(task))
 
 
-async def test_waiting_is_counted_where_everybody_can_read(asking: Asking) -> None:
+async def test_waiting_is_counted_in_the_arena_file(asking: Asking) -> None:
     before = stats(asking.arena)
     held = asking.at_once(60)
     tasks = [asking.waiting(30), asking.waiting(10)]
@@ -336,7 +336,7 @@ async def test_waiting_is_counted_where_everybody_can_read(asking: Asking) -> No
     assert after.waiting_bytes == 0
 
 
-async def test_a_lost_arena_is_told_to_all_who_wait(asking: Asking) -> None:
+async def test_a_lost_arena_fails_all_waiting_requests(asking: Asking) -> None:
     held = asking.at_once(60)
     tasks = [asking.waiting(30), asking.waiting(30)]
     await turn()
@@ -347,7 +347,7 @@ async def test_a_lost_arena_is_told_to_all_who_wait(asking: Asking) -> None:
     asking.free(held)
 
 
-async def test_a_path_file_that_cannot_be_written_fails_its_request_alone(asking: Asking, tmp_path: Path) -> None:
+async def test_an_unwritable_path_file_fails_only_its_request(asking: Asking, tmp_path: Path) -> None:
     held = asking.at_once(64)
     (tmp_path / "folder").mkdir()
     bad = asyncio.create_task(asking.room.take(_specs((8, 8)), tmp_path / "folder"))
@@ -361,7 +361,7 @@ async def test_a_path_file_that_cannot_be_written_fails_its_request_alone(asking
     assert asking.arena.num_blocks == 0
 
 
-async def test_the_record_is_complete_before_the_blocks_are_handed_out(asking: Asking) -> None:
+async def test_all_blocks_are_recorded_before_they_are_handed_out(asking: Asking) -> None:
     path_file = asking.path_file()
     blocks = asking.room.try_take(_specs((3, 4)), path_file)
     for block in blocks:

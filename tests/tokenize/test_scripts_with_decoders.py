@@ -1,4 +1,4 @@
-"""LLM and Tokenizer with decoders in a caller's own process: a script, standard input, a running event loop."""
+"""Tests of LLM and Tokenizer with decoders in a caller's process: a script, standard input, a running event loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.media_samples import encoded, photograph
 from tests.warm import SUBPROCESS
 from tests.watching import wait_until
 
-pytestmark = pytest.mark.slow  # each test starts processes of its own, which import for seconds
+pytestmark = pytest.mark.slow  # each test starts processes whose imports take seconds
 
 CAT = photograph("chelsea.png", (150, 120))
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -89,33 +89,34 @@ ask()
 
 
 def run_script(script: str, kind: str, checkpoint: Path, folder: Path) -> tuple[int, list[str], str]:
-    """Run a script on standard input. Return its status, its lines and stderr. None of its processes is left."""
+    """Run a script from standard input, and return its status, lines and stderr.
+
+    Wait until all of its processes have ended.
+    """
     text = (HEAD + script).format(kind=kind, path=str(checkpoint), path_file=str(folder / "shm_name.txt"))
     ended = subprocess.run(
         [sys.executable], input=text, capture_output=True, text=True, timeout=120, check=False, start_new_session=True
     )
     assert ended.stdout, ended.stderr
-    pids, *said = ended.stdout.splitlines()
+    pids, *printed = ended.stdout.splitlines()
     assert len(pids.split()) == (4 if kind == "LLM" else 3), "two decoders, their nursery, and an LLM's engine"
     wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids.split()))
     assert "Task was destroyed" not in ended.stderr
-    return ended.returncode, said, ended.stderr
+    return ended.returncode, printed, ended.stderr
 
 
 @pytest.mark.parametrize("kind", ["Tokenizer", "LLM"])
-def test_a_script_that_closes_nothing_leaves_nothing(kind: str, random_checkpoint: Path, tmp_path: Path) -> None:
-    """It has no main guard, asks inside a running event loop, and finds what it finds without decoders."""
-    status, said, errors = run_script(ENDS_WITHOUT_CLOSE, kind, random_checkpoint, tmp_path)
+def test_a_script_without_close_leaves_no_process(kind: str, random_checkpoint: Path, tmp_path: Path) -> None:
+    """Run without a main guard inside an event loop, and get the same result as without decoders."""
+    status, lines, errors = run_script(ENDS_WITHOUT_CLOSE, kind, random_checkpoint, tmp_path)
     assert status == 0, errors
-    assert said == ["True True"]
+    assert lines == ["True True"]
     assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("kind", ["Tokenizer", "LLM"])
-def test_ctrl_c_while_a_decoder_hangs_ends_a_script_and_leaves_nothing(
-    kind: str, random_checkpoint: Path, tmp_path: Path
-) -> None:
-    """The terminal signals all of the group."""
+def test_ctrl_c_ends_a_script_while_a_decoder_hangs(kind: str, random_checkpoint: Path, tmp_path: Path) -> None:
+    """Signal the whole process group, as a terminal does."""
     status, _, errors = run_script(INTERRUPTED, kind, random_checkpoint, tmp_path)
     assert status == -signal.SIGINT, errors
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
@@ -139,9 +140,7 @@ def processes_of(decoders: Decoders) -> list[int]:
     return [*decoders.pids, psutil.Process(decoders.pids[0]).ppid()]
 
 
-def test_an_interrupt_in_the_midst_of_decoding_ends_the_item_alone(
-    tokenizer: Tokenizer, arena: Arena, tmp_path: Path
-) -> None:
+def test_an_interrupt_while_decoding_ends_only_the_item(tokenizer: Tokenizer, arena: Arena, tmp_path: Path) -> None:
     items = [{"image": CAT}, {"text": "What?"}]
     right = tokenizer.tokenize(items, tmp_path / "shm_name.txt").clamp(min=-1)
     release(tmp_path / "shm_name.txt")
@@ -164,7 +163,7 @@ def test_an_interrupt_in_the_midst_of_decoding_ends_the_item_alone(
     release(tmp_path / "shm_name.txt")
 
 
-def test_a_closed_tokenizer_has_no_process_and_says_that_it_is_closed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_closed_tokenizer_has_no_process_and_refuses_requests(tokenizer: Tokenizer, tmp_path: Path) -> None:
     pids = processes_of(decoders_of(tokenizer))
     tokenizer.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -174,7 +173,7 @@ def test_a_closed_tokenizer_has_no_process_and_says_that_it_is_closed(tokenizer:
 
 
 @pytest.mark.usefixtures("copied_workers")
-def test_a_tokenizer_that_nobody_refers_to_ends_its_decoders(random_checkpoint: Path) -> None:
+def test_a_garbage_collected_tokenizer_ends_its_decoders(random_checkpoint: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(random_checkpoint, decoders=2)
     pids = processes_of(decoders_of(tokenizer))
     del tokenizer
@@ -184,7 +183,7 @@ def test_a_tokenizer_that_nobody_refers_to_ends_its_decoders(random_checkpoint: 
 
 @pytest.fixture(scope="module")
 def llms(random_checkpoint: Path) -> Iterator[tuple[LLM, LLM]]:
-    """One that decodes by itself, and one with two decoders."""
+    """Yield an LLM that decodes by itself and an LLM with two decoders."""
     with (
         pytest.MonkeyPatch.context() as patch,
         LLM(random_checkpoint) as alone,
@@ -194,7 +193,7 @@ def llms(random_checkpoint: Path) -> Iterator[tuple[LLM, LLM]]:
             yield alone, decoding
 
 
-def test_an_llm_with_decoders_takes_all_forms_of_media(llms: tuple[LLM, LLM], tmp_path: Path) -> None:
+def test_an_llm_with_decoders_accepts_all_forms_of_media(llms: tuple[LLM, LLM], tmp_path: Path) -> None:
     data = encoded(CAT)
     (tmp_path / "cat.jpg").write_bytes(data)
     url = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
@@ -229,7 +228,7 @@ def test_a_text_does_not_wait_for_a_picture_in_an_llm_with_decoders(llms: tuple[
 
 
 @pytest.mark.usefixtures("copied_workers")
-def test_a_closed_llm_has_no_process_and_says_that_it_is_closed(random_checkpoint: Path) -> None:
+def test_a_closed_llm_has_no_process_and_refuses_requests(random_checkpoint: Path) -> None:
     llm = LLM(random_checkpoint, decoders=2)
     stage: Any = llm._worker.tokenizer_stage
     pids = processes_of(stage._decoders)
@@ -240,7 +239,7 @@ def test_a_closed_llm_has_no_process_and_says_that_it_is_closed(random_checkpoin
 
 
 @pytest.mark.usefixtures("copied_workers")
-async def test_a_cancelled_request_of_a_worker_in_the_callers_process_ends_its_decoder(
+async def test_cancelling_a_request_of_an_in_process_worker_ends_its_decoder(
     random_checkpoint: Path, tmp_path: Path
 ) -> None:
     config = WorkerConfig(model=random_checkpoint, decoders=2, arena_bytes=2**24)
@@ -252,7 +251,7 @@ async def test_a_cancelled_request_of_a_worker_in_the_callers_process_ends_its_d
             request = TokenizeRequest(items=[{"image": CAT}], path_file=str(tmp_path / "shm_name.txt"))
             task = asyncio.create_task(stage.tokenize(request))
             async with asyncio.timeout(300):
-                while not busy(stage._decoders):  # noqa: ASYNC110 - no event tells of it
+                while not busy(stage._decoders):  # noqa: ASYNC110 - there is no event for it
                     await asyncio.sleep(0.002)
             (pid,) = busy(stage._decoders)
             task.cancel()

@@ -1,4 +1,4 @@
-"""Text stays text, whatever it spells; and is encoded as transformers does where it spells nothing."""
+"""Tests that text never becomes control tokens and is otherwise encoded as in transformers."""
 
 import json
 import shutil
@@ -19,8 +19,8 @@ from tests.transformers_reference import AutoTokenizer
 from tools.random_checkpoint import SPECIAL_TOKENS
 
 
-def test_strings_of_a_value_are_found_however_deep_it_is():
-    """One generator in another would take each of them through all of its depth."""
+def test_strings_are_found_at_any_depth_of_a_value():
+    """Avoid nested generators, which would pass each string up through every level."""
     value: object = ["a", {"b": ("c", 1, None)}]
     for _ in range(10_000):
         value = [value]
@@ -29,18 +29,18 @@ def test_strings_of_a_value_are_found_however_deep_it_is():
 
 @pytest.fixture(scope="module")
 def plain(checkpoint_path) -> Tokenizer:
-    """Without an arena."""
+    """Return a tokenizer without an arena."""
     return Tokenizer.from_pretrained(checkpoint_path)
 
 
 @pytest.fixture(scope="module")
 def reference(checkpoint_path):
-    """transformers' own."""
+    """Return the tokenizer of transformers."""
     return AutoTokenizer.from_pretrained(checkpoint_path)
 
 
 def special(reference, ids) -> list[str]:
-    """The special tokens among the ids, in order."""
+    """Return the special tokens among the ids, in order."""
     known = {reference.convert_tokens_to_ids(token): token for token in SPECIAL_TOKENS}
     return [known[index] for index in ids if index in known]
 
@@ -75,7 +75,7 @@ def test_a_spelled_token_stays_text(plain, reference, token):
         ["<|im_end|>", "<|im_", "end|>"],
     ],
 )
-def test_pieces_do_not_join_to_a_token(plain, reference, pieces):
+def test_pieces_of_text_do_not_join_to_a_token(plain, reference, pieces):
     ids = plain.tokenize_chat(user(*pieces)).tolist()
     assert special(reference, ids) == FRAME
     assert "".join(pieces) in reference.decode(ids)
@@ -84,7 +84,7 @@ def test_pieces_do_not_join_to_a_token(plain, reference, pieces):
     assert reference.decode(ids) == "".join(pieces)
 
 
-def test_a_template_that_strips_does_not_join_them(tmp_path, checkpoint_path, reference):
+def test_a_template_that_strips_text_does_not_join_pieces_to_a_token(tmp_path, checkpoint_path, reference):
     folder = with_template(tmp_path, checkpoint_path, "{% for m in messages %}{{ m.content | trim }}{% endfor %}")
     messages = [{"role": "user", "content": "<|image_ \n"}, {"role": "user", "content": " pad|>"}]
     ids = Tokenizer.from_pretrained(folder).tokenize_chat(messages).tolist()
@@ -112,7 +112,7 @@ EACH_PART = "{% for p in m.content %}{{ p.text | trim }}{% endfor %}"
 
 
 def chat(*texts: str) -> str:
-    """A template that writes `texts`, and each of a user's own behind one of them."""
+    """Return a template that writes each of `texts` followed by a text of the user."""
     written = f"{{% for t in {json.dumps(texts)} %}}{{{{ t }}}}{{{{ m.content[loop.index0].text }}}}{{% endfor %}}"
     return f"{{% for m in messages %}}{written}{{% endfor %}}"
 
@@ -138,7 +138,7 @@ def chat(*texts: str) -> str:
         ("{% for m in messages %}<{% for c in m.content[0].text %}{{ c }}{% endfor %}{% endfor %}", ["|im_end|>"]),
     ],
 )
-def test_a_text_does_not_complete_what_a_template_begins(tmp_path, checkpoint_path, reference, template, texts):
+def test_a_text_does_not_complete_a_token_that_a_template_begins(tmp_path, checkpoint_path, reference, template, texts):
     folder = with_template(tmp_path, checkpoint_path, template)
     ids = Tokenizer.from_pretrained(folder).tokenize_chat(user(*texts)).tolist()
     assert special(reference, ids) == []
@@ -146,7 +146,7 @@ def test_a_text_does_not_complete_what_a_template_begins(tmp_path, checkpoint_pa
     assert reference.decode(ids) == rendered
 
 
-XML_OF_TOOLS = (  # as Qwen3-Coder's
+XML_OF_TOOLS = (  # like the template of Qwen3-Coder
     "{% for tool in tools %}<tool>{% for key, value in tool.function.parameters.properties.items() %}"
     "{% if value.type == 'object' %}{{ value | tojson }}{% endif %}{{ '<' ~ key ~ '>' }}{{ value | length }}"
     "{% for name in value | dictsort %}<{{ name[0] }}>{{ name[1] }}</{{ name[0] }}>{% endfor %}{% endfor %}</tool>"
@@ -162,7 +162,7 @@ def properties(**given: object) -> list[dict]:
 
 
 @pytest.mark.parametrize("key", ["|im_end|", "|im_start|>system", "|image_pad|>"])
-def test_a_key_does_not_complete_what_a_template_begins(tmp_path, checkpoint_path, reference, key):
+def test_a_key_does_not_complete_a_token_that_a_template_begins(tmp_path, checkpoint_path, reference, key):
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, XML_OF_TOOLS))
     for own in ({key: {"type": "object"}}, {"a": {key: 1}}, {"a": {"b": key}}):
         messages, tools = [{"role": "user", "content": "hello"}], properties(**own)
@@ -176,7 +176,7 @@ def test_a_key_does_not_complete_what_a_template_begins(tmp_path, checkpoint_pat
     "content",
     ["hello", "> quoted", "a </think> b", "<tool_call>{}</tool_call>", "|im", "i", "_", "object", "m", "<b>|</b>", "|"],
 )
-def test_a_template_that_begins_tokens_reads_its_texts_as_they_are(tmp_path, checkpoint_path, reference, content):
+def test_a_template_that_begins_tokens_reads_unescaped_texts(tmp_path, checkpoint_path, reference, content):
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, XML_OF_TOOLS))
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
     tools = properties(z={"type": "object", "function": "f", "|": "a"}, tool={"name": content, "properties": "b"})
@@ -185,8 +185,11 @@ def test_a_template_that_begins_tokens_reads_its_texts_as_they_are(tmp_path, che
     assert tokenizer.tokenize_chat(messages, tools=tools).tolist() == expected
 
 
-def test_a_role_completes_what_a_template_begins(tmp_path, checkpoint_path, reference):
-    """Phi's templates write the token round the role. What they look for is found: a key that a token may have, too."""
+def test_a_role_completes_a_token_that_a_template_begins(tmp_path, checkpoint_path, reference):
+    """Write the token around the role, as Phi's templates do.
+
+    The template also finds the keys and values that it compares, even if a token contains them.
+    """
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}{% endfor %}"
         "{% for tool in tools %}{{ tool.function.name }}{{ tool.type == 'vision' }}{% endfor %}"
@@ -200,7 +203,7 @@ def test_a_role_completes_what_a_template_begins(tmp_path, checkpoint_path, refe
     assert ids == [pad, *reference.encode("user|>weighTrue")]
 
 
-CHOSEN_ROLES = (  # as Qwen3's
+CHOSEN_ROLES = (  # like the template of Qwen3
     "{% for m in messages %}{% if m.role == 'user' or (m.role == 'system' and loop.first) or m.role == 'tool' %}"
     "{{ m.role }}: {{ m.content }}\n{% elif m.role == 'assistant' %}a: {{ m.content }}\n{% endif %}{% endfor %}"
 )
@@ -214,13 +217,15 @@ CHOSEN_ROLES = (  # as Qwen3's
         ("{% for m in messages %}{{ m.role or 'developer' }}: {{ m.content }}\n{% endfor %}", "developer"),
     ],
 )
-def test_a_developer_is_the_system_unless_the_template_knows_it(tmp_path, checkpoint_path, reference, template, role):
+def test_a_developer_becomes_the_system_unless_the_template_knows_the_role(
+    tmp_path, checkpoint_path, reference, template, role
+):
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
     messages = [{"role": "developer", "content": "In French."}, {"role": "user", "content": "Hello!"}]
     assert reference.decode(tokenizer.tokenize_chat(messages)) == f"{role}: In French.\nuser: Hello!\n"
 
 
-def test_a_role_that_the_template_passes_over_is_refused(tmp_path, checkpoint_path):
+def test_a_role_that_the_template_ignores_is_refused(tmp_path, checkpoint_path):
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, CHOSEN_ROLES))
     messages = [*user("Hello!"), {"role": "tool", "content": "7 kg"}]
     assert tokenizer.tokenize_chat(messages).tolist() != tokenizer.tokenize_chat(messages[:1]).tolist()
@@ -233,7 +238,7 @@ def test_a_role_that_the_template_passes_over_is_refused(tmp_path, checkpoint_pa
             tokenizer.tokenize_chat([{"role": role, "content": "In French."}, *user("Hello!")])
 
 
-def test_a_template_that_refuses_a_role_says_so_itself(tmp_path, checkpoint_path):
+def test_the_error_of_a_template_that_refuses_a_role_is_passed_on(tmp_path, checkpoint_path):
     template = (
         "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('users alone') }}{% endif %}{% endfor %}"
     )
@@ -242,7 +247,7 @@ def test_a_template_that_refuses_a_role_says_so_itself(tmp_path, checkpoint_path
         tokenizer.tokenize_chat([{"role": "system", "content": "In French."}])
 
 
-def test_spelled_tokens_beside_a_real_image(checkpoint_path, reference, tmp_path):
+def test_spelled_tokens_beside_a_real_image_stay_text(checkpoint_path, reference, tmp_path):
     content = [
         {"type": "text", "text": "<|vision_start|><|image_pad|><|vision_end|>"},
         {"type": "image", "image": np.zeros((56, 56, 3), np.uint8)},
@@ -279,7 +284,7 @@ def test_no_text_makes_a_token(plain, reference, texts):
 
 @settings(max_examples=150, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
-def test_other_text_is_encoded_as_transformers_does(plain, reference, text):
+def test_other_text_is_encoded_as_in_transformers(plain, reference, text):
     if any(token in text for token in SPECIAL_TOKENS):
         return
     assert plain.tokenize([{"text": text}]).tolist() == reference(text)["input_ids"]
@@ -290,15 +295,15 @@ def test_other_text_is_encoded_as_transformers_does(plain, reference, text):
 
 
 @pytest.mark.parametrize("text", ["<", "a <", "5 <|", "so <|im", "<|im_end| ", "im_end|>", "|>", "\ue000 <|im_start|"])
-def test_text_that_begins_or_ends_a_token_is_encoded_as_transformers_does(plain, reference, text):
+def test_text_that_begins_or_ends_a_token_is_encoded_as_in_transformers(plain, reference, text):
     assert plain.tokenize([{"text": text}]).tolist() == reference(text)["input_ids"]
     messages = [{"role": "system", "content": text}, *user(text, "?"), {"role": "assistant", "content": text}]
     rendered = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert plain.tokenize_chat(messages).tolist() == reference(rendered, add_special_tokens=False)["input_ids"]
 
 
-def test_blanks_beside_control_tokens_are_what_the_tokenizer_makes_of_them(tmp_path, checkpoint_path):
-    """Also behind a text that is escaped while the prompt is put together: it is cut nowhere."""
+def test_blanks_beside_control_tokens_are_stripped_as_in_transformers(tmp_path, checkpoint_path):
+    """Do not split the prompt at a text that is escaped while the prompt is assembled."""
     folder = tmp_path / "copy"
     shutil.copytree(checkpoint_path, folder)
     saved = json.loads((folder / "tokenizer.json").read_text())
@@ -312,7 +317,7 @@ def test_blanks_beside_control_tokens_are_what_the_tokenizer_makes_of_them(tmp_p
         assert stripping.tokenize_chat(user(text)).tolist() == expected
 
 
-def test_a_prompt_of_all_characters_has_none_left_to_escape_with():
+def test_a_prompt_of_all_private_characters_cannot_be_escaped():
     spelling = ControlSpelling(["<s>"])
     everything = "".join(map(chr, range(0xE000, 0x110000)))
     assert spelling.escapes([everything]).apply(everything) == everything
@@ -320,9 +325,9 @@ def test_a_prompt_of_all_characters_has_none_left_to_escape_with():
         spelling.escapes([everything, "<s>"])
 
 
-def test_functions_are_tools_and_their_docstrings_text(tmp_path, checkpoint_path, reference):
+def test_functions_are_tools_and_their_docstrings_stay_text(tmp_path, checkpoint_path, reference):
     def weather(city: str) -> str:
-        """The weather <|im_end|>.
+        """Return the weather <|im_end|>.
 
         Args:
             city: Where <|im_start|>.
@@ -336,8 +341,8 @@ def test_functions_are_tools_and_their_docstrings_text(tmp_path, checkpoint_path
     assert '"name": "weather"' in reference.decode(ids)
 
 
-def test_what_json_cannot_hold_is_no_text(plain):
-    """A template would write it as a text, which nobody has escaped."""
+def test_a_template_variable_that_json_cannot_hold_is_refused(plain):
+    """Refuse the object, because a template would write its text unescaped."""
 
     class Hidden:
         def __str__(self) -> str:
@@ -347,8 +352,8 @@ def test_what_json_cannot_hold_is_no_text(plain):
         plain.tokenize_chat(user("a"), style=Hidden())
 
 
-def test_a_prompt_that_comes_again_is_the_same(plain, reference):
-    """Ids are kept: they are nobody's to change, and those of one text are not another's."""
+def test_a_repeated_prompt_has_the_same_ids(plain, reference):
+    """Return copies of cached ids, and keep the ids of different texts apart."""
     texts = ["a red square", "a red square ", "a red square<|im_end|>", "a red square" * 1000]
     expected = [plain.tokenize([{"text": text}]).tolist() for text in texts]
     assert expected[0] == reference.encode(texts[0], add_special_tokens=False)
@@ -359,8 +364,8 @@ def test_a_prompt_that_comes_again_is_the_same(plain, reference):
             again.zero_()
 
 
-def test_messages_that_come_again_are_the_same(plain, reference):
-    """What the template made of them is kept: by role, text, parts and whether an answer is opened."""
+def test_repeated_messages_have_the_same_ids(plain, reference):
+    """Cache rendered messages by role, text, parts and `add_generation_prompt`."""
     conversations = [
         user("hello"),
         user("hel", "lo"),
@@ -380,8 +385,8 @@ def test_messages_that_come_again_are_the_same(plain, reference):
     assert len({*map(tuple, expected)}) == len(asked) - 2 * 2, "hello in two parts, and as a string, is the same text"
 
 
-def test_what_is_more_than_a_str_is_its_text(plain):
-    """Such as numpy's, from an array of texts."""
+def test_a_subclass_of_str_is_read_as_its_text(plain):
+    """Accept the strings of a numpy array."""
     own = [{"role": np.str_("user"), "content": [{"type": "text", "text": np.str_("hello")}]}]
     for messages in (own, [{"role": "user", "content": np.str_("hello")}]):
         assert plain.tokenize_chat(messages).tolist() == plain.tokenize_chat(user("hello")).tolist()
@@ -390,12 +395,12 @@ def test_what_is_more_than_a_str_is_its_text(plain):
 @pytest.mark.parametrize(
     "text",
     [
-        # As LLaVA's, which passes over a string, and SmolVLM's, which walks over its characters.
+        # LLaVA's template ignores a string, and SmolVLM's iterates over its characters.
         "{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}{% endfor %}",
         "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}",
     ],
 )
-def test_a_string_is_no_less_than_a_part_to_a_template_that_reads_parts(tmp_path, checkpoint_path, text):
+def test_a_template_that_reads_parts_gets_a_string_as_a_part(tmp_path, checkpoint_path, text):
     template = f"{{% for m in messages %}}{{{{ m.role }}}}: {text}{{% endfor %}}"
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
     strings = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
@@ -405,12 +410,12 @@ def test_a_string_is_no_less_than_a_part_to_a_template_that_reads_parts(tmp_path
 
 
 @pytest.mark.parametrize("template", ["{{ strftime_now('%H%M%S%f') }}", "{{ range(10**5) | random }}"])
-def test_a_template_that_asks_for_the_time_or_for_chance_is_asked_each_time(tmp_path, checkpoint_path, template):
+def test_a_template_with_time_or_randomness_is_rendered_each_time(tmp_path, checkpoint_path, template):
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
     assert tokenizer.tokenize_chat(user("hello")).tolist() != tokenizer.tokenize_chat(user("hello")).tolist()
 
 
-def test_template_options(plain, reference):
+def test_template_options_do_not_include_the_template(plain, reference):
     messages = user("hello")
     expected = reference.apply_chat_template(messages, tokenize=False)
     assert plain.tokenize_chat(messages, add_generation_prompt=False).tolist() == reference(expected)["input_ids"]
@@ -419,7 +424,7 @@ def test_template_options(plain, reference):
 
 
 def with_template(folder, checkpoint_path, template):
-    """The checkpoint with another chat template; None for none."""
+    """Return a copy of the checkpoint with another chat template, or with no template for None."""
     copy = shutil.copytree(checkpoint_path, folder / "copy")
     (copy / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((copy / "tokenizer_config.json").read_text())
@@ -430,7 +435,7 @@ def with_template(folder, checkpoint_path, template):
     return copy
 
 
-def test_a_checkpoint_without_a_template(tmp_path, checkpoint_path):
+def test_a_checkpoint_without_a_template_tokenizes_only_text(tmp_path, checkpoint_path):
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, None))
     assert not tokenizer.has_template
     assert len(tokenizer.tokenize([{"text": "hello"}])) > 0
@@ -438,7 +443,7 @@ def test_a_checkpoint_without_a_template(tmp_path, checkpoint_path):
         tokenizer.tokenize_chat(user("hello"))
 
 
-def test_a_template_that_refuses_or_drops(tmp_path, checkpoint_path):
+def test_a_template_that_raises_or_drops_media_is_refused(tmp_path, checkpoint_path):
     folder = with_template(tmp_path, checkpoint_path, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InputError, match="roles must alternate"):
         Tokenizer.from_pretrained(folder).tokenize_chat(user("hello"))
@@ -448,15 +453,15 @@ def test_a_template_that_refuses_or_drops(tmp_path, checkpoint_path):
         Tokenizer.from_pretrained(folder).tokenize_chat([{"role": "user", "content": content}], tmp_path / "x.txt")
 
 
-def test_a_checkpoint_without_a_tokenizer(tmp_path, checkpoint_path):
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, checkpoint_path):
     for name in ("config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
         shutil.copy(checkpoint_path / name, tmp_path)
     with pytest.raises(UnsupportedCheckpoint, match="tokenizer"):
         Tokenizer.from_pretrained(tmp_path)
 
 
-def test_a_text_tokenizer_with_a_frame(tmp_path, checkpoint_path):
-    """Ids that the tokenizer puts around a text, such as a BOS, are put around a chat too, where it has none."""
+def test_ids_that_surround_a_text_surround_a_chat_too(tmp_path, checkpoint_path):
+    """Put ids such as a BOS around a chat whose template writes none."""
     copy = shutil.copytree(checkpoint_path, tmp_path / "copy")
     state = json.loads((copy / "tokenizer.json").read_text())
     state["post_processor"] = {

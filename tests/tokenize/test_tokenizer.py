@@ -1,3 +1,5 @@
+"""Tests of the tokenizer against transformers."""
+
 import base64
 import json
 import shutil
@@ -35,13 +37,13 @@ from tests.media_samples import decode_all, encode_video, encoded, moving_frames
 
 @pytest.fixture(scope="session")
 def processor(checkpoint_path):
-    """transformers' own."""
+    """Return the processor of transformers."""
     return reference.Qwen2VLProcessor.from_pretrained(checkpoint_path)
 
 
 @pytest.fixture
 def spool(tmp_path) -> Path:
-    """A request's directory with an image and a video in it."""
+    """Yield a request directory that contains two images and a video."""
     (tmp_path / "request" / "image").mkdir(parents=True)
     (tmp_path / "request" / "video").mkdir()
     (tmp_path / "request" / "image" / "0.jpg").write_bytes(encoded(photograph("chelsea.png", (150, 120))))
@@ -55,7 +57,7 @@ IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><
 
 
 def expected_inputs(processor, text: str, images=(), videos=()):
-    """transformers' ids, grids and pixels, videos sampled at 2 frames per second."""
+    """Return the ids, grids and pixels of transformers, with videos sampled at 2 frames per second."""
     frames = [decode_all(Path(video).read_bytes()) for video in videos]
     return processor(
         text=[text],
@@ -72,7 +74,7 @@ def expected_inputs(processor, text: str, images=(), videos=()):
 
 
 def assert_same(ids: torch.Tensor, expected, processor) -> None:
-    """Ids equal in every slot without a word; behind the words lie the grids and the pixels."""
+    """Assert that ids are equal in every slot without a word, and that the words lead to equal grids and pixels."""
     assert ids.dtype == torch.int64
     assert ids.device.type == "cpu"
     plain, words = expected["input_ids"][0], (ids < 0).nonzero().flatten().tolist()
@@ -98,7 +100,7 @@ def assert_same(ids: torch.Tensor, expected, processor) -> None:
             assert torch.equal(torch.cat(found), expected[name])
 
 
-def test_items_one_after_another(tokenizer, processor, spool):
+def test_items_are_tokenized_as_in_transformers(tokenizer, processor, spool):
     image, other, video = spool / "image" / "0.jpg", spool / "image" / "1.png", spool / "video" / "0.mp4"
     inputs = [
         {"text": "Look: "},
@@ -113,7 +115,7 @@ def test_items_one_after_another(tokenizer, processor, spool):
     assert (spool / "shm_name.txt").read_text().count("\n") == 3
 
 
-def test_chat(tokenizer, processor, spool):
+def test_a_chat_is_tokenized_as_in_transformers(tokenizer, processor, spool):
     image, video = spool / "image" / "0.jpg", spool / "video" / "0.mp4"
     content = [
         {"type": "image", "image": str(image)},
@@ -136,7 +138,7 @@ def test_text_alone_needs_neither_arena_nor_path_file(checkpoint_path, processor
     assert ids.tolist() == processor.tokenizer("hello world")["input_ids"]
 
 
-def test_adjacent_media(tokenizer, processor, spool):
+def test_adjacent_media_are_tokenized_as_in_transformers(tokenizer, processor, spool):
     image = spool / "image" / "0.jpg"
     ids = tokenizer.tokenize([{"image": str(image)}] * 2)
     assert_same(ids, expected_inputs(processor, IMAGE * 2, [image, image]), processor)
@@ -154,8 +156,8 @@ def test_sources_of_the_same_bytes_have_one_digest(tokenizer, spool):
     assert len(digests[0]) >= 16
 
 
-def test_every_form_of_the_same_frames_leads_to_the_same(tokenizer, spool):
-    """The path file is found beside the folder of the first frame that is a file."""
+def test_every_form_of_the_same_frames_gives_the_same_pixels(tokenizer, spool):
+    """Find the path file beside the folder of the first frame that is a file."""
     frames = moving_frames(4, 56, 56)
     pictures = [Image.fromarray(frame) for frame in frames]
     files = [encoded(picture, "PNG") for picture in pictures]
@@ -202,7 +204,7 @@ def test_a_run_of_one_slot_holds_the_name_word_alone(tokenizer, spool):
         assert view["pixel_values"].shape == (4, 588)
 
 
-def test_the_path_file_is_required_where_no_file_lies(tokenizer, spool):
+def test_the_path_file_is_required_if_no_source_is_a_file(tokenizer, spool):
     with pytest.raises(InputError, match="shm_name_save_path is None"):
         tokenizer.tokenize([{"image": np.zeros((56, 56, 3), np.uint8)}])
     mixed = [{"image": np.zeros((56, 56, 3), np.uint8)}, {"image": str(spool / "image" / "0.jpg")}]
@@ -221,7 +223,7 @@ def test_the_path_file_is_required_where_no_file_lies(tokenizer, spool):
         ({"image": "wide"}, LimitExceeded, "media item 1 .image.: the size is 401x2 pixels"),
     ],
 )
-def test_a_failure_half_way_leaves_nothing(tokenizer, arena, spool, bad, error, message):
+def test_a_failed_item_leaves_no_block(tokenizer, arena, spool, bad, error, message):
     source = bad.get("image")
     if source == "truncated":
         bad = {"image": (spool / "image" / "0.jpg").read_bytes()[:3000]}
@@ -236,7 +238,7 @@ def test_a_failure_half_way_leaves_nothing(tokenizer, arena, spool, bad, error, 
 
 
 def test_a_video_with_a_wrong_packet_count_is_planned_again(tokenizer, arena, spool):
-    """The container does not show that the tail is damaged, and the tail must not affect which frames are sampled."""
+    """Sample frames without the damaged tail, although the container does not show the damage."""
     whole = encode_video(moving_frames(40), fps=10, container="mpegts")
 
     def miscounted(data: bytes) -> bool:
@@ -258,7 +260,7 @@ def test_a_video_with_a_wrong_packet_count_is_planned_again(tokenizer, arena, sp
         assert len(ids) == len(counted)
 
 
-def test_ids_of_any_type_of_integers(tokenizer):
+def test_ids_may_be_integers_of_any_type(tokenizer):
     for ids in (np.array([1, 2, 3]), torch.tensor([1, 2, 3]), np.array([1, 2, 3], np.int32)):
         assert tokenizer.tokenize_ids(ids).equal(tokenizer.tokenize_ids([1, 2, 3]))
     for wrong in (True, 1.0, "1", None, -1, 2**31, np.array([1]), np.float32(1)):
@@ -266,14 +268,14 @@ def test_ids_of_any_type_of_integers(tokenizer):
             tokenizer.tokenize_ids([1, wrong])
 
 
-def test_what_does_not_fit_the_arena(tokenizer, arena, spool):
+def test_items_that_do_not_fit_the_arena_are_refused(tokenizer, arena, spool):
     pixels = np.zeros((2800, 2800, 3), np.uint8)
     with pytest.raises((ArenaFull, LimitExceeded)):
         tokenizer.tokenize([{"image": str(spool / "image" / "0.jpg")}, {"image": pixels}])
     assert arena.num_blocks == 0
 
 
-def test_a_long_prompt_is_refused_before_anything_is_preprocessed(tokenizer, arena, spool):
+def test_a_long_prompt_is_refused_before_preprocessing(tokenizer, arena, spool):
     items = parse_inputs([{"image": str(spool / "image" / "0.jpg")}, {"text": "what is it?"}])
     with pytest.raises(ContextLengthExceeded, match=r"the prompt has \d+ tokens; the limit is 20"):
         tokenizer.make(tokenizer.prompts.draft_items(items, PromptOptions(20)), spool / "shm_name.txt")
@@ -281,8 +283,8 @@ def test_a_long_prompt_is_refused_before_anything_is_preprocessed(tokenizer, are
     assert arena.num_blocks == 0
 
 
-def test_what_a_template_makes_is_no_longer_than_what_is_encoded(tmp_path):
-    """Numbers are no text until a template writes them."""
+def test_a_rendered_prompt_beyond_the_limit_of_characters_is_refused(tmp_path):
+    """Check the rendered text, because numbers become text only when a template writes them."""
     folder = tmp_path / "tiny"
     shutil.copytree(Path(mindie_mm.__file__).parent / "assets/tiny", folder)
     described = json.loads((folder / "tokenizer_config.json").read_text())
@@ -319,19 +321,20 @@ def test_a_long_prompt_is_truncated_by_option(tokenizer, arena, spool):
         assert release(spool / "shm_name.txt") == len(prompt.spans)
 
 
-def test_its_own_arena_goes_with_the_interpreter(checkpoint_path, spool):
+def test_the_tokenizers_own_arena_is_removed_when_the_interpreter_ends(checkpoint_path, spool):
     script = f"""
 from mindie_mm.tokenize import Tokenizer
 tokenizer = Tokenizer.from_pretrained({str(checkpoint_path)!r})
 print(len(tokenizer.tokenize([{{"image": {str(spool / "image" / "0.jpg")!r}}}])))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
-    assert int(done.stdout) > 4  # that no arena is left, the fixture of all tests says
+    assert int(done.stdout) > 4  # a fixture of all tests checks that no arena is left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_its_own_arena_goes_with_a_process_of_multiprocessing(checkpoint_path, spool, method):
-    """A forked one leaves by os._exit."""
+def test_the_tokenizers_own_arena_is_removed_when_a_multiprocessing_process_ends(checkpoint_path, spool, method):
+    """End a forked process, which leaves by os._exit, and a spawned one."""
     script = f"""
 import multiprocessing
 from mindie_mm.tokenize import Tokenizer
@@ -350,7 +353,7 @@ if __name__ == "__main__":
     subprocess.run([sys.executable, spool / "work.py"], timeout=300, check=True)
 
 
-def test_its_own_arena_goes_on_close_and_it_takes_nothing_then(checkpoint_path, spool):
+def test_a_closed_tokenizer_has_no_arena_and_refuses_requests(checkpoint_path, spool):
     inputs = [{"image": str(spool / "image" / "0.jpg")}]
     with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
         tokenizer.tokenize(inputs)
@@ -364,7 +367,7 @@ def test_its_own_arena_goes_on_close_and_it_takes_nothing_then(checkpoint_path, 
             use()
 
 
-def test_its_own_arena_is_replaced_when_another_program_took_it_away(checkpoint_path, spool):
+def test_the_tokenizers_own_arena_is_replaced_if_it_was_removed(checkpoint_path, spool):
     inputs = [{"image": str(spool / "image" / "0.jpg")}]
     with Tokenizer.from_pretrained(checkpoint_path) as tokenizer:
         first = tokenizer.tokenize(inputs)
@@ -376,7 +379,7 @@ def test_its_own_arena_is_replaced_when_another_program_took_it_away(checkpoint_
         attach(ref).verify()
 
 
-def test_its_own_arena_is_replaced_if_it_is_removed_while_writing(checkpoint_path, spool, monkeypatch):
+def test_the_tokenizers_own_arena_is_replaced_if_it_is_removed_while_writing(checkpoint_path, spool, monkeypatch):
     own, left = Arena.allocate, iter([True])
 
     def allocate(arena, *arguments, **settings):
@@ -391,7 +394,7 @@ def test_its_own_arena_is_replaced_if_it_is_removed_while_writing(checkpoint_pat
         attach(Ref.from_words(*ids[ids < 0].tolist())).verify()
 
 
-def test_one_request_takes_no_more_than_its_share(checkpoint_path, spool):
+def test_a_request_beyond_its_quota_is_refused(checkpoint_path, spool):
     image = {"image": str(spool / "image" / "0.jpg")}
     with Arena.create(2**20, quota_bytes=60_000) as arena:
         tokenizer = Tokenizer.from_pretrained(checkpoint_path, arena=arena)
@@ -402,7 +405,7 @@ def test_one_request_takes_no_more_than_its_share(checkpoint_path, spool):
 
 
 def test_transparent_pixels_show_the_configured_background(checkpoint_path, arena, tmp_path):
-    """This holds for a file, an image object and a frame. No cache confuses pictures of different backgrounds."""
+    """Apply the background to files, image objects and frames, and keep different backgrounds apart in caches."""
     clear = Image.new("RGBA", (56, 56))
     files = [encoded(clear, name) for name in ("PNG", "WEBP", "AVIF")]
     items = [*({"image": source} for source in (*files, clear)), {"video": [files[0], clear] * 2}]
@@ -421,7 +424,7 @@ def test_transparent_pixels_show_the_configured_background(checkpoint_path, aren
     assert not {*digests[:5]} & {*digests[5:]}
 
 
-def test_what_a_request_takes_to_decode_is_counted_by_request(checkpoint_path, arena, tmp_path):
+def test_decoded_pixels_are_counted_per_request(checkpoint_path, arena, tmp_path):
     picture, path_file = encoded(photograph(size=(300, 200))), tmp_path / "shm_name.txt"
     caps = MediaCaps(max_request_pixels=120_000)
     with Tokenizer.from_pretrained(checkpoint_path, arena=arena, caps=caps) as tokenizer:

@@ -1,4 +1,4 @@
-"""Tools reach the prompt where the chat template has a place for them, and are refused where it has none."""
+"""Tests of tools in chat templates with and without a place for them."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ def request(**kwargs: object) -> TokenizeRequest:
     return TokenizeRequest(messages=[{"role": "user", "content": "Hello!"}], chat_template_kwargs=dict(kwargs))
 
 
-def test_a_template_with_tools(tmp_path: Path) -> None:
+def test_a_template_with_a_place_for_tools_writes_the_tools(tmp_path: Path) -> None:
     folder = tmp_path / "with_tools"
     shutil.copytree(TINY, folder)
     described = json.loads((folder / "tokenizer_config.json").read_text())
@@ -40,7 +40,7 @@ def test_a_template_with_tools(tmp_path: Path) -> None:
     assert end not in given, "a control token spelled in a tool is text"
 
 
-def test_a_template_without() -> None:
+def test_a_template_without_a_place_for_tools_refuses_the_tools() -> None:
     with Tokenizer.from_pretrained() as tokenizer:
         for given in ({"tools": TOOLS}, {"reasoning_effort": "low"}):
             with pytest.raises(InputError, match=f"not supported: .* does not use {min(given)}"):

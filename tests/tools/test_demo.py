@@ -1,10 +1,10 @@
-"""The demo notices an arena that is left behind."""
+"""Tests of the demo's check for arenas that are left behind."""
 
 from mindie_mm.shm import Arena
 from tools.demo import arenas
 
 
-def test_an_arena_that_is_left_is_seen() -> None:
+def test_an_arena_that_is_left_behind_is_found() -> None:
     before = arenas()
     with Arena.create(1 << 20):
         assert len(arenas() - before) >= 1

@@ -1,4 +1,4 @@
-"""The table of docs/families.md matches the families' own descriptions."""
+"""Tests of the table in docs/families.md against the families' own descriptions."""
 
 from mindie_mm.models import family_named
 from tools import families
@@ -15,7 +15,7 @@ def test_every_family_of_the_table_has_a_test():
     assert not missing
 
 
-def test_each_is_published_as_its_own():
+def test_each_family_names_a_published_checkpoint_of_its_own():
     published = {family_named(name).published for name in families.names()} - {""}
     assert len(published) == len(families.names()), "one is missing, or is that of the family that it builds on"
 

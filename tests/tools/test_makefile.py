@@ -1,4 +1,4 @@
-"""Which build of torch `make install` takes, with a pip that only says what it was asked for."""
+"""Tests of the build of torch that `make install` chooses, with a pip that only prints its arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def programs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[str]:
-    """A package index that has torch."""
+    """Yield the URL of a package index that has torch."""
     (tmp_path / "index/torch").mkdir(parents=True)
     with HTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "index"))) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -62,12 +62,12 @@ def test_a_machine_with_an_nvidia_gpu_takes_the_build_of_pypi(programs: Path, in
     assert "--index-url" not in installed(programs, index)
 
 
-def test_an_index_that_cannot_be_reached_leaves_pypi(programs: Path) -> None:
+def test_pypi_is_used_if_the_index_cannot_be_reached(programs: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()[1]
     assert "--index-url" not in installed(programs, f"http://127.0.0.1:{closed}")
 
 
-def test_an_index_without_this_build_leaves_pypi(programs: Path, index: str) -> None:
+def test_pypi_is_used_if_the_index_lacks_the_build(programs: Path, index: str) -> None:
     (programs / "pip").write_text('#!/bin/sh\necho "$@"\ncase "$*" in *--index-url*) exit 1;; esac\n')
     assert "--index-url" not in installed(programs, index)

@@ -1,4 +1,4 @@
-"""The pages that are made from the code match it, and the Python reference has every public name."""
+"""Tests of the pages generated from the code, and of the Python reference, which has every public name."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The service that tests start."""
+"""Tests of the service that other tests start."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-""".github/workflows/ci.yml: valid by the schema of workflows, and about the versions that pyproject.toml names."""
+"""Tests of .github/workflows/ci.yml against the schema of workflows and the versions in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def validate(file: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_workflow_is_valid_by_the_schema() -> None:
-    said = validate(FILE)
-    assert said.returncode == 0, said.stdout
+    result = validate(FILE)
+    assert result.returncode == 0, result.stdout
 
 
 def test_the_schema_refuses_a_misspelt_key(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The embedded checkpoint answers as docs/embedded-checkpoint.md says; `python -m training.eval_tiny` asks more."""
+"""Tests that the embedded checkpoint answers as docs/embedded-checkpoint.md states.
+
+`python -m training.eval_tiny` asks more questions.
+"""
 
 import math
 
@@ -15,7 +18,7 @@ TINY = ROOT / "mindie_mm" / "assets" / "tiny"
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 
-def test_it_answers_scenes_and_sounds_that_it_has_not_met():
+def test_the_checkpoint_answers_unseen_scenes_and_sounds():
     samples = [
         one
         for one in held_out(SEED + 1, 120)
@@ -28,7 +31,7 @@ def test_it_answers_scenes_and_sounds_that_it_has_not_met():
 
 
 @pytest.mark.parametrize("voice", HELD_OUT_VOICES)
-def test_it_understands_digits_of_voices_that_it_has_not_heard(voice: str) -> None:
+def test_the_checkpoint_understands_digits_of_unheard_voices(voice: str) -> None:
     prompts = [[{"audio": str(recorded(word, voice))}, {"text": "Which digit is spoken?"}] for word in DIGITS]
     with LLM(TINY) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
@@ -40,7 +43,7 @@ def test_every_task_is_judged() -> None:
     assert {one.task for one in held_out(SEED, len(TASKS))} == set(TASKS)
 
 
-def test_it_is_small():
+def test_the_checkpoint_is_small():
     assert sum(file.stat().st_size for file in TINY.iterdir()) <= 10 * 10**6
     with safe_open(TINY / "model.safetensors", "pt") as weights:
         count = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 - no dict

@@ -1,4 +1,4 @@
-"""The drawn scenes: reproducible, true to their description, held-out apart from training."""
+"""Tests that the drawn scenes are reproducible, match their description, and separate held-out from training data."""
 
 import random
 from dataclasses import replace
@@ -31,17 +31,17 @@ SPLITS = pytest.mark.parametrize("split", [TRAIN, HELD_OUT], ids=lambda split: s
 
 
 def plain(scene: Scene) -> Scene:
-    """The scene on black and without JPEG damage, so that every other pixel is a thing."""
+    """Return the scene on black and without JPEG damage, so that every other pixel is a thing."""
     return replace(scene, ground=(0, 0, 0), quality=None)
 
 
 def lit(scene: Scene) -> np.ndarray:
-    """Where the things are, bool [H, W]."""
+    """Return where the things are, bool [H, W]."""
     return np.asarray(draw(plain(scene))).max(axis=2) > 60
 
 
 def regions(mask: np.ndarray) -> int:
-    """The number of connected regions, corners counted as touching."""
+    """Return the number of connected regions, where corners count as touching."""
     left = {(int(y), int(x)) for y, x in np.argwhere(mask)}
     number = 0
     while left:
@@ -57,7 +57,7 @@ def regions(mask: np.ndarray) -> int:
 
 
 def small(scene: Scene) -> Scene:
-    """The scene on a canvas of at most 160 pixels, for speed."""
+    """Return the scene on a canvas of at most 160 pixels, for speed."""
     shrink = min(1.0, 160 / max(scene.width, scene.height))
     width, height = round(scene.width * shrink), round(scene.height * shrink)
     return replace(scene, width=width, height=height)
@@ -136,7 +136,7 @@ def test_every_shape_is_tested() -> None:
 
 @SPLITS
 @pytest.mark.parametrize("side", SIDES)
-def test_the_thing_is_where_it_is_said_to_be(split, side: str) -> None:
+def test_the_thing_is_at_the_described_side(split, side: str) -> None:
     rng = random.Random(9)
     for _ in range(10):
         mask = lit(small(placed(rng, split, side)))
@@ -147,7 +147,7 @@ def test_the_thing_is_where_it_is_said_to_be(split, side: str) -> None:
 
 @SPLITS
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_thing_moves_the_way_it_is_said_to(split, direction: str) -> None:
+def test_the_thing_moves_in_the_described_direction(split, direction: str) -> None:
     scenes = moving(random.Random(4), split, direction, 4)
     masks = [lit(small(scene)) for scene in scenes]
     steps = np.diff([np.argwhere(mask).mean(axis=0) / mask.shape for mask in masks], axis=0)

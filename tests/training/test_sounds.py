@@ -1,4 +1,4 @@
-"""The made sounds: reproducible, true to their description, held-out apart from training."""
+"""Tests that generated sounds are reproducible, match their description, and separate held-out from training data."""
 
 import math
 import random
@@ -21,14 +21,14 @@ def drawn(kind: str, split: Split, number: int) -> list[Sound]:
 
 
 def bursts(samples: np.ndarray) -> int:
-    """How often it gets loud after 40 ms of quiet."""
+    """Return how often the samples become loud after 40 ms of quiet."""
     loud = np.abs(samples) > 0.2 * np.abs(samples).max()
     at = np.flatnonzero(loud)
     return 1 + int((np.diff(at) > 0.04 * RATE).sum())
 
 
 @SPLITS
-def test_the_loudest_frequency_is_the_tones(split: Split) -> None:
+def test_the_loudest_frequency_is_that_of_the_tone(split: Split) -> None:
     for sound in drawn("tone", split, 30):
         samples, _ = make(sound)
         spectrum = np.abs(np.fft.rfft(samples * np.hanning(len(samples))))
@@ -39,7 +39,7 @@ def test_the_loudest_frequency_is_the_tones(split: Split) -> None:
 
 
 @SPLITS
-def test_beeps_are_as_many_as_is_said(split: Split) -> None:
+def test_the_number_of_beeps_is_as_described(split: Split) -> None:
     for sound in drawn("beeps", split, 30):
         samples, spans = make(sound)
         assert bursts(samples) == len(spans) == int(sound.answer)
@@ -68,7 +68,7 @@ def test_no_voice_speed_or_pitch_is_in_both_splits() -> None:
 def test_a_seed_gives_the_same_sound(kind: str) -> None:
     first, second = (sample(random.Random(11), TRAIN, kind) for _ in range(2))
     assert first == second
-    if first.sounds[0].speaker is None:  # else only espeak-ng can make it
+    if first.sounds[0].speaker is None:  # only espeak-ng can generate speech
         assert make(first.sounds[0])[0].tobytes() == make(second.sounds[0])[0].tobytes()
 
 
@@ -91,5 +91,5 @@ def test_every_digit_is_recorded_by_every_held_out_voice() -> None:
             assert 0.2 * RATE < len(middle) < 1.2 * RATE
             assert not samples[: RATE // 5].any()
             assert not samples[-RATE // 5 :].any()
-            for end in (middle[: RATE // 50], middle[-RATE // 50 :]):  # no further silence round it
+            for end in (middle[: RATE // 50], middle[-RATE // 50 :]):  # no further silence at either end
                 assert np.abs(end).max() > 0.005 * np.abs(middle).max()

@@ -1,4 +1,4 @@
-"""The embedded checkpoint's files: the ones that the code makes, and prompts as its template writes them."""
+"""Tests of the embedded checkpoint's files, and of training prompts against its chat template."""
 
 import random
 import re
@@ -26,8 +26,8 @@ TINY = Path(mindie_mm.__file__).parent / "assets" / "tiny"
 
 def test_the_shipped_layout_is_what_the_code_writes(tmp_path: Path) -> None:
     write_layout(tmp_path)
-    for made in tmp_path.iterdir():
-        assert (TINY / made.name).read_bytes() == made.read_bytes(), made.name
+    for file in tmp_path.iterdir():
+        assert (TINY / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_the_directory_stays_small() -> None:
@@ -35,7 +35,7 @@ def test_the_directory_stays_small() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_training_prompts_are_the_templates(task: str) -> None:
+def test_training_prompts_equal_those_of_the_template(task: str) -> None:
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     theirs = AutoTokenizer.from_pretrained(TINY)
     for number in range(6):
@@ -62,7 +62,7 @@ def test_training_prompts_are_the_templates(task: str) -> None:
 
 
 @pytest.mark.parametrize("seconds_per_grid", [1.0, 0.5])
-def test_positions_are_the_references(seconds_per_grid: float) -> None:
+def test_positions_equal_those_of_the_reference(seconds_per_grid: float) -> None:
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     model = build_model(TINY)
     sound = tone(random.Random(1), TRAIN)
@@ -84,7 +84,7 @@ def test_positions_are_the_references(seconds_per_grid: float) -> None:
         assert expected[:, 0].tolist() == encoded.positions.tolist()
 
 
-def test_a_sounds_features_are_the_servers() -> None:
+def test_the_features_of_a_sound_equal_those_of_the_server() -> None:
     samples, _ = make(beeps(random.Random(4), HELD_OUT))
     settings = MelSettings.read(HEARING, "here")
     served = np.empty((settings.num_bins, settings.num_frames(len(samples))), np.float32)
@@ -92,7 +92,7 @@ def test_a_sounds_features_are_the_servers() -> None:
     assert np.abs(served - mels(samples).numpy()).max() < 1e-5
 
 
-def test_answers_alone_are_learned() -> None:
+def test_only_answers_are_learned() -> None:
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     one = sample(random.Random(2), HELD_OUT, "name")
     encoded = encode(tokenizer, one)

@@ -1,4 +1,4 @@
-"""The page in a real browser, headless Chromium, over a real service."""
+"""Fixtures of the web page in headless Chromium, in front of a real service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLAGS = (
 )
 TIMEOUT_MS = 60_000
 START_TIMEOUT_S = 300.0
-"""These bound what hangs; a busy machine takes tens of seconds."""
+"""Limits for hangs only, as a start takes tens of seconds on a busy machine."""
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a picture, a video, beeps, and what is none of them."""
+    """Return a folder with two pictures, a video, a sound, a truncated picture and a text file."""
     folder = tmp_path_factory.mktemp("files")
     picture("red", (220, 40, 40), "square", x=0.35).save(folder / "scene.png")
     picture("green", (40, 160, 60), "star", x=0.5).save(folder / "star.jpg", quality=90)
@@ -66,7 +66,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# A module's own, and no longer: while it runs, this thread takes no test that is a coroutine.
+# One browser per module. While sync_playwright runs, this thread cannot run coroutine tests.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
@@ -81,16 +81,16 @@ def browser() -> Iterator[Browser]:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What a page did, beside what it shows."""
+    """Requests and errors of a page."""
 
     requests: list[str] = field(default_factory=list)
-    """URLs."""
+    """URLs of the requests."""
     complaints: list[str] = field(default_factory=list)
-    """Errors in its console, and exceptions; statuses of answers are none."""
+    """Errors and warnings of the console and uncaught exceptions, without failed requests."""
 
 
 def opened(browser: Browser, url: str, noted: Noted, **context: object) -> Page:
-    """The page at `url`, in a context of its own, with an eye on it."""
+    """Open the page at `url` in its own context, and record its requests and errors in `noted`."""
 
     def on_request(request: Request) -> None:
         noted.requests.append(request.url)
@@ -99,10 +99,10 @@ def opened(browser: Browser, url: str, noted: Noted, **context: object) -> Page:
         if message.type in ("error", "warning") and not message.text.startswith("Failed to load resource"):
             noted.complaints.append(message.text)
 
-    made = browser.new_context(**context)  # type: ignore[arg-type]
-    made.set_default_timeout(TIMEOUT_MS)
-    made.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
-    page = made.new_page()
+    own_context = browser.new_context(**context)  # type: ignore[arg-type]
+    own_context.set_default_timeout(TIMEOUT_MS)
+    own_context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
+    page = own_context.new_page()
     page.on("request", on_request)
     page.on("console", on_console)
     page.on("pageerror", lambda error: noted.complaints.append(str(error)))
@@ -111,7 +111,7 @@ def opened(browser: Browser, url: str, noted: Noted, **context: object) -> Page:
 
 
 def ask(page: Page, question: str) -> Locator:
-    """Types the question and asks; the turn, once it is answered."""
+    """Ask a question and return its turn once the question is answered."""
     page.get_by_label("Question", exact=True).fill(question)
     page.get_by_role("button", name="Ask").click()
     expect(page.locator("#status")).to_contain_text("Answered in")
@@ -130,7 +130,7 @@ def noted() -> Noted:
 
 @pytest.fixture
 def page(browser: Browser, service: RunningService, noted: Noted) -> Iterator[Page]:
-    """The page, ready; whatever a test does with it, it asks no other host and breaks no rule of its own."""
+    """Yield the ready page. Assert afterwards that the page contacted no other host and logged no error."""
     page = opened(browser, service.url, noted)
     expect(page.locator("#health")).to_have_text("Ready")
     yield page

@@ -1,4 +1,4 @@
-"""Questions asked with the page, by mouse and by keyboard."""
+"""Tests of questions asked with the page, by mouse and by keyboard."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ WHAT = "What is in the image?"
 TAG = re.compile(r'<img src="data:image/jpeg;base64,([A-Za-z0-9+/=]+)">')
 
 
-def hand(page: Page, path: Path, kind: str, way: str) -> None:
-    """Lets go of a file over the page, as a mouse would, or pastes it."""
+def drop_or_paste(page: Page, path: Path, kind: str, way: str) -> None:
+    """Drop a file on the page like a mouse, or paste the file."""
     data = page.evaluate_handle(
         """([name, type, text]) => {
             const transfer = new DataTransfer();
@@ -44,8 +44,7 @@ def hand(page: Page, path: Path, kind: str, way: str) -> None:
     expect(page.locator("#items li")).to_have_count(1)
 
 
-def test_a_text_is_answered_and_streamed(page: Page) -> None:
-    """The answer grows on the page: it is seen in several lengths, the last one whole."""
+def test_a_streamed_answer_grows_on_the_page(page: Page) -> None:
     page.evaluate("""() => {
         window.seen = [];
         new MutationObserver(() => window.seen.push(document.querySelector(".answer")?.textContent ?? ""))
@@ -59,15 +58,15 @@ def test_a_text_is_answered_and_streamed(page: Page) -> None:
 
 
 @pytest.mark.parametrize("way", ["drop", "paste"])
-def test_a_picture_dropped_or_pasted(page: Page, files: Path, way: str) -> None:
-    hand(page, files / "scene.png", "image/png", way)
+def test_a_dropped_or_pasted_picture_is_attached(page: Page, files: Path, way: str) -> None:
+    drop_or_paste(page, files / "scene.png", "image/png", way)
     turn = ask(page, WHAT)
     expect(turn.locator(".answer")).to_have_text("red square")
     expect(turn.get_by_role("img", name="scene.png")).to_be_visible()
     expect(page.locator("#items li")).to_have_count(0)
 
 
-def test_chosen_files_of_each_kind_at_once(page: Page, files: Path) -> None:
+def test_chosen_files_of_each_kind_are_answered_together(page: Page, files: Path) -> None:
     attach(page, files / "star.jpg", files / "right.mp4", files / "beeps.wav")
     turn = ask(page, "What do you see and hear?")
     expect(turn.locator(".answer")).to_have_text("green star, right, 3 beeps")
@@ -76,7 +75,7 @@ def test_chosen_files_of_each_kind_at_once(page: Page, files: Path) -> None:
     expect(turn.get_by_text("video right.mp4")).to_be_visible()
 
 
-# What the clipboard holds after a copy: of a spreadsheet's cells, of a picture on a page, of a file in a file manager.
+# Clipboard contents after copying cells of a spreadsheet, a picture on a page, or a file in a file manager.
 COPIES = {
     "cells": {"text/plain": "a\tb", "text/html": "<table><tr><td>a</td><td>b</td></tr></table>"},
     "picture": {"text/html": "<img src='scene.png'>"},
@@ -86,8 +85,8 @@ COPIES = {
 
 @pytest.mark.parametrize("copied", sorted(COPIES))
 @pytest.mark.parametrize("field", ["Question", None])
-def test_text_with_a_picture_is_pasted_as_text(page: Page, files: Path, copied: str, field: str | None) -> None:
-    """Through the browser's own clipboard, by the key; where no text field has the focus, the picture is taken."""
+def test_only_cells_pasted_into_a_text_field_stay_text(page: Page, files: Path, copied: str, field: str | None) -> None:
+    """Paste the picture in every other case, through the clipboard and the keyboard of the browser."""
     page.evaluate(
         """([texts, picture]) => {
             const bytes = Uint8Array.from(atob(picture), (one) => one.charCodeAt(0));
@@ -129,7 +128,7 @@ def test_timings_and_tokens_are_those_of_the_answer(page: Page, service: Running
     assert shown["tower"] == pytest.approx(timings["tower_s"] / timings["total_s"], abs=0.005)
     assert sum(shown.values()) == pytest.approx(1, abs=0.01)
 
-    # Where the placeholders lie, asked for by another way.
+    # The positions of the placeholders, computed independently.
     body = caught.value.request.post_data_json
     ids = httpx2.post(f"{service.url}/tokenize", json={"messages": body["messages"]}).json()["tokens"]
     assert usage["prompt_tokens"] == len(ids)
@@ -146,7 +145,9 @@ def test_timings_and_tokens_are_those_of_the_answer(page: Page, service: Running
         assert float(str(rect.get_attribute("width"))) == pytest.approx(count / whole * 1000, abs=0.1)
 
 
-def test_the_history_comes_back_through_the_interface(page: Page, service: RunningService, files: Path) -> None:
+def test_the_copied_history_is_a_valid_prompt_with_its_pictures(
+    page: Page, service: RunningService, files: Path
+) -> None:
     attach(page, files / "scene.png")
     ask(page, WHAT)
     attach(page, files / "star.jpg")
@@ -154,21 +155,21 @@ def test_the_history_comes_back_through_the_interface(page: Page, service: Runni
     page.get_by_role("button", name="Copy history").click()
     expect(page.locator("#status")).to_contain_text("The history is copied")
     text: str = page.evaluate("navigator.clipboard.readText()")
-    pictures = [base64.b64decode(found) for found in TAG.findall(text)]
+    pictures = [base64.b64decode(data) for data in TAG.findall(text)]
     assert TAG.sub("*", text) == (
         f"### Human: *{WHAT}\n### Assistant: red square\n### Human: *Which shape is it?\n### Assistant: star\n"
     )
     assert pictures[1] == (files / "star.jpg").read_bytes()
-    with Image.open(io.BytesIO(pictures[0])) as made, Image.open(files / "scene.png") as original:
-        assert made.format == "JPEG"
-        assert made.size == original.size
-        assert made.getpixel((64, 64)) == pytest.approx((220, 40, 40), abs=12)
+    with Image.open(io.BytesIO(pictures[0])) as jpeg, Image.open(files / "scene.png") as original:
+        assert jpeg.format == "JPEG"
+        assert jpeg.size == original.size
+        assert jpeg.getpixel((64, 64)) == pytest.approx((220, 40, 40), abs=12)
     answer = httpx2.post(f"{service.url}/v1/completions", json={"prompt": text, "max_tokens": 4}).json()
     assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 24
 
 
-def test_the_figures_are_not_read_out(page: Page) -> None:
-    """They stand in the log, which screen readers read out as it grows; the answer is read, they are left out."""
+def test_screen_readers_skip_the_figures(page: Page) -> None:
+    """Turn off `aria-live` for the figures within the log, whose new text screen readers read out."""
     turn = ask(page, "Hello!")
     region = "(one) => one.closest('[aria-live], [role=log]').getAttribute('aria-live')"
     assert [figure.evaluate(region) for figure in turn.locator("figure").all()] == ["off", "off"]
@@ -179,8 +180,8 @@ POLICY = {"Content-Type": "text/html", "Permissions-Policy": "clipboard-write=()
 
 
 @pytest.mark.parametrize("barred", ["missing", "refused"])
-def test_where_the_clipboard_is_barred_the_history_is_shown(page: Page, noted: Noted, barred: str) -> None:
-    """As on http:// pages of other machines; as where a person, a policy or the browser refuses it."""
+def test_the_history_is_shown_when_the_clipboard_is_unavailable(page: Page, noted: Noted, barred: str) -> None:
+    """Show the history when the clipboard is missing, as over plain HTTP, or access to the clipboard is refused."""
     if barred == "missing":
         page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
     else:
@@ -198,7 +199,7 @@ def test_where_the_clipboard_is_barred_the_history_is_shown(page: Page, noted: N
     noted.complaints.clear()
 
 
-def test_the_conversation_so_far_is_sent_where_asked(page: Page) -> None:
+def test_the_conversation_is_sent_only_on_request(page: Page) -> None:
     sent: list[Any] = []
     page.on("request", lambda one: sent.append(one.post_data_json) if one.method == "POST" else None)
     ask(page, "Hello!")
@@ -213,15 +214,15 @@ def test_the_conversation_so_far_is_sent_where_asked(page: Page) -> None:
     assert sent[2]["max_tokens"] == 3
 
 
-def test_by_keyboard_alone(page: Page, files: Path) -> None:
-    """Tab, Space, Enter and letters; each stop shows that it has the focus."""
+def test_the_page_is_usable_with_the_keyboard_alone(page: Page, files: Path) -> None:
+    """Use Tab, Space, Enter and letters only, with visible focus."""
     keys = page.keyboard
-    page.on("filechooser", lambda _: None)  # choosers are told of from now on, not from a moment after the key
+    page.on("filechooser", lambda _: None)  # intercepts choosers before the key is pressed
     keys.press("Tab")
     expect(page.get_by_role("link", name="Skip to the question")).to_be_focused()
     keys.press("Enter")
     keys.press("Tab")
-    if page.evaluate("document.activeElement.id") == "question":  # a fragment may give the focus, or only its place
+    if page.evaluate("document.activeElement.id") == "question":  # a fragment may not move the focus itself
         keys.press("Tab")
     expect(page.get_by_label("Attach files")).to_be_focused()
     outline = page.locator("label[for=files]").evaluate("(one) => getComputedStyle(one).outlineStyle")
@@ -246,7 +247,7 @@ def test_by_keyboard_alone(page: Page, files: Path) -> None:
     expect(page.locator("#status")).to_contain_text("The history is copied")
 
 
-def test_errors_are_told_in_words(page: Page, files: Path) -> None:
+def test_errors_are_shown_in_words(page: Page, files: Path) -> None:
     page.get_by_role("button", name="Ask").click()
     expect(page.locator("#status")).to_contain_text("nothing to ask yet")
     page.get_by_label("Attach files").set_input_files(files / "notes.txt")
@@ -275,8 +276,8 @@ def test_errors_are_told_in_words(page: Page, files: Path) -> None:
         ("Most tokens of an answer", "1.5", "Most tokens of an answer: a whole number of at least 1, not 1.5."),
     ],
 )
-def test_an_option_that_cannot_be_sent_is_said(page: Page, label: str, value: str, words: str | None) -> None:
-    """The options, folded, are unfolded at what is wrong. An `e` is no number, and to the browser no value either."""
+def test_an_invalid_option_is_named_and_unfolded(page: Page, label: str, value: str, words: str | None) -> None:
+    """Unfold the options at the invalid field. The browser reports an `e` as an empty value."""
     page.get_by_text("Options").click()
     field = page.get_by_label(label)
     field.fill(value)
@@ -307,7 +308,7 @@ def test_a_temperature_may_have_any_digits(page: Page) -> None:
     assert caught.value.post_data_json["temperature"] == 0.755
 
 
-def test_markup_is_text(page: Page, noted: Noted) -> None:
+def test_markup_in_a_question_stays_text(page: Page, noted: Noted) -> None:
     markup = '<img src=x onerror="alert(1)"><b>bold</b>'
     turn = ask(page, markup)
     expect(turn.locator(".question")).to_have_text(markup)
@@ -315,9 +316,9 @@ def test_markup_is_text(page: Page, noted: Noted) -> None:
     assert not any(url.endswith("/x") for url in noted.requests)
 
 
-def test_an_answer_is_stopped(page: Page, service: RunningService, files: Path) -> None:
+def test_stop_ends_the_answer_and_frees_its_memory(page: Page, service: RunningService, files: Path) -> None:
     attach(page, files / "scene.png")
-    # The embedded checkpoint ends in a moment; the request that leaves the page is made a long one.
+    # The embedded checkpoint ends an answer quickly, so the request is changed to a long one.
     page.route(
         "**/v1/chat/completions",
         lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | LONG)),
@@ -325,7 +326,7 @@ def test_an_answer_is_stopped(page: Page, service: RunningService, files: Path) 
     page.get_by_label("Question", exact=True).fill(WHAT)
     page.get_by_role("button", name="Ask").click()
     expect(page.locator(".answer")).not_to_be_empty()
-    # By its key: a click waits for two frames without a move, and on a busy machine the answer is through by then.
+    # A click waits for two frames without movement. On a busy machine the answer would end before.
     page.get_by_role("button", name="Stop", exact=True).press("Enter")
     expect(page.locator("#status")).to_have_text("Stopped.")
     expect(page.locator("article")).to_contain_text("Stopped.")

@@ -1,4 +1,4 @@
-"""A question that was not answered comes back into the form, with what was attached."""
+"""Tests that an unanswered question returns to the form with its attachments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def submit(page: Page, question: str) -> None:
 
 
 def hold(page: Page) -> list[Route]:
-    """From now on questions get as far as this list."""
+    """Return a list that collects all further questions instead of sending them."""
     held: list[Route] = []
 
     def take(route: Route) -> None:
@@ -32,7 +32,7 @@ def hold(page: Page) -> list[Route]:
 
 
 @pytest.mark.parametrize("status", [400, 401, 429, 503])
-def test_a_refused_question_comes_back(page: Page, files: Path, status: int) -> None:
+def test_a_refused_question_returns_to_the_form(page: Page, files: Path, status: int) -> None:
     refusal = {"error": {"message": f"refused with {status}", "code": status}}
     page.route(COMPLETIONS, lambda route: route.fulfill(status=status, json=refusal), times=1)
     attach(page, files / "scene.png", files / "beeps.wav")
@@ -49,8 +49,8 @@ def test_a_refused_question_comes_back(page: Page, files: Path, status: int) -> 
     expect(question).to_have_value("")
 
 
-def test_a_recording_outlives_a_lost_connection(page: Page) -> None:
-    """And the conversation that it failed in: what the form shows is its own."""
+def test_a_recording_survives_a_lost_connection(page: Page) -> None:
+    """Keep the recording in the form even after the conversation is cleared."""
     page.get_by_role("button", name="Record sound").click()
     expect(page.locator("#status")).to_have_text("Recording sound.")
     page.get_by_role("button", name="Stop recording").click()
@@ -71,7 +71,7 @@ def test_a_recording_outlives_a_lost_connection(page: Page) -> None:
 
 
 @pytest.mark.parametrize("question", [WHAT, ""])
-def test_it_comes_back_before_what_was_written_since(page: Page, files: Path, question: str) -> None:
+def test_a_failed_question_returns_before_later_text_and_files(page: Page, files: Path, question: str) -> None:
     held = hold(page)
     attach(page, files / "scene.png")
     with page.expect_request(COMPLETIONS):
@@ -92,8 +92,8 @@ def test_it_comes_back_before_what_was_written_since(page: Page, files: Path, qu
     expect(page.locator(".answer")).to_have_text("star")
 
 
-def test_a_broken_answer_brings_it_back(page: Page) -> None:
-    """A connection that is lost in the midst of the answer; the answer's beginning stays."""
+def test_a_broken_answer_returns_its_question_to_the_form(page: Page) -> None:
+    """Keep the start of an answer whose connection is lost midway."""
     chunk = {"choices": [{"index": 0, "delta": {"content": "red"}, "finish_reason": None}]}
     body = f"data: {json.dumps(chunk)}\n\n"
     page.route(COMPLETIONS, lambda route: route.fulfill(content_type="text/event-stream", body=body))
@@ -103,7 +103,7 @@ def test_a_broken_answer_brings_it_back(page: Page) -> None:
     expect(page.get_by_label("Question", exact=True)).to_have_value(WHAT)
 
 
-def test_one_stopped_before_its_answer_comes_back(page: Page, files: Path) -> None:
+def test_a_question_stopped_before_its_answer_returns_to_the_form(page: Page, files: Path) -> None:
     hold(page)
     attach(page, files / "scene.png")
     with page.expect_request(COMPLETIONS):

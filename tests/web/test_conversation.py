@@ -1,4 +1,4 @@
-"""What the conversation is: on the page, in what is sent of it, and in what is copied."""
+"""Tests of the conversation on the page, in requests and in the copied history."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END = "document.getElementById('clear').getBoundingClientRect().bottom"
 
 
 def ask_at_length(page: Page, question: str) -> Locator:
-    """Asks what is answered for many seconds; the answer, which has begun."""
+    """Ask a question that is answered for many seconds, and return the answer once its text starts."""
     page.route(
         COMPLETIONS, lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | LONG)), times=1
     )
@@ -33,8 +33,8 @@ def ask_at_length(page: Page, question: str) -> Locator:
     return answer
 
 
-def until(page: Page, comparison: str, number: int) -> None:
-    """Waits; the page's policy bars Playwright's own wait."""
+def wait_until(page: Page, comparison: str, number: int) -> None:
+    """Wait until the comparison holds. The page's Content Security Policy blocks `wait_for_function`."""
     for _ in range(TIMEOUT_MS // 20):
         if page.evaluate(f"{comparison} {number}"):
             return
@@ -48,13 +48,13 @@ def stop(page: Page) -> None:
 
 
 def answer_with(page: Page, *chunks: dict[str, Any], end: str = "\n\n") -> None:
-    """The next question is answered with these, as a server of another kind might."""
+    """Answer the next question with the given chunks, as another kind of server might."""
     events = [f"data: {json.dumps(chunk)}" for chunk in chunks]
     body = "".join(event + end for event in [*events, "data: [DONE]"])
     page.route(COMPLETIONS, lambda route: route.fulfill(content_type="text/event-stream", body=body), times=1)
 
 
-def said(text: str, **more: object) -> dict[str, Any]:
+def chunk_of(text: str, **more: object) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": "stop"}]} | more
 
 
@@ -66,8 +66,8 @@ def copied(page: Page) -> str:
     return text
 
 
-def test_it_has_stopped_answers_and_no_failed_questions(page: Page) -> None:
-    """What was drawn before the stop is sent and copied; a question that came back into the form is neither."""
+def test_the_conversation_contains_stopped_answers_but_no_failed_questions(page: Page) -> None:
+    """Send and copy the text generated before a stop, but no question that returned to the form."""
     expect(page.get_by_role("button", name="Copy history")).to_be_disabled()
     page.route(COMPLETIONS, lambda route: route.fulfill(status=429, json={"error": {"message": "full"}}), times=1)
     question = page.get_by_label("Question", exact=True)
@@ -92,27 +92,25 @@ def test_it_has_stopped_answers_and_no_failed_questions(page: Page) -> None:
     assert copied(page) == f"### Human: two\n### Assistant: {answer}\n### Human: {HELLO}\n### Assistant: {last}\n"
 
 
-def test_the_end_is_followed_while_the_reader_is_there(page: Page) -> None:
-    """On a small screen; who scrolls up is left in peace, with Stop in reach, and is followed again at the end."""
+def test_the_page_follows_the_answer_only_while_scrolled_to_the_end(page: Page) -> None:
+    """Keep the position of a reader who scrolls up, with Stop in reach, and follow again at the end."""
     page.set_viewport_size({"width": 390, "height": 664})
     answer = ask_at_length(page, HELLO)
     end, button = page.locator("#clear"), page.get_by_role("button", name="Stop", exact=True)
     for _ in range(2):
         high = page.evaluate("scrollY")
-        until(page, "scrollY >", high + 100)
-        until(page, f"-{END} >=", -665)
+        wait_until(page, "scrollY >", high + 100)
+        wait_until(page, f"-{END} >=", -665)
         expect(button).to_be_in_viewport(ratio=1)
         page.mouse.wheel(0, -10_000)
-        until(page, "scrollY <", 100)  # a step by which it grew meanwhile is added
-        until(page, LENGTH, len(str(answer.text_content())) + 100)
+        wait_until(page, "scrollY <", 100)  # the page may have followed one more step meanwhile
+        wait_until(page, LENGTH, len(str(answer.text_content())) + 100)
         left_at = page.evaluate("scrollY")
-        until(page, LENGTH, len(str(answer.text_content())) + 200)
+        wait_until(page, LENGTH, len(str(answer.text_content())) + 200)
         assert page.evaluate("scrollY") == left_at < 100
         assert page.evaluate(END) > 700
         expect(button).to_be_in_viewport(ratio=1)
-        for _ in range(
-            20
-        ):  # as a reader does: it may have grown out of sight again before the page hears of the scroll
+        for _ in range(20):  # the answer may grow out of view before the page handles the scroll event
             end.evaluate("(one) => one.scrollIntoView({ block: 'nearest' })")
             page.wait_for_timeout(100)
             if page.evaluate(END) < 700:
@@ -122,8 +120,8 @@ def test_the_end_is_followed_while_the_reader_is_there(page: Page) -> None:
     assert page.evaluate("scrollY") == 0
 
 
-def test_a_file_is_as_it_was_when_it_was_attached(page: Page, tmp_path: Path) -> None:
-    """Saved again and then removed, it goes on being asked about, sent, shown and copied."""
+def test_an_attached_file_keeps_its_content(page: Page, tmp_path: Path) -> None:
+    """Send, show and copy the attached content although the file is overwritten and then removed."""
     path = tmp_path / "edit.png"
     picture("red", (220, 40, 40), "square", x=0.35).save(path)
     attach(page, path)
@@ -138,7 +136,7 @@ def test_a_file_is_as_it_was_when_it_was_attached(page: Page, tmp_path: Path) ->
     assert copied(page).startswith('### Human: <img src="data:image/jpeg;base64,/9j/')
 
 
-def test_a_file_that_cannot_be_read_is_said(page: Page, files: Path) -> None:
+def test_an_unreadable_file_is_named(page: Page, files: Path) -> None:
     page.evaluate(
         "() => void (Blob.prototype.arrayBuffer = () => Promise.reject(new DOMException('gone', 'NotReadableError')))"
     )
@@ -147,11 +145,11 @@ def test_a_file_that_cannot_be_read_is_said(page: Page, files: Path) -> None:
     expect(page.locator("#items li")).to_have_count(0)
 
 
-def test_what_a_copy_cannot_hold_is_named(page: Page, files: Path, tmp_path: Path) -> None:
-    """A picture above the size of the browser's canvases; a sound."""
+def test_media_that_the_history_cannot_contain_are_named(page: Page, files: Path, tmp_path: Path) -> None:
+    """Name a sound, and a picture wider than the browser's canvas allows."""
     Image.new("RGB", (70_000, 10)).save(tmp_path / "wide.png")
     attach(page, tmp_path / "wide.png", files / "beeps.wav")
-    answer_with(page, said("black"))
+    answer_with(page, chunk_of("black"))
     ask_scripted(page, "What?")
     assert copied(page) == "### Human: [image: wide.png][audio: beeps.wav]What?\n### Assistant: black\n"
     expect(page.locator("#status")).to_contain_text(re.compile("Named only: .*wide.png"))
@@ -164,21 +162,21 @@ def ask_scripted(page: Page, question: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
-def test_an_answer_without_timings_and_either_line_end(page: Page, end: str) -> None:
-    answer_with(page, said("as "), said("asked"), end=end)
+def test_an_answer_without_timings_is_shown_with_either_line_end(page: Page, end: str) -> None:
+    answer_with(page, chunk_of("as "), chunk_of("asked"), end=end)
     ask_scripted(page, HELLO)
     expect(page.locator(".answer")).to_have_text("as asked")
     expect(page.locator("#status")).to_have_text("Answered.")
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
-def test_items_that_were_dropped_are_not_named(page: Page, files: Path) -> None:
-    """`--truncate` keeps the last ones."""
+def test_dropped_items_are_counted_but_not_named(page: Page, files: Path) -> None:
+    """Name only the last items, which `--truncate` keeps."""
     attach(page, files / "scene.png", files / "star.jpg")
     span = {"type": "image", "start": 2, "stop": 14, "features": 12, "block": "mindie_mm-1f2a:0"}
     usage = {"prompt_tokens": 20, "completion_tokens": 1, "total_tokens": 21}
     usage |= {"prompt_tokens_details": {"cached_tokens": 0}}  # type: ignore[dict-item]
-    answer_with(page, said("star", media_spans=[span]), {"choices": [], "usage": usage})
+    answer_with(page, chunk_of("star", media_spans=[span]), {"choices": [], "usage": usage})
     ask_scripted(page, "Which shape is it?")
     tokens = page.locator("article figure")
     expect(tokens.locator("figcaption")).to_have_text("Tokens: 20 of prompt, 1 of answer; 1 item dropped")

@@ -1,4 +1,4 @@
-"""The files of the page, over HTTP."""
+"""Tests of the page's files over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_file_of_the_folder_is_served() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(page.PATHS))
-def test_files_and_their_headers(service: RunningService, path: str) -> None:
+def test_each_file_is_served_with_its_type_and_security_headers(service: RunningService, path: str) -> None:
     answer = httpx2.get(service.url + path)
     assert answer.status_code == 200
     assert answer.content == (page.FOLDER / (path.rpartition("/")[2] or page.INDEX)).read_bytes()
@@ -51,8 +51,8 @@ def test_files_and_their_headers(service: RunningService, path: str) -> None:
         "/static/PAGE.CSS",
     ],
 )
-def test_there_is_no_other(service: RunningService, path: str) -> None:
-    connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=300)  # sends the path as it is
+def test_other_paths_are_404(service: RunningService, path: str) -> None:
+    connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=300)  # keeps the path as is
     connection.request("GET", path)
     answer = connection.getresponse()
     assert answer.status == 404
@@ -60,7 +60,7 @@ def test_there_is_no_other(service: RunningService, path: str) -> None:
     connection.close()
 
 
-def test_off(tmp_path: Path, settings: dict[str, object]) -> None:
+def test_web_page_false_serves_no_page(tmp_path: Path, settings: dict[str, object]) -> None:
     off = settings | {"spool": tmp_path / "spool", "web_page": False}
     with running_service(off, tmp_path / "log", TINY, start_timeout_s=START_TIMEOUT_S) as running:
         for path in ("/", "/static/main.js"):

@@ -1,4 +1,4 @@
-"""Sound and video recorded by the page, with Chromium's own beeping microphone and its camera."""
+"""Tests of sound and video recording, with the fake microphone and camera of Chromium."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 from tests.web.conftest import ask, attach
 from tools.demo import write_sound
 
-# Leave to use the microphone is given when `allow` is called; every stream that was handed out is kept.
+# Permission for the microphone is granted when `allow` is called. Each stream is kept in `streams`.
 ASKED_FIRST = """() => {
     const real = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
     const asked = new Promise((resolve) => (window.allow = resolve));
@@ -29,7 +29,7 @@ TRACKS = "window.streams.flatMap((stream) => stream.getTracks()).map((track) => 
 
 
 @pytest.mark.parametrize(("button", "kind"), [("Record sound", "audio"), ("Record video", "video")])
-def test_what_is_recorded_is_taken(page: Page, button: str, kind: str) -> None:
+def test_a_recording_is_attached_and_answered(page: Page, button: str, kind: str) -> None:
     page.get_by_role("button", name=button).click()
     expect(page.locator("#status")).to_contain_text("Recording")
     stop = page.get_by_role("button", name="Stop recording")
@@ -43,7 +43,7 @@ def test_what_is_recorded_is_taken(page: Page, button: str, kind: str) -> None:
 
 @pytest.mark.parametrize("way", ["double click", "Enter twice"])
 def test_a_second_press_starts_no_second_recording(page: Page, way: str) -> None:
-    """One that is pressed while the browser asks for leave; the microphone is off once the recording is stopped."""
+    """Ignore a second press while the browser asks for permission, and turn the microphone off after the recording."""
     page.evaluate(ASKED_FIRST)
     button = page.get_by_role("button", name="Record sound")
     if way == "double click":
@@ -91,8 +91,8 @@ def test_a_recorder_that_fails_leaves_the_microphone_off(page: Page, step: str) 
     expect(page.locator("#items li")).to_contain_text("recording 1.webm")
 
 
-def test_a_browser_that_records_in_a_form_of_its_own(page: Page) -> None:
-    """None of those that the page would ask for."""
+def test_recording_works_without_any_preferred_format(page: Page) -> None:
+    """Record in the browser's default format if no format that the page prefers is supported."""
     page.evaluate("MediaRecorder.isTypeSupported = () => false")
     page.get_by_role("button", name="Record sound").click()
     expect(page.locator("#status")).to_have_text("Recording sound.")
@@ -100,7 +100,7 @@ def test_a_browser_that_records_in_a_form_of_its_own(page: Page) -> None:
     expect(page.locator("#items li")).to_contain_text("recording 1.webm audio")
 
 
-def test_a_recording_that_runs_is_asked_about(page: Page) -> None:
+def test_asking_ends_and_attaches_a_running_recording(page: Page) -> None:
     page.evaluate(ASKED_FIRST)
     page.evaluate("window.allow()")
     page.get_by_role("button", name="Record sound").click()
@@ -111,14 +111,14 @@ def test_a_recording_that_runs_is_asked_about(page: Page) -> None:
     assert page.evaluate(TRACKS) == ["ended"]
 
 
-def test_a_video_is_taken_for_its_sound(page: Page, tmp_path: Path) -> None:
-    """As a clip without pictures has to be whose ending is a video's."""
+def test_a_video_may_be_attached_as_sound(page: Page, tmp_path: Path) -> None:
+    """Accept a clip without pictures whose file extension is that of a video."""
     write_sound(tmp_path / "beeps.wav", "beeps", hertz=880.0, spans=[(0.1, 0.13), (0.45, 0.13)], seconds=1.2)
-    with av.open(tmp_path / "beeps.wav") as source, av.open(tmp_path / "voice.mp4", "w") as made:
-        stream = made.add_stream("aac", rate=16000)
+    with av.open(tmp_path / "beeps.wav") as source, av.open(tmp_path / "voice.mp4", "w") as clip:
+        stream = clip.add_stream("aac", rate=16000)
         for frame in source.decode(audio=0):
-            made.mux(stream.encode(frame))
-        made.mux(stream.encode(None))
+            clip.mux(stream.encode(frame))
+        clip.mux(stream.encode(None))
     attach(page, tmp_path / "voice.mp4")
     page.get_by_label("Question", exact=True).fill("How many beeps do you hear?")
     page.keyboard.press("Enter")

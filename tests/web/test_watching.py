@@ -1,4 +1,4 @@
-"""What the page shows of the service: shared memory, queue, throughput; and the key that it asks for."""
+"""Tests of the page's view of shared memory, queue and throughput, and of its form for the API key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = {"ignore_eos": True, "max_tokens": 3900, "stream": True, "media_spans": T
 
 @pytest.fixture
 def busy(service: RunningService) -> Iterator[ExitStack]:
-    """Two requests with a picture that are being answered for as long as it is open."""
+    """Start two long streamed answers about a picture and yield the stack that ends them."""
     body = {"messages": [{"role": "user", "content": PICTURE}]} | LONG
     with ExitStack() as stack:
         client = stack.enter_context(httpx2.Client(base_url=service.url, timeout=300))
@@ -42,7 +42,7 @@ def busy(service: RunningService) -> Iterator[ExitStack]:
 
 @pytest.fixture
 def held(service: RunningService) -> Iterator[ExitStack]:
-    """Two requests with a picture that wait for a stopped engine for as long as it is open."""
+    """Start two requests with a picture to a stopped engine, and yield the stack that resumes the engine."""
     body = {"messages": [{"role": "user", "content": PICTURE}], "max_tokens": 4}
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor())
@@ -59,8 +59,8 @@ def test_shared_memory_is_shown_while_it_is_used(page: Page, service: RunningSer
     expect(rows.first).to_contain_text("published")
     expect(rows.first).to_contain_text("pixel_values uint8")
     expect(page.locator(".arena .block.published")).to_have_count(2)
-    found = service.get("/shm?blocks=true")
-    (arena,) = found["arenas"]
+    shm = service.get("/shm?blocks=true")
+    (arena,) = shm["arenas"]
     expect(page.get_by_role("img", name=f"Map of {arena['name']}: 2 blocks")).to_be_visible()
     expect(page.locator("#arenas")).to_contain_text(f"of tokenizer process {arena['pid']}")
     for shown, block in zip(rows.all(), arena["map"], strict=True):
@@ -85,7 +85,7 @@ def test_shared_memory_is_shown_while_it_is_used(page: Page, service: RunningSer
     expect(page.locator(".arena .block.published")).to_have_count(0)
 
 
-def test_queue_and_throughput(page: Page, busy: ExitStack) -> None:
+def test_the_queue_and_the_throughput_are_shown(page: Page, busy: ExitStack) -> None:
     expect(page.locator("#queue .legend")).to_contain_text("Running 2")
     expect(page.get_by_role("img", name="The last two minutes: Running 2")).to_be_visible()
     assert len(str(page.locator("#queue polyline").first.get_attribute("points"))) > 0
@@ -98,9 +98,9 @@ def test_queue_and_throughput(page: Page, busy: ExitStack) -> None:
     expect(chart).to_have_attribute("aria-label", re.compile(r"Tokens of answers \S+, at most [1-9]"))
 
 
-def test_looking_can_be_paused(page: Page, noted: Noted) -> None:
+def test_unchecking_live_pauses_polling(page: Page, noted: Noted) -> None:
     page.get_by_label("Live").uncheck()
-    for _ in range(TIMEOUT_MS // 1500):  # a look that was under way ends
+    for _ in range(TIMEOUT_MS // 1500):  # a request that was already under way may still end
         before = len(noted.requests)
         page.wait_for_timeout(1500)
         if len(noted.requests) == before:
@@ -111,18 +111,18 @@ def test_looking_can_be_paused(page: Page, noted: Noted) -> None:
         page.get_by_label("Live").check()
 
 
-def test_it_is_looked_at_once_a_question_is_asked(page: Page) -> None:
-    """Before its first token, whenever the last look was: of the page's clock nothing is waited for here."""
+def test_a_question_triggers_polling_at_once(page: Page) -> None:
+    """Poll before the first token, without waiting for the polling timer, which is disabled here."""
     page.evaluate("() => void (window.setTimeout = () => 0)")
-    page.wait_for_timeout(1500)  # the wait that was under way
+    page.wait_for_timeout(1500)  # lets a timer that is already running expire
     page.route("**/v1/chat/completions", lambda _: None)
     page.get_by_label("Question", exact=True).fill("Hello!")
     with page.expect_request("**/shm?blocks=true"):
         page.keyboard.press("Enter")
 
 
-def test_what_cannot_be_looked_at_is_marked(page: Page) -> None:
-    """Each part by itself; the rest is still shown, and the badge is that of /health alone."""
+def test_a_part_that_cannot_be_polled_is_marked_stale(page: Page) -> None:
+    """Mark each part separately, keep showing the rest, and let only /health change the badge."""
     memory, queue = (page.locator("section", has=page.locator(one)) for one in ("#arenas", "#queue"))
     page.evaluate("""() => {
         window.badges = [];
@@ -142,8 +142,8 @@ def test_what_cannot_be_looked_at_is_marked(page: Page) -> None:
     expect(queue).to_have_class("card stale")
 
 
-def test_a_sick_service_is_asked_no_more_often(page: Page, noted: Noted) -> None:
-    """While a question waits; its memory goes on being shown."""
+def test_an_unhealthy_service_is_not_polled_more_often(page: Page, noted: Noted) -> None:
+    """Poll /health and /metrics at their usual rate while a question waits, and keep polling /shm more often."""
     words = "the engine process died, and another one is being started"
     page.route("**/health", lambda route: route.fulfill(status=503, json={"error": {"message": words}}))
     page.route("**/v1/chat/completions", lambda _: None)
@@ -151,17 +151,17 @@ def test_a_sick_service_is_asked_no_more_often(page: Page, noted: Noted) -> None
     page.keyboard.press("Enter")
     expect(page.locator("#health")).to_have_text(words)
     before = len(noted.requests)
-    asked = Counter[str]()
+    polled = Counter[str]()
     for _ in range(TIMEOUT_MS // 100):
         page.wait_for_timeout(100)
-        asked = Counter(url.rpartition("/")[2] for url in noted.requests[before:])
-        if asked["shm?blocks=true"] > asked["health"] >= 2 and asked["metrics"] >= 1:
+        polled = Counter(url.rpartition("/")[2] for url in noted.requests[before:])
+        if polled["shm?blocks=true"] > polled["health"] >= 2 and polled["metrics"] >= 1:
             break
-    assert asked["metrics"] >= 1
-    assert asked["shm?blocks=true"] > asked["health"] >= 2
+    assert polled["metrics"] >= 1
+    assert polled["shm?blocks=true"] > polled["health"] >= 2
 
 
-def test_the_model_of_a_service_that_came_back(page: Page) -> None:
+def test_the_model_is_updated_when_a_service_returns(page: Page) -> None:
     expect(page.locator("#model")).to_contain_text("tiny")
     model = {"data": [{"id": "other", "max_model_len": 2048}]}
     page.route("**/v1/models", lambda route: route.fulfill(json=model))
@@ -172,8 +172,10 @@ def test_the_model_of_a_service_that_came_back(page: Page) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_accessibility(browser: Browser, service: RunningService, files: Path, noted: Noted, scheme: str) -> None:
-    """axe-core finds nothing, with an answer on the page and every part unfolded; nor does it on a narrow screen."""
+def test_axe_finds_no_violation(
+    browser: Browser, service: RunningService, files: Path, noted: Noted, scheme: str
+) -> None:
+    """Pass axe-core on a wide and a narrow screen, with an answer on the page and every part unfolded."""
     page = opened(browser, service.url, noted, color_scheme=scheme, reduced_motion="reduce")
     expect(page.locator("#health")).to_have_text("Ready")
     page.get_by_label("Attach files").set_input_files([files / "scene.png", files / "right.mp4", files / "beeps.wav"])
@@ -188,15 +190,15 @@ def test_accessibility(browser: Browser, service: RunningService, files: Path, n
     axe = Axe()
     for width in (1280, 360):
         page.set_viewport_size({"width": width, "height": 800})
-        found = axe.run(page, options={"resultTypes": ["violations"]})
-        assert not found.violations_count, found.generate_report()
+        results = axe.run(page, options={"resultTypes": ["violations"]})
+        assert not results.violations_count, results.generate_report()
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.context.close()
     assert not noted.complaints
 
 
 def test_long_names_fit_a_narrow_screen(page: Page, files: Path, tmp_path: Path) -> None:
-    """What is attached, refused, said to be wrong, and answered about."""
+    """Wrap long names in attachments, refusals, errors and answers."""
     name = "IMG_20261122_143055_0001_HDR_portrait_edited_and_edited_again"
     for ending in ("png", "mp4"):
         (tmp_path / f"{name}.{ending}").write_bytes(
@@ -219,7 +221,7 @@ def test_long_names_fit_a_narrow_screen(page: Page, files: Path, tmp_path: Path)
     assert page.evaluate(fits)
 
 
-def test_the_page_runs_no_script_but_its_own(page: Page, noted: Noted) -> None:
+def test_an_injected_script_does_not_run(page: Page, noted: Noted) -> None:
     with page.expect_console_message(lambda message: "Content Security Policy" in message.text):
         page.evaluate("""() => {
             const script = document.createElement("script");
@@ -248,7 +250,9 @@ def guarded(
         assert running.stop() == 0
 
 
-def test_the_key_is_asked_for(browser: Browser, guarded: RunningService, noted: Noted) -> None:
+def test_the_api_key_is_requested_and_kept_in_the_tab_only(
+    browser: Browser, guarded: RunningService, noted: Noted
+) -> None:
     page = opened(browser, guarded.url, noted)
     field = page.get_by_label("API key", exact=True)
     expect(field).to_be_focused()
@@ -266,7 +270,7 @@ def test_the_key_is_asked_for(browser: Browser, guarded: RunningService, noted: 
     page.keyboard.press("Enter")
     page.get_by_label("Question", exact=True).press("Enter")
     expect(page.locator(".answer")).not_to_be_empty()
-    # The tab has it, and nothing that outlives the tab.
+    # The key is stored for the tab, and nowhere that outlives the tab.
     assert page.evaluate("Object.values(sessionStorage)") == [KEY]
     assert page.evaluate("localStorage.length") == 0
     assert page.evaluate("document.cookie") == ""
@@ -275,8 +279,10 @@ def test_the_key_is_asked_for(browser: Browser, guarded: RunningService, noted: 
     assert not noted.complaints
 
 
-def test_a_key_that_no_header_can_bear_is_not_taken(browser: Browser, guarded: RunningService, noted: Noted) -> None:
-    """One with a zero-width space, as copied from a page."""
+def test_a_key_that_is_no_valid_header_value_is_refused(
+    browser: Browser, guarded: RunningService, noted: Noted
+) -> None:
+    """Refuse a key with a zero-width space, as copied from a web page."""
     page = opened(browser, guarded.url, noted)
     field = page.get_by_label("API key", exact=True)
     expect(field).to_be_focused()
@@ -292,8 +298,8 @@ def test_a_key_that_no_header_can_bear_is_not_taken(browser: Browser, guarded: R
     assert not noted.complaints
 
 
-def test_a_key_that_is_refused_later_leaves_the_focus(page: Page) -> None:
-    """To who writes a question meanwhile."""
+def test_a_late_request_for_the_key_does_not_move_the_focus(page: Page) -> None:
+    """Keep the focus in the question that a user is writing."""
     question = page.get_by_label("Question", exact=True)
     question.focus()
     refusal = {"error": {"message": "no key", "code": 401}}

@@ -100,8 +100,9 @@ def row_starts(file: BinaryIO, path: Path) -> list[int]:
 
 
 class _DottedNames:
-    """Detector of rows that may combine several rows by mistake, because file names such as `cat 1.5x.png` have two
-    dots.
+    """Detector of rows that may combine several rows by mistake.
+
+    File names with two dots, such as `cat 1.5x.png`, cause such rows.
     """
 
     def __init__(self, path: Path) -> None:

@@ -75,10 +75,12 @@ def block_name(arena: int, block: int) -> str:
 
 
 def round_up(size: int, unit: int) -> int:
+    """Return `size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit
 
 
 def state_word(generation: int, state: int) -> int:
+    """Return the state word of a block's entry, with the generation above its lowest 8 bits."""
     return generation << 8 | state
 
 
@@ -167,21 +169,26 @@ class ArenaHeader:
 
     @property
     def releases_offset(self) -> int:
+        """Offset of the release words in the file, in bytes."""
         return self.page_bytes + round_up(self.num_entries * ENTRY_BYTES, self.page_bytes)
 
     @property
     def releases_bytes(self) -> int:
+        """Size of the pages of the release words in bytes."""
         return round_up((1 + self.num_entries) * 8, self.page_bytes)
 
     @property
     def data_offset(self) -> int:
+        """Offset of the blocks in the file, in bytes."""
         return self.releases_offset + self.releases_bytes
 
     @property
     def file_bytes(self) -> int:
+        """Size of the file in bytes."""
         return self.data_offset + self.capacity_bytes
 
     def pack(self) -> bytes:
+        """Return the header as bytes, with its checksum. The rest of its page is zero."""
         owner = self.owner
         body = _HEADER.pack(
             MAGIC,

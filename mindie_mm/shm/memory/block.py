@@ -24,9 +24,11 @@ class Store(Protocol):
     number: int
     """Arena number that references to the blocks carry, 0 to 65,535."""
 
-    def publish(self, block: Block, digest: bytes | None) -> None: ...
+    def publish(self, block: Block, digest: bytes | None) -> None:
+        """Make a filled block readable. `digest` identifies the contents for reuse. None: no reuse."""
 
-    def discard(self, block: Block) -> None: ...
+    def discard(self, block: Block) -> None:
+        """Free a block that was not published."""
 
 
 class Block(Mapping[str, "np.ndarray[Any, Any]"]):

@@ -25,9 +25,11 @@ class Quotas:
             )
 
     def add(self, request: bytes, nbytes: int) -> None:
+        """Count `nbytes` more as held by the request."""
         self._held[request] = self._held.get(request, 0) + nbytes
 
     def remove(self, request: bytes, nbytes: int) -> None:
+        """Count `nbytes` less as held by the request."""
         self._held[request] -= nbytes
         if not self._held[request]:
             del self._held[request]

@@ -39,8 +39,9 @@ class TextStream:
         return self._tell(text)
 
     def flush(self) -> str:
-        """Return the remaining text. Bytes that form no whole character become U+FFFD, as when all ids are decoded at
-        once.
+        """Return the remaining text.
+
+        Bytes that form no whole character become U+FFFD, as when all ids are decoded at once.
         """
         return self._tell(self._decoded([*self._last, *self._behind]))
 

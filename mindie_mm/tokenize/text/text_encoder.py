@@ -219,8 +219,9 @@ class TextEncoder:
         return Encoded([index for piece in pieces for index in piece], _odd_ones(pieces))
 
     def _marker_ids(self, marker: str, whole: bool) -> list[int]:
-        """Return the ids of a marker. Unless `whole`, return only those from its first to its last control token, if it
-        has any.
+        """Return the ids of a marker.
+
+        Unless `whole`, return only the ids from the first to the last control token, if the marker has any.
         """
         ids = self._encode(marker, plain=False)
         control = {*self._control_ids.values()}

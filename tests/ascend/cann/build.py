@@ -1,7 +1,7 @@
-"""Builds the stand-in for CANN's shared libraries: the torch_npu of PyPI runs on a machine without an Ascend device.
+"""Build a simulator of CANN's shared libraries, so that PyPI's torch_npu runs without an Ascend device.
 
-All of it is in libhccl.so: the C files of this folder, and for each symbol of CANN that torch_npu links or looks up by
-name and that they do not define, a function that is counted and returns 0. The other libraries are empty and need it.
+libhccl.so holds the simulator: this folder's C files, and a counted function that returns 0 for every other symbol of
+CANN that torch_npu links or looks up by name. The other libraries are empty and depend on libhccl.so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ _NAMED = re.compile(rb"acl(?:rt)?[A-Z][A-Za-z0-9]+")
 
 
 def build() -> Path:
-    """The folder of the libraries, built before or now. FileNotFoundError: torch_npu; CalledProcessError: gcc."""
+    """Build the libraries, unless a build exists, and return their folder.
+
+    Raises:
+        FileNotFoundError: torch_npu is not installed.
+        CalledProcessError: gcc fails.
+    """
     sources = sorted(_HERE.glob("*.[ch]"))
     digest = hashlib.sha256(importlib.metadata.version("torch_npu").encode())
     for source in (*sources, Path(__file__)):
@@ -72,7 +77,7 @@ def _compile(sources: list[Path], folder: Path) -> None:
 
 
 def _wanted(package: Path) -> set[str]:
-    """Symbols of CANN: what torch_npu links and nobody else defines, and what it looks up by name."""
+    """Return the symbols of CANN that torch_npu looks up by name, or links without a definition in another library."""
     modules = [*package.glob("_C*.so"), *(package / "lib").glob("*.so")]
     linked = {name for module in modules for name in _symbols(module, "--undefined-only", kind="U")}
     system = [Path(_gcc(f"-print-file-name={name}").strip()) for name in _SYSTEM_LIBRARIES]
@@ -88,7 +93,7 @@ def _wanted(package: Path) -> set[str]:
 
 
 def _stubs(names: list[str]) -> str:
-    # By a label: many of these names are declared in the headers, with arguments that nobody reads here.
+    # Assembler labels name the symbols, because the headers declare many of them with other arguments.
     stub = (
         "#define STUB(number, symbol) long stub_##number(void) __asm__(#symbol); long stub_##number(void) { "
         'static struct sim_function function = {.name = #symbol}; return sim_enter(&function, "%s", ""); }'

@@ -1,4 +1,4 @@
-/* Devices: how many, which one is this thread's, what it is called. */
+/* Devices: their number and properties, and the current device of each thread. */
 #include "sim.h"
 
 #include <stdio.h>
@@ -7,11 +7,11 @@
 
 static _Thread_local int current = -1;
 static int default_device = -1;
-static char contexts[SIM_MAX_DEVICES]; /* a context is the address of its device's entry here */
+static char contexts[SIM_MAX_DEVICES]; /* a context is the address of its device's entry */
 
 int sim_device_count(void) {
     int devices = (int)sim_setting("ASCEND_SIM_DEVICES", 1, 0, SIM_MAX_DEVICES), visible = 0;
-    const char *list = getenv("ASCEND_RT_VISIBLE_DEVICES"); /* those up to the first that does not exist */
+    const char *list = getenv("ASCEND_RT_VISIBLE_DEVICES"); /* devices after the first missing one are ignored */
     if (!list) return devices;
     while (*list) {
         char *end;
@@ -25,7 +25,7 @@ int sim_device_count(void) {
 
 int sim_current_device(void) { return current < 0 ? default_device : current; }
 
-/* The file may name the device of threads that set none: {"defaultDevice": {"default_device": "0"}}. */
+/* The file may set the default device of threads: {"defaultDevice": {"default_device": "0"}}. */
 aclError aclInit(const char *path) {
     CALLED("path=%s", path ? path : "");
     FILE *file = path ? fopen(path, "r") : NULL;
@@ -128,7 +128,7 @@ aclError aclrtGetDeviceUtilizationRate(int32_t device, aclrtUtilizationInfo *rat
     return 0;
 }
 
-/* "9.1.0" of ASCEND_SIM_CANN, the release that torch_npu 2.13 is for, if nothing else is said. */
+/* Returns ASCEND_SIM_CANN, or by default "9.1.0", the release for torch_npu 2.13. */
 static const char *cann(void) {
     const char *version = getenv("ASCEND_SIM_CANN");
     return version && *version ? version : "9.1.0";
@@ -148,7 +148,7 @@ aclError aclsysGetCANNVersion(aclCANNPackageName package, aclCANNPackageVersion 
     return 0;
 }
 
-/* What the compiler of operators is asked for: the length of an option's value, and the value. */
+/* Queries of the operator compiler: the length of an option's value, and the value. */
 size_t aclGetCompileoptSize(aclCompileOpt option) {
     (void)option;
     return 16;

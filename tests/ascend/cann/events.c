@@ -1,14 +1,14 @@
-/* Events: the place in a stream where they were recorded last, and when that place was reached. */
+/* Events: the place in a stream of the last record, and the time at which the stream reached it. */
 #include "sim.h"
 
 #include <stdlib.h>
 
 struct sim_event {
-    atomic_int references; /* of whoever created it, and of each record that has not run */
-    struct sim_stream *stream; /* null: never recorded */
+    atomic_int references; /* one of the creator, and one of each record that has not run */
+    struct sim_stream *stream; /* NULL before the first record */
     uint64_t seq;
-    uint64_t reached_ns; /* 0: not yet */
-    struct sim_clock clock; /* of the stream when it was recorded */
+    uint64_t reached_ns; /* 0 until the stream reaches the event */
+    struct sim_clock clock; /* the stream's clock at the record */
 };
 
 static void let_go(struct sim_event *event) {
@@ -54,7 +54,7 @@ struct record {
 static int run_record(struct sim_task *task) {
     struct sim_event *event = ((struct record *)task)->event;
     pthread_mutex_lock(&sim_lock);
-    if (event->seq == task->seq) event->reached_ns = sim_now_ns(); /* else it was recorded again meanwhile */
+    if (event->seq == task->seq) event->reached_ns = sim_now_ns(); /* otherwise a later record has replaced this one */
     pthread_mutex_unlock(&sim_lock);
     return 0;
 }
@@ -134,7 +134,7 @@ aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t ms) {
     return synchronize(event);
 }
 
-/* A query makes the device get on by one task, so that whoever polls comes to an end. */
+/* Runs one task of the device, so that polling ends. */
 static bool is_reached(struct sim_event *event) {
     pthread_mutex_lock(&sim_lock);
     if (event->stream && !sim_has_run(event->stream, event->seq)) sim_run_one(event->stream);

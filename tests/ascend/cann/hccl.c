@@ -88,7 +88,7 @@ HcclResult HcclSetConfig(int config, int32_t value) {
     return 0;
 }
 
-uint32_t HcclGetCommConfigCapability(void) { return 0; } /* a communicator has no options here */
+uint32_t HcclGetCommConfigCapability(void) { return 0; } /* the simulated communicator has no options */
 
 const char *HcclGetErrorString(HcclResult code) {
     return code == HCCL_SUCCESS ? "no error" : code == HCCL_E_TIMEOUT ? "timeout" : "error";
@@ -106,7 +106,7 @@ struct collective {
     size_t unit;           /* bytes of an element */
 };
 
-/* To the code that synchronising the stream answers. */
+/* Converts an error of HCCL to the code that synchronising the stream returns. */
 static int as_acl(int error) {
     return error == HCCL_E_TIMEOUT ? ACL_ERROR_RT_FFTS_PLUS_TIMEOUT : error ? ACL_ERROR_RT_SUSPECT_REMOTE_ERROR : 0;
 }
@@ -126,7 +126,7 @@ static int agree(struct collective *collective) {
     return error ? error : hccl_meet(communicator);
 }
 
-/* What this rank takes of `bytes` that all show: those at offset `at` of their block for rank `block`. */
+/* Copies this rank's share of the `bytes` in all slots, which are at offset `at` of each rank's block for rank `block`. */
 static void take(struct collective *collective, uint32_t block, size_t at, size_t bytes) {
     struct communicator *communicator = collective->communicator;
     char (*slots)[SLOT_BYTES] = communicator->region->slots;
@@ -146,7 +146,7 @@ static void take(struct collective *collective, uint32_t block, size_t at, size_
     case ALL_GATHER:
         for (uint32_t rank = 0; rank < communicator->ranks; rank++) memcpy(target + rank * whole, slots[rank], bytes);
         break;
-    default: /* reductions, in the order of the ranks, so that all come to the same bits */
+    default: /* reductions, in the order of the ranks, so that all ranks get identical bits */
         if ((statement->operation == REDUCE && !root) || (statement->operation == REDUCE_SCATTER && !mine)) break;
         memcpy(target, slots[0], bytes);
         for (uint32_t rank = 1; rank < communicator->ranks; rank++)
@@ -187,7 +187,7 @@ static void drop_collective(struct sim_task *task) {
     free(task);
 }
 
-/* send and receive hold `sends` and `receives` times count elements. */
+/* Queues a collective. send holds `sends` times count elements, and receive holds `receives` times count elements. */
 static int queue(enum operation operation, void *send, uint64_t sends, void *receive, uint64_t receives, uint64_t count,
                  HcclDataType type, HcclReduceOp reduction, uint32_t root, HcclComm comm, aclrtStream stream) {
     struct communicator *communicator = comm;
@@ -268,7 +268,7 @@ HcclResult HcclBarrier(HcclComm comm, aclrtStream stream) {
     return queue(BARRIER, NULL, 0, NULL, 0, 0, HCCL_INT8, 0, 0, comm, stream);
 }
 
-/* ---- from one rank to one other ---- */
+/* ---- point-to-point messages ---- */
 
 struct exchange {
     struct sim_task task;
@@ -282,7 +282,7 @@ struct exchange {
     } item[];
 };
 
-/* Hands over or takes over one parcel of an item, if there is room or one has come. */
+/* Sends one parcel of an item if there is room, or receives one that has come. */
 static bool pass(struct exchange *exchange, uint32_t number) {
     struct region *region = exchange->communicator->region;
     uint32_t here = exchange->communicator->rank, there = exchange->item[number].remote;
@@ -319,7 +319,7 @@ static int run_exchange(struct sim_task *task) {
         for (uint32_t i = 0; i < exchange->items; i++) {
             if (!exchange->item[i].left) continue;
             unfinished = true;
-            bool waits = false; /* items between the same two ranks go one after the other */
+            bool waits = false; /* items between the same two ranks are transferred in order */
             for (uint32_t j = 0; j < i; j++)
                 waits |= exchange->item[j].left && exchange->item[j].sends == exchange->item[i].sends &&
                          exchange->item[j].remote == exchange->item[i].remote;

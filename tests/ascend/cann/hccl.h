@@ -1,4 +1,4 @@
-/* Types of HCCL (its own header is C++ only), and what the parts of the simulated one know of one another. */
+/* Types of HCCL, whose own header is C++ only, and internal interfaces of the simulated HCCL. */
 #pragma once
 #include "sim.h"
 
@@ -44,10 +44,10 @@ typedef struct {
 } HcclSendRecvItem;
 
 #define MAX_RANKS SIM_MAX_DEVICES
-#define SLOT_BYTES ((size_t)1 << 20)    /* what a rank shows the others at a time */
-#define PARCEL_BYTES ((size_t)64 << 10) /* what one rank hands one other at a time */
+#define SLOT_BYTES ((size_t)1 << 20)    /* largest part of a buffer that a rank shares at a time */
+#define PARCEL_BYTES ((size_t)64 << 10) /* largest part of a message to one rank at a time */
 
-/* What a rank says that it is about to do: all must say the same. */
+/* Collective that a rank is about to run. All ranks must agree on it. */
 struct statement {
     uint64_t number, count;
     int32_t operation, data_type, reduction, root;
@@ -58,12 +58,12 @@ struct parcel {
     uint32_t size;
 };
 
-/* Memory that the ranks of a communicator share. It has no name, so that nothing is left behind whoever is killed when. */
+/* Memory that the ranks of a communicator share. It has no name, so that a killed process leaves no file behind. */
 struct region {
-    atomic_uint attached; /* ranks */
-    atomic_uint arrived;  /* at the meeting that is under way */
+    atomic_uint attached; /* number of ranks */
+    atomic_uint arrived;  /* number of ranks at the current barrier */
     atomic_uint meetings;
-    atomic_uint failed; /* the first error: it is everybody's */
+    atomic_uint failed; /* the first error, which all ranks return */
     struct statement statements[MAX_RANKS];
     struct parcel parcels[MAX_RANKS][MAX_RANKS]; /* [from][to] */
     char slots[MAX_RANKS][SLOT_BYTES];
@@ -71,7 +71,7 @@ struct region {
 };
 
 struct communicator {
-    atomic_int references; /* of the owner, and of each collective that has not run */
+    atomic_int references; /* one of the owner, and one of each collective that has not run */
     struct region *region;
     uint32_t ranks, rank;
     uint64_t operations;
@@ -82,13 +82,13 @@ struct communicator {
 int hccl_new_region(HcclRootInfo *info);
 struct region *hccl_attach(const HcclRootInfo *info, uint32_t ranks, int *error);
 void hccl_detach(struct region *region);
-/* Returns once all ranks have called it; HCCL_E_TIMEOUT after HCCL_EXEC_TIMEOUT seconds, or the error of another rank. */
+/* Waits until all ranks call it. Returns HCCL_E_TIMEOUT after HCCL_EXEC_TIMEOUT seconds, or the error of another rank. */
 int hccl_meet(struct communicator *communicator);
 int hccl_fail(struct region *region, int error);
 uint64_t hccl_deadline_ns(const char *setting, long fallback_seconds);
 
 /* hccl_reduce.c */
-size_t hccl_size(HcclDataType type); /* bytes; 0 for a type that is not known */
+size_t hccl_size(HcclDataType type); /* in bytes, or 0 for an unknown type */
 bool hccl_reduces(HcclDataType type, HcclReduceOp op);
-/* target[i] = target[i] op source[i], rounded to the type each time, as the device does in its memory. */
+/* Sets target[i] = target[i] op source[i], rounded to the type each time, as the device does in its memory. */
 void hccl_reduce(void *target, const void *source, size_t count, HcclDataType type, HcclReduceOp op);

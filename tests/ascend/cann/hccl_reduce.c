@@ -1,4 +1,4 @@
-/* Reductions element by element. */
+/* Elementwise reductions. */
 #include "hccl.h"
 
 #include <string.h>
@@ -21,7 +21,7 @@ size_t hccl_size(HcclDataType type) {
     }
 }
 
-/* As the pages of HcclAllReduce and HcclReduce (CANN 8.5) have it for Atlas A2, products of int16 and bfp16 among what is not. */
+/* Returns whether Atlas A2 supports the reduction, by the pages of HcclAllReduce and HcclReduce (CANN 8.5). */
 bool hccl_reduces(HcclDataType type, HcclReduceOp op) {
     if (op < HCCL_REDUCE_SUM || op > HCCL_REDUCE_MIN) return false;
     if (op == HCCL_REDUCE_PROD && (type == HCCL_INT16 || type == HCCL_BFP16)) return false;
@@ -50,7 +50,7 @@ static float widen(uint16_t bits) {
     return value;
 }
 
-/* To the nearest bfloat16, ties to even. */
+/* Rounds to the nearest bfloat16, ties to even. */
 static uint16_t narrow(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

@@ -1,4 +1,4 @@
-/* The memory that ranks share, how they find it, and how they wait for one another in it. */
+/* Shared memory of the ranks: its creation, its address, and barriers in it. */
 #include "hccl.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Where the region is: an open file of the process that made it. */
+/* Address of a region: an open file of the process that created it. */
 struct address {
     char magic[16];
     int32_t pid, fd;
@@ -27,7 +27,7 @@ uint64_t hccl_deadline_ns(const char *setting, long fallback_seconds) {
     return sim_now_ns() + (uint64_t)sim_setting(setting, fallback_seconds, 1, 17340) * 1000000000u;
 }
 
-/* Waits until *word is no longer `value`, or a moment is over. */
+/* Waits until *word differs from `value`, for at most 50 ms. */
 static void doze(atomic_uint *word, unsigned value) {
     struct timespec moment = {0, 50000000};
     syscall(SYS_futex, word, FUTEX_WAIT, value, &moment, NULL, 0);
@@ -83,7 +83,7 @@ struct region *hccl_attach(const HcclRootInfo *info, uint32_t ranks, int *error)
         }
         doze(&region->attached, attached);
     }
-    if (address.pid == getpid()) close(address.fd); /* nobody comes to look for it any more */
+    if (address.pid == getpid()) close(address.fd); /* all ranks have mapped the region */
     return region;
 }
 

@@ -1,6 +1,6 @@
-/* Memory: device memory is host memory, counted by device against its limit; pinned and registered host memory is known by range.
- * What was freed is unmapped, and a copy looks its device memory up when it runs, so that work left behind is an error of the
- * stream and not a crash of the process. */
+/* Memory. Device memory is host memory that counts against the limit of its device. A table holds the ranges of device,
+ * pinned and registered memory. Freed memory is unmapped. A copy looks its ranges up when it runs, so that a copy from freed
+ * memory is an error of the stream and not a crash of the process. */
 #include "sim.h"
 
 #include <errno.h>
@@ -10,11 +10,11 @@
 #include <unistd.h>
 
 #define PAGE 4096u
-#define GRANULARITY (2u << 20) /* of physical memory that is mapped by hand: the huge page of the device */
+#define GRANULARITY (2u << 20) /* of memory from aclrtMallocPhysical: a huge page of the device */
 
 pthread_mutex_t sim_lock = PTHREAD_MUTEX_INITIALIZER;
 
-static struct sim_range *ranges; /* by address, none overlaps */
+static struct sim_range *ranges; /* sorted by address, without overlaps */
 static size_t range_count, range_space;
 static size_t used[SIM_MAX_DEVICES], peak[SIM_MAX_DEVICES];
 
@@ -24,7 +24,7 @@ static size_t limit(void) { return (size_t)sim_setting("ASCEND_SIM_MEMORY_BYTES"
 
 static size_t others(void) { return (size_t)sim_setting("ASCEND_SIM_OTHERS_BYTES", 0, 0, 1L << 46); }
 
-/* Index of the first range that ends behind p. */
+/* Returns the index of the first range that ends after p. */
 static size_t find(const char *p) {
     size_t low = 0, high = range_count;
     while (low < high) {
@@ -39,7 +39,7 @@ struct sim_range sim_range_of(const void *p, size_t n) {
     size_t at = find(p);
     if (at == range_count || ranges[at].start > (const char *)p) return (struct sim_range){.kind = SIM_FREE};
     struct sim_range range = ranges[at];
-    while (range.start + range.size < (const char *)p + n) { /* memory mapped by hand lies piece by piece */
+    while (range.start + range.size < (const char *)p + n) { /* aclrtMapMem maps memory in pieces */
         struct sim_range *next = ++at < range_count ? &ranges[at] : NULL;
         if (!next || next->start != range.start + range.size || next->kind != range.kind || next->device != range.device)
             return (struct sim_range){.kind = SIM_FREE};
@@ -65,7 +65,7 @@ static void add_range(struct sim_range range) {
     range_count++;
 }
 
-/* Takes the range that starts at p and is of that kind out of the table; SIM_FREE where there is none. */
+/* Removes and returns the range of `kind` that starts at p, or returns SIM_FREE. */
 static struct sim_range take_range(const void *p, enum sim_kind kind) {
     size_t at = find(p);
     if (at == range_count || ranges[at].start != p || ranges[at].kind != kind) return (struct sim_range){.kind = SIM_FREE};
@@ -75,7 +75,7 @@ static struct sim_range take_range(const void *p, enum sim_kind kind) {
     return range;
 }
 
-/* Fresh device memory is not zero: NaN as a float, -1 as an integer. Only so much of it, since a page that is written costs. */
+/* Fills fresh device memory with NaN or -1. The size is limited, because every written page needs real memory. */
 static void poison(char *start, size_t size) {
     size_t most = (size_t)sim_setting("ASCEND_SIM_POISON_BYTES", 32L << 20, 0, 1L << 46);
     memset(start, 0xff, size < most ? size : most);
@@ -98,7 +98,7 @@ static int allocate(void **p, size_t size, enum sim_kind kind) {
     pthread_mutex_lock(&sim_lock);
     int code = kind == SIM_DEVICE ? charge(device, size) : 0;
     if (!code) {
-        /* Untouched pages cost nothing, so that a large limit needs no large machine. */
+        /* Untouched pages need no real memory, so a small machine can simulate a large device. */
         void *start = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (start == MAP_FAILED) {
             if (kind == SIM_DEVICE) used[device] -= size;
@@ -166,11 +166,11 @@ aclError aclrtGetMemInfo(aclrtMemAttr attribute, size_t *free_bytes, size_t *tot
     return 0;
 }
 
-/* Bytes of a device in use by this process, and the most they have been. */
+/* Current and peak bytes of a device that this process uses. */
 SIM_EXPORT size_t sim_memory_used(int device) { return used[device]; }
 SIM_EXPORT size_t sim_memory_peak(int device) { return peak[device]; }
 
-/* Whether all of it is mapped in this process. */
+/* Returns whether this process maps the whole range. */
 static bool is_mapped(const void *p, size_t n) {
     char *page = (char *)((uintptr_t)p / PAGE * PAGE), *stop = (char *)p + n;
     unsigned char resident[1024];
@@ -188,7 +188,7 @@ enum sim_kind sim_kind_of(const void *p, size_t n) {
     return kind;
 }
 
-/* ---- host memory that somebody else allocated ---- */
+/* ---- host memory allocated elsewhere ---- */
 
 static int register_host(void *p, uint64_t size) {
     if (!p || !size) return sim_error(ACL_ERROR_RT_PARAM_INVALID, "an empty range");
@@ -244,7 +244,7 @@ aclError aclrtPointerGetAttributes(const void *p, aclrtPtrAttributes *attributes
     return 0;
 }
 
-/* ---- copies at once ---- */
+/* ---- synchronous copies ---- */
 
 int sim_move(void *dst, enum sim_kind dst_kind, const void *src, enum sim_kind src_kind, size_t n) {
     if (sim_kind_of(dst, n) != dst_kind || (dst_kind == SIM_FREE && !is_mapped(dst, n)))
@@ -296,7 +296,7 @@ aclError aclrtMemset(void *p, size_t room, int32_t value, size_t n) {
     return 0;
 }
 
-/* ---- addresses and physical memory apart, as expandable segments of torch_npu use them ---- */
+/* ---- separate addresses and physical memory, for torch_npu's expandable segments ---- */
 
 struct physical {
     size_t size;
@@ -305,7 +305,7 @@ struct physical {
 
 aclError aclrtReserveMemAddress(void **p, size_t size, size_t alignment, void *wish, uint64_t flags) {
     CALLED("size=%zu alignment=%zu wish=%p flags=%llu", size, alignment, wish, (unsigned long long)flags);
-    /* The length is kept in a page before the range, for the release. */
+    /* A page before the range keeps the length for aclrtReleaseMemAddress. */
     char *start = mmap(NULL, size + 2 * GRANULARITY, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) return sim_error(ACL_ERROR_RT_MEMORY_ALLOCATION, "%zu bytes of addresses", size);
     char *range = (char *)round_up((uintptr_t)start + PAGE, GRANULARITY);

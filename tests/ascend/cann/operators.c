@@ -1,4 +1,4 @@
-/* Operators: none is run here. One that gets as far as CANN is refused by its name, since its output would be garbage. */
+/* Operators: Python runs the simulated ones. CANN refuses every other operator by name, because its output would be garbage. */
 #include "sim.h"
 
 aclError aclopCompileAndExecute(const char *type, int inputs, const aclTensorDesc *const input_descriptions[],

@@ -1,6 +1,6 @@
-/* Who wrote a range of memory last, and whether whoever uses it next has waited for that: races are errors here.
- * Each stream counts its steps; a clock says up to which step of each stream something is known to come later. A stream has
- * a clock, an event keeps that of the moment when it was recorded, and the host has one of what it has waited for. */
+/* Race detection: the last accesses of each range of memory. A conflicting use is an error unless it waits for them.
+ * Each stream counts its steps. A clock holds a step of each stream, and its owner comes after these steps. Each stream has a
+ * clock, an event keeps the clock of its record, and the host has a clock of the work that it has waited for. */
 #include "sim.h"
 
 #include <stdlib.h>
@@ -8,11 +8,11 @@
 
 struct access {
     char *start, *stop;
-    int writer, reader; /* streams; -1: nobody */
+    int writer, reader; /* streams, or -1 for none */
     uint64_t written, read;
 };
 
-static struct access *accesses; /* by address, none overlaps */
+static struct access *accesses; /* sorted by address, without overlaps */
 static size_t count, space;
 static struct sim_clock host;
 
@@ -49,7 +49,7 @@ void sim_host_has_waited(const struct sim_clock *clock) { sim_clock_join(&host, 
 
 struct sim_clock *sim_host_clock(void) { return &host; }
 
-/* Index of the first access that ends behind p. */
+/* Returns the index of the first access that ends after p. */
 static size_t find(const char *p) {
     size_t low = 0, high = count;
     while (low < high) {
@@ -71,7 +71,7 @@ static void insert(size_t at, struct access access) {
     count++;
 }
 
-/* Makes p the border of an access, if it lies within one. */
+/* Splits the access that contains p at p. */
 static void split(char *p) {
     size_t at = find(p);
     if (at == count || accesses[at].start >= p) return;
@@ -92,7 +92,7 @@ static void erase(char *start, char *stop) {
 
 void sim_forget(const void *p, size_t n) { erase((char *)p, (char *)p + n); }
 
-/* Takes out what the host has waited for: it comes before all that is queued from now on. */
+/* Removes accesses that the host has waited for, because all later work comes after them. */
 static void prune(void) {
     static size_t enough = 1024;
     if (count < enough) return;
@@ -112,7 +112,7 @@ static int race(const char *what, int stream, const struct access *access, const
                      what, (void *)access->start, other, before);
 }
 
-/* Whether all that was done to the range before is known to `clock`, which is that of `stream` or (-1) the host's. */
+/* Checks that `clock` includes all conflicting accesses of the range. It is the clock of `stream`, or of the host (-1). */
 static int check(const struct sim_clock *clock, int stream, const char *start, const char *stop, bool writes) {
     const char *what = writes ? "writes" : "reads";
     for (size_t at = find(start); at < count && accesses[at].start < stop; at++) {
@@ -145,7 +145,7 @@ int sim_note_read(struct sim_stream *stream, const void *p, size_t n) {
     split(start);
     split(stop);
     uint64_t step = sim_step(stream);
-    for (size_t at = find(start); start < stop; at++) { /* of one reader, the last, is kept: enough to show a mistake */
+    for (size_t at = find(start); start < stop; at++) { /* keeps the last reader only, which is enough to show a race */
         if (at == count || accesses[at].start > start) {
             char *end = at == count || accesses[at].start > stop ? stop : accesses[at].start;
             insert(at, (struct access){start, end, -1, id, 0, step});
@@ -158,7 +158,7 @@ int sim_note_read(struct sim_stream *stream, const void *p, size_t n) {
     return 0;
 }
 
-/* The host itself, or a copy that blocks it, uses the range. */
+/* Notes a use by the host, or by a copy that blocks the host. */
 int sim_note_host(const void *p, size_t n, bool writes) {
     if (!watching() || !n) return 0;
     int code = check(&host, -1, p, (const char *)p + n, writes);
@@ -166,7 +166,7 @@ int sim_note_host(const void *p, size_t n, bool writes) {
     return code;
 }
 
-/* ---- for operators: what is launched on the stream reads or writes now ---- */
+/* ---- for operators: a launch on the stream reads or writes memory ---- */
 
 SIM_EXPORT int sim_reads(void *stream, const void *p, size_t n) {
     pthread_mutex_lock(&sim_lock);

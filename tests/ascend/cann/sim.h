@@ -1,5 +1,5 @@
-/* What the parts of the simulated CANN know of one another. One lock, sim_lock, guards devices, memory, streams and events;
- * it is released while a task runs, so that a collective which waits for its peers stops nobody else. */
+/* Internal interfaces of the simulated CANN. One lock, sim_lock, guards devices, memory, streams and events. The lock is
+ * released while a task runs, so that a collective that waits for its peers does not block other threads. */
 #pragma once
 #include <pthread.h>
 #include <stdatomic.h>
@@ -15,18 +15,18 @@
 #define SIM_MAX_DEVICES 8
 #define SIM_EXPORT __attribute__((visibility("default")))
 
-/* trace.c: calls counted, written down on demand, and failing on demand. */
+/* trace.c: counters, traces and injected failures of calls. */
 struct sim_function {
     const char *name;
     atomic_long calls;
-    struct sim_function *next; /* in the list of those that were called at least once */
+    struct sim_function *next; /* in the list of functions called at least once */
     atomic_bool listed;
 };
 
-/* Counts one call and returns the code that it is to fail with, 0 for none. format and what follows name its arguments. */
+/* Counts one call and returns the code of its injected failure, or 0. The format describes the call's arguments. */
 int sim_enter(struct sim_function *function, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* First statement of every function of CANN. */
+/* First statement of each function of CANN. */
 #define CALLED(...)                                                          \
     do {                                                                     \
         static struct sim_function function = {.name = __func__};            \
@@ -34,19 +34,19 @@ int sim_enter(struct sim_function *function, const char *format, ...) __attribut
         if (injected) return injected;                                       \
     } while (0)
 
-/* The message that the next aclGetRecentErrMsg of this thread answers; returns code. */
+/* Sets the message for this thread's next aclGetRecentErrMsg and returns code. */
 int sim_error(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 long sim_setting(const char *name, long fallback, long least, long most);
 void sim_count_sync(void);
-/* A copy to the host that blocks: torch_npu synchronises the stream just before it, and that is one wait, not two. */
+/* Counts a blocking copy to the host, unless torch_npu has just synchronised the stream for it. */
 void sim_count_copy_to_host(void);
-void sim_work(void); /* something was queued or computed: the next such copy is a wait of its own */
+void sim_work(void); /* notes new work, so that the next blocking copy counts as a wait */
 
 extern pthread_mutex_t sim_lock;
 
 /* devices.c */
 int sim_device_count(void);
-int sim_current_device(void); /* of this thread; -1 without one */
+int sim_current_device(void); /* of this thread, or -1 */
 
 /* memory.c */
 enum sim_kind { SIM_FREE, SIM_DEVICE, SIM_PINNED, SIM_REGISTERED };
@@ -54,41 +54,41 @@ struct sim_range {
     char *start;
     size_t size;
     enum sim_kind kind;
-    int device; /* of SIM_DEVICE */
+    int device; /* set for SIM_DEVICE only */
 };
-/* The range that holds all of [p, p + n); SIM_FREE where there is none. sim_lock is held. */
+/* Returns the range that holds all of [p, p + n), or SIM_FREE. sim_lock is held. */
 struct sim_range sim_range_of(const void *p, size_t n);
-/* What all of [p, p + n) is now; sim_lock is not held, here and below. */
+/* Returns the current kind of [p, p + n). sim_lock is not held, here and below. */
 enum sim_kind sim_kind_of(const void *p, size_t n);
-/* Whether a copy may be asked for: 0 or the code of its refusal. */
+/* Returns 0 if the copy is allowed, or the code of its refusal. */
 int sim_check_copy(const void *dst, size_t room, const void *src, size_t n, aclrtMemcpyKind kind);
-/* Copies n bytes that were of these kinds when the copy was asked for, if they are so still. */
+/* Copies n bytes if source and target still have the kinds that they had when the copy was queued. */
 int sim_move(void *dst, enum sim_kind dst_kind, const void *src, enum sim_kind src_kind, size_t n);
 
-/* streams.c: a queue of tasks each, which run when the stream is synchronised, drained or waited for. */
+/* streams.c: a stream is a queue of tasks that run when the stream is synchronised, drained or waited for. */
 struct sim_stream;
 struct sim_task {
-    int (*run)(struct sim_task *task);   /* without sim_lock; returns a code of ACL */
-    void (*drop)(struct sim_task *task); /* frees the task and what it owns */
-    struct sim_stream *other;            /* if any: all up to other_seq there must have run before */
+    int (*run)(struct sim_task *task);   /* called without sim_lock; returns a code of ACL */
+    void (*drop)(struct sim_task *task); /* frees the task and its resources */
+    struct sim_stream *other;            /* if set, its tasks up to other_seq run first */
     uint64_t other_seq;
-    bool impatient; /* a collective, which others wait for: the device gets on with it although nobody here asks */
-    uint64_t seq;   /* the rest is the queue's */
+    bool impatient; /* a collective, which the device runs by itself because other ranks wait */
+    uint64_t seq;   /* the queue sets the remaining fields */
     struct sim_task *next;
 };
-struct sim_stream *sim_stream_of(aclrtStream stream); /* null: the default stream of this thread's device; sim_lock is held */
+struct sim_stream *sim_stream_of(aclrtStream stream); /* NULL is the default stream of this thread's device; sim_lock is held */
 void *sim_new_task(size_t size, int (*run)(struct sim_task *), void (*drop)(struct sim_task *));
-/* In all of these sim_lock is held; those that run tasks let go of it meanwhile. */
-uint64_t sim_queue(struct sim_stream *stream, struct sim_task *task); /* returns its number in the stream */
+/* sim_lock is held in all of these. It is released while a task runs. */
+uint64_t sim_queue(struct sim_stream *stream, struct sim_task *task); /* returns the task's number in the stream */
 bool sim_has_run(const struct sim_stream *stream, uint64_t seq);
-int sim_run(struct sim_stream *stream, uint64_t seq); /* all up to seq; returns the error of the stream, if any */
-void sim_run_one(struct sim_stream *stream);          /* one task, unless there is none or it is impatient */
+int sim_run(struct sim_stream *stream, uint64_t seq); /* runs all tasks up to seq; returns the stream's error or 0 */
+void sim_run_one(struct sim_stream *stream);          /* runs the next task unless it is impatient */
 
-/* What is launched on a stream, recorded on it or waited for by the host must come from a thread of its device. */
+/* Checks that this thread's device is the stream's, as launches, records and waits of the host require. */
 int sim_check_device(const struct sim_stream *stream);
 int sim_stream_id(const struct sim_stream *stream);
 
-/* order.c: up to which step of each stream something comes later. sim_lock is held in all of these. */
+/* order.c: a clock holds the step of each stream that its owner comes after. sim_lock is held in all of these. */
 struct sim_clock {
     uint64_t *steps;
     size_t count;
@@ -98,12 +98,12 @@ void sim_clock_join(struct sim_clock *clock, const struct sim_clock *other);
 void sim_clock_set(struct sim_clock *clock, int stream, uint64_t step);
 struct sim_clock *sim_host_clock(void);
 void sim_host_has_waited(const struct sim_clock *clock);
-struct sim_clock *sim_stream_clock(struct sim_stream *stream); /* with what the host has waited for; in streams.c, like */
-uint64_t sim_step(struct sim_stream *stream);                  /* the next step of the stream */
-/* 0, or the code of a race with what another stream did to the range. */
+struct sim_clock *sim_stream_clock(struct sim_stream *stream); /* includes the host's clock; in streams.c, like */
+uint64_t sim_step(struct sim_stream *stream);                  /* starts the stream's next step */
+/* Return 0, or the code of a race with another stream's access of the range. */
 int sim_note_read(struct sim_stream *stream, const void *p, size_t n);
 int sim_note_write(struct sim_stream *stream, void *p, size_t n);
 int sim_note_host(const void *p, size_t n, bool writes);
-void sim_forget(const void *p, size_t n); /* it was freed */
+void sim_forget(const void *p, size_t n); /* forgets freed memory */
 
 uint64_t sim_now_ns(void);

@@ -1,6 +1,6 @@
-/* Streams: queues of tasks that run when the host synchronises, drains or queries them, or another stream waits for them.
- * The device runs as late as it may, so that a missing synchronise shows every time. Only what other processes wait for
- * (a collective) the device gets on with by itself, after ASCEND_SIM_PATIENCE_MS. */
+/* Streams: queues of tasks that run when the host synchronises, drains or queries a stream, or another stream waits for it.
+ * Tasks run as late as possible, so that a missing synchronisation shows every time. Only collectives, for which other
+ * processes wait, run by themselves after ASCEND_SIM_PATIENCE_MS. */
 #include "sim.h"
 
 #include <stdlib.h>
@@ -10,16 +10,16 @@
 struct sim_stream {
     int id, device;
     struct sim_task *head, **tail;
-    uint64_t queued, done; /* numbers of the task queued last, and of the one that ran last */
-    int error;             /* of the first task that failed: what follows does not run */
-    uint64_t steps;        /* taken, see order.c */
+    uint64_t queued, done; /* numbers of the last queued task and the last finished task */
+    int error;             /* of the first failed task; later tasks do not run */
+    uint64_t steps;        /* number of steps, see order.c */
     struct sim_clock clock;
     bool running, gets_on;
     pthread_cond_t changed;
     struct sim_stream *next;
 };
 
-static struct sim_stream *streams; /* newest first; a stream outlives its destruction, since events may name it */
+static struct sim_stream *streams; /* newest first; destroyed streams stay, because events may refer to them */
 static struct sim_stream *defaults[SIM_MAX_DEVICES];
 static int stream_count;
 
@@ -69,7 +69,7 @@ void *sim_new_task(size_t size, int (*run)(struct sim_task *), void (*drop)(stru
 
 static void free_task(struct sim_task *task) { free(task); }
 
-/* Thread of a stream with collectives in it: runs up to the last of them once they have waited for a while. */
+/* Thread of a stream with collectives. After a pause, it runs the stream up to the last collective. */
 static void *get_on(void *argument) {
     struct sim_stream *stream = argument;
     long patience_ms = sim_setting("ASCEND_SIM_PATIENCE_MS", 20, 0, 60000);
@@ -186,7 +186,7 @@ aclError aclrtDestroyStreamForce(aclrtStream stream) {
 
 static int wait_for(struct sim_stream *stream) {
     uint64_t last = stream->queued;
-    struct sim_clock reached = {0}; /* what is queued by others meanwhile is not waited for */
+    struct sim_clock reached = {0}; /* excludes work that other threads queue during the wait */
     sim_clock_join(&reached, sim_stream_clock(stream));
     int code = sim_run(stream, last);
     sim_host_has_waited(&reached);
@@ -194,7 +194,7 @@ static int wait_for(struct sim_stream *stream) {
     return code;
 }
 
-/* The host waits until all that is queued on the stream has run; ms is not kept: only a collective takes time, and has its own limit. */
+/* Waits for all queued tasks. Timeouts are ignored, because only a collective takes time, and it has its own limit. */
 static int synchronize(aclrtStream stream) {
     sim_count_sync();
     pthread_mutex_lock(&sim_lock);
@@ -242,7 +242,7 @@ aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status) {
     CALLED("stream=%p", stream);
     pthread_mutex_lock(&sim_lock);
     struct sim_stream *queue = sim_stream_of(stream);
-    sim_run_one(queue); /* asking makes the device get on by one task, so that whoever polls comes to an end */
+    sim_run_one(queue); /* each query runs one task, so that polling ends */
     *status = queue->head ? ACL_STREAM_STATUS_NOT_READY : ACL_STREAM_STATUS_COMPLETE;
     if (!queue->head) sim_host_has_waited(sim_stream_clock(queue));
     int code = queue->error;
@@ -260,7 +260,7 @@ aclError aclrtStreamGetId(aclrtStream stream, int32_t *id) {
 
 aclError aclrtGetStreamId(aclrtStream stream, int32_t *id) { return aclrtStreamGetId(stream, id); }
 
-/* Queues a task that reads and writes n bytes each (null: none), unless that would be a race. Under the lock. */
+/* Queues a task that reads or writes n bytes, unless that would be a race. NULL means no access. sim_lock is held. */
 static int launch(struct sim_stream *queue, struct sim_task *task, void *writes, const void *reads, size_t n) {
     int code = reads ? sim_note_read(queue, reads, n) : 0;
     if (!code && writes) code = sim_note_write(queue, writes, n);
@@ -294,7 +294,7 @@ struct copy {
     const void *src;
     size_t n;
     enum sim_kind dst_kind, src_kind;
-    char owned[]; /* the bytes themselves, of a write */
+    char owned[]; /* the source bytes of sim_enqueue_write */
 };
 
 static int run_copy(struct sim_task *task) {
@@ -367,7 +367,7 @@ static int launch_host_call(aclrtStream stream, void (*function)(void *), void *
     struct host_call *call = sim_new_task(sizeof *call, run_host_call, free_task);
     call->function = function;
     call->argument = argument;
-    call->task.impatient = true; /* somebody may wait for what it says */
+    call->task.impatient = true; /* the host may wait for the call */
     return launch_on(stream, &call->task, NULL, NULL, 0);
 }
 
@@ -381,7 +381,7 @@ aclError aclrtLaunchCallback(aclrtCallback function, void *argument, aclrtCallba
     return launch_host_call(stream, function, argument);
 }
 
-/* ---- for operators in Python, which compute on the host: neither counts as a synchronisation ---- */
+/* ---- for operators in Python, which compute on the host: these calls do not count as synchronisations ---- */
 
 SIM_EXPORT int sim_drain(void *stream) {
     sim_work();
@@ -392,7 +392,7 @@ SIM_EXPORT int sim_drain(void *stream) {
     return code;
 }
 
-/* Until the stream gets there, dst reads as NaN and -1: from the same moment on, since another thread may drain the stream. */
+/* Poisons dst until the stream runs the write. Both happen under one lock, because another thread may drain the stream. */
 SIM_EXPORT int sim_enqueue_write(void *stream, void *dst, const void *src, size_t n) {
     struct sim_task *task = &new_copy(dst, src, n, true)->task;
     pthread_mutex_lock(&sim_lock);

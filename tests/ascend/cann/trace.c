@@ -1,4 +1,4 @@
-/* Calls of CANN functions: counted, written to ASCEND_SIM_TRACE, failing as ASCEND_SIM_FAIL says. */
+/* Calls of CANN functions: counters, the trace in ASCEND_SIM_TRACE, and the failures of ASCEND_SIM_FAIL. */
 #include "sim.h"
 
 #include <errno.h>
@@ -16,10 +16,10 @@ static struct sim_function *functions;
 static atomic_long syncs;
 static int trace_file = -1;
 static atomic_bool ready;
-static char *rules; /* "name=code", "name=code@N" (the Nth call only) or "name=code@N+" (from the Nth on), by comma */
+static char *rules; /* comma-separated "name=code", "name=code@N" (only call N) or "name=code@N+" (from call N on) */
 static _Thread_local char message[1024];
 
-/* A fork may have another environment, and starts to count anew. */
+/* Resets the counters and settings of a forked process, whose environment may differ. */
 static void start_anew(void) {
     pthread_mutex_init(&list_lock, NULL);
     atomic_store(&ready, false);
@@ -61,7 +61,7 @@ uint64_t sim_now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* The code of the rule that fits call number `call` of `name`; list_lock is held. */
+/* Returns the code of the rule for call number `call` of `name`, or 0. list_lock is held. */
 static int injected(const char *name, long call) {
     size_t length = strlen(name);
     for (const char *rule = rules; rule && *rule;) {
@@ -115,7 +115,7 @@ int sim_error(int code, const char *format, ...) {
     va_start(arguments, format);
     vsnprintf(line, sizeof line, format, arguments);
     va_end(arguments);
-    size_t length = strlen(message); /* one cause after the other, until somebody reads them */
+    size_t length = strlen(message); /* collects causes until aclGetRecentErrMsg reads them */
     if (!strstr(message, line)) snprintf(message + length, sizeof message - length, "%s%s", length ? "\n" : "", line);
     return code;
 }
@@ -129,7 +129,7 @@ const char *aclGetRecentErrMsg(void) {
     return told;
 }
 
-static _Thread_local bool just_synced; /* and nothing was queued since */
+static _Thread_local bool just_synced; /* and no work was queued since */
 
 void sim_count_sync(void) {
     atomic_fetch_add(&syncs, 1);
@@ -156,7 +156,7 @@ SIM_EXPORT long sim_calls(const char *name) {
     return calls;
 }
 
-/* Replaces the rules of ASCEND_SIM_FAIL; an empty text takes all away. Calls are counted on from where they are. */
+/* Replaces the rules of ASCEND_SIM_FAIL. An empty text removes all rules. The counters of calls continue. */
 SIM_EXPORT void sim_fail(const char *text) {
     if (!atomic_load(&ready)) read_settings();
     pthread_mutex_lock(&list_lock);

@@ -1,4 +1,4 @@
-"""Operators of the simulated NPU: the real torch_npu's, answered by the host over the same memory."""
+"""Operators of the simulated NPU. The host computes those of the real torch_npu over the same memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 @cache
 def install() -> dict[str, torch.library.Library]:
-    """Puts the operators in place of torch_npu's kernels, for this process. What it returns keeps them there."""
-    from tests.ascend.operators import aten, fused  # both need torch_npu, which is not wherever this package is read
+    """Replace torch_npu's kernels in this process. The returned libraries keep the replacements installed."""
+    from tests.ascend.operators import aten, fused  # both import torch_npu, which may be missing at import
 
     libraries = {name: torch.library.Library(name, "IMPL") for name in ("aten", "npu", "atb")}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels that are overridden: that is what is meant
+        warnings.simplefilter("ignore")  # overriding kernels is intended, but causes warnings
         aten.install(libraries["aten"])
         fused.install(libraries)
     return libraries

@@ -1,4 +1,4 @@
-"""A device tensor's bytes as a tensor of the host: the simulated device's memory is host memory."""
+"""Host tensors over the memory of device tensors. The simulated device's memory is host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def on_device(value: object) -> bool:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same bytes, sizes and strides as the device tensor `tensor`, on the host."""
+    """Return a host tensor with the memory, sizes and strides of the device tensor `tensor`."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
@@ -22,7 +22,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def span(tensor: Tensor) -> tuple[int, int] | None:
-    """Address and bytes of a tensor that lies in one piece, whatever the order of its axes; None for any other."""
+    """Return address and size in bytes of a tensor without gaps, whatever the order of its axes, or None."""
     size = tensor.numel() * tensor.element_size()
     if size and not tensor.is_contiguous():
         strides = sorted(

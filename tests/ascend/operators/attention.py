@@ -1,4 +1,4 @@
-"""The attention that the fused operators stand for: a sequence at a time, in float32, masks as their documents say."""
+"""Reference attention of the fused operators, one sequence at a time in float32, with the documented masks."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 COMPRESSED = 2048
-"""Side of the mask that sparse modes 2 to 4 (and 6 to 8 of npu_fusion_attention) take: ones above the diagonal."""
+"""Side of the mask for sparse modes 2 to 4, and for 6 to 8 of npu_fusion_attention. It is 1 above the diagonal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Which keys a query sees. Positions are counted from the upper left corner, or from the lower right one."""
+    """Visibility of keys. Positions count from the upper left corner or from the lower right one, by the mode."""
 
     mode: int
     mask: Tensor | None
-    """bool, True: hidden; [B or 1, ..., Sq, Skv], or any of its tails."""
+    """Mask, bool [B or 1, ..., Sq, Skv] or any tail of these axes. True hides a key."""
     before: int
     after: int
 
     def seen(self, item: int, queries: int, keys: int) -> Tensor | None:
-        """bool [heads or 1, queries, keys] of the sequence `item`; None: all."""
+        """Return the visible keys of the sequence `item`, bool [heads or 1, queries, keys], or None for all."""
         if self.mask is None and self.mode != 4:
             return None
         at = torch.arange(queries).unsqueeze(1)
@@ -42,7 +42,7 @@ class Sparse:
             return seen
         if self.mode == 2:
             return (to <= at).unsqueeze(0)
-        at = at + keys - queries  # the last query stands beside the last key
+        at = at + keys - queries  # the last query aligns with the last key
         if self.mode == 3:
             return (to <= at).unsqueeze(0)
         return ((to - at <= self.after) & (at - to <= self.before)).unsqueeze(0)
@@ -50,14 +50,14 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What comes out for one sequence."""
+    """Attention of one sequence."""
 
     out: Tensor
-    """float32 [heads, queries, value_dim]."""
+    """Output, float32 [heads, queries, value_dim]."""
     largest: Tensor
-    """float32 [heads, queries]: of the scaled scores."""
+    """Maxima of the scaled scores, float32 [heads, queries]."""
     total: Tensor
-    """float32 [heads, queries]: of exp(score - largest)."""
+    """Sums of exp(score - largest), float32 [heads, queries]."""
 
     @property
     def lse(self) -> Tensor:
@@ -67,10 +67,10 @@ class Attended:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tensor | None, shift: Tensor | None
 ) -> Attended:
-    """query [heads, queries, dim] over key [kv_heads, keys, dim] and value [kv_heads, keys, value_dim].
+    """Attend with query [heads, queries, dim] to key [kv_heads, keys, dim] and value [kv_heads, keys, value_dim].
 
-    A row that sees no key comes out as zeroes, as where the operator mends such rows; without that the device's
-    document promises nothing.
+    A row without visible keys becomes zero, as in modes where the operator corrects such rows. In other modes, the
+    device's document promises no result.
     """
     groups = query.shape[0] // key.shape[0]
     keys, values = (part.float().repeat_interleave(groups, dim=0) for part in (key, value))
@@ -87,5 +87,5 @@ def attend(
 
 
 def lengths(cumulative: list[int]) -> list[int]:
-    """The length of each sequence, from where each ends."""
+    """Return the length of each sequence from the sequences' ends."""
     return [stop - start for start, stop in zip([0, *cumulative], cumulative, strict=False)]

@@ -1,4 +1,4 @@
-"""What fused attention refuses."""
+"""Limits of the fused attention operators."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TRAINING = ("npu::npu_fusion_attention",)
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """A call of fused attention, read by its layout."""
+    """Arguments of a call of fused attention, read by its layout."""
 
     layout: str
     heads: int
@@ -43,9 +43,9 @@ class _Attention:
     key_dim: int
     value_dim: int
     queries: list[int]
-    """Of each sequence; of one that stands for all in a layout that is not packed."""
+    """Number of queries per sequence. A layout that is not packed has one number for all."""
     keys: list[int] | None
-    """Likewise, where they are given."""
+    """Number of keys per sequence, if lengths are given."""
     table: Tensor | None
     block_size: int
     mask: Tensor | None
@@ -81,7 +81,7 @@ class _Attention:
 
     @property
     def single(self) -> bool:
-        """One query a sequence, in a layout with a batch axis: the branch for incremental inference."""
+        """Whether each sequence has one query in a layout with a batch axis, which selects incremental inference."""
         return not self.packed and self.queries == [1]
 
 
@@ -136,7 +136,7 @@ def _packed(given: Arguments) -> Iterator[str]:
         )
     if (call.mode, call.mask is not None) not in {(0, False), (3, True), (4, True)}:
         yield f"When layout is TND, sparseMode({call.mode}) must be 0 without a mask, or 3 or 4 with one."
-    # The document says fewer, strictly; vllm-ascend prefills whole prompts so, where they are as many.
+    # The document requires fewer queries than keys, but vllm-ascend prefills whole prompts with as many.
     if call.mode == 3 and any(count > length for count, length in zip(queries, keys, strict=False)):
         yield f"When layout is TND and sparseMode is 3, a sequence has more queries than keys: {queries}, {keys}"
 
@@ -233,7 +233,7 @@ def _training_lengths(given: Arguments) -> Iterator[str]:
     rows, kv_rows = given["query"].shape[0], given["key"].shape[0]
     if not stops or not kv_stops or len(stops) != len(kv_stops):
         yield "actual_seq_qlen and actual_seq_kvlen must be given, of the same length, when the layout is TND."
-    elif len(stops) > 1024:  # "1 to 2K", and behind it "in varlen 1K at most"
+    elif len(stops) > 1024:  # the document says "1 to 2K", and then "in varlen 1K at most"
         yield f"actual_seq_qlen has {len(stops)} sequences, 1024 at most."
     elif max(stops) > rows or max(kv_stops) > kv_rows:
         yield f"the sequences end at {max(stops)} and {max(kv_stops)}, beyond {rows} and {kv_rows}."

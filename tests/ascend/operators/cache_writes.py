@@ -1,4 +1,4 @@
-"""What writes keys and values into the pages of a cache."""
+"""Operators that write keys and values into the pages of a cache."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:  # noqa: A002 - the schema's
-    """input[indices[i]] = updates[i]; the last axis of indices is a place in the first axes of input."""
+    """Set input[indices[i]] = updates[i]. The last axis of `indices` indexes the first axes of `input`."""
     where = indices.long().unbind(-1)
     for axis, places in enumerate(where):
         if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < input.shape[axis]:
-            # The document forbids it; the device writes wherever that is.
+            # The document forbids such an index. The device would write to any address.
             raise RuntimeError(
                 f"indices go from {int(places.min())} to {int(places.max())} in {input.shape[axis]} rows"
             )
@@ -34,7 +34,7 @@ def scatter_pa_kv_cache(
     cache_mode: str | None = "PA_NZ",
     **unused: Any,
 ) -> None:
-    """Rows [T, heads, dim] to their slots: of (blocks, block_size, heads, dim), or in the NZ format where asked for."""
+    """Write rows [T, heads, dim] to slots of pages (blocks, block_size, heads, dim), or of pages in the NZ format."""
     if any(extra is not None for extra in unused.values()):
         raise NotImplementedError("compressed caches are not simulated")
     slots = slot_mapping.long()
@@ -47,7 +47,7 @@ def scatter_pa_kv_cache(
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor) -> None:
-    """Rows [T, heads, dim] to their slots of (blocks, block_size, heads, dim)."""
+    """Write rows [T, heads, dim] to slots of pages (blocks, block_size, heads, dim)."""
     scatter_pa_kv_cache(key, value, key_cache, value_cache, slot_indices, cache_mode="Norm")
 
 

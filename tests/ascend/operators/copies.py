@@ -1,4 +1,4 @@
-"""Copies: between host and device by torch_npu's own code, on the device by the host."""
+"""Copies of tensors. torch_npu's code copies between host and device, and the host copies on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
 
 class Copies:
-    """The kernels that move tensors; `_transfer` is what torch_npu registered for copy_ itself."""
+    """Kernels that copy tensors. `_transfer` is torch_npu's own kernel of copy_."""
 
     def __init__(self) -> None:
         self._transfer = torch.library.get_kernel("aten::copy_", "PrivateUse1")
@@ -24,14 +24,14 @@ class Copies:
     def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if on_device(target) and on_device(source):
             return _between(target, source)
-        if on_device(target):  # it is the host that casts, on the way up and on the way down
+        if on_device(target):  # the host casts in both directions
             source = source.to(target.dtype)
         source = source.expand_as(target).contiguous()
         if target.is_contiguous() and target.dtype == source.dtype:
             self._transfer.call_boxed(_KEYS, target, source, non_blocking)
             return target
         piece = torch.empty(target.shape, dtype=source.dtype, device=target.device)
-        # The second copy must find what the first brings: on the device it does, on the host only after a wait.
+        # On the host, the second copy needs a wait for the first. On the device, the stream orders them.
         self._transfer.call_boxed(_KEYS, piece, source, non_blocking and on_device(target))
         target.copy_(piece)
         return target
@@ -47,12 +47,12 @@ class Copies:
         non_blocking: bool = False,
         memory_format: torch.memory_format | None = None,
     ) -> Tensor:
-        """As ToKernelNpu.cpp in Ascend/pytorch (torch_npu/csrc/aten/common): a dtype alone is never float64."""
+        """Convert as torch_npu's ToKernelNpu.cpp (csrc/aten/common) does. A dtype alone never gives float64."""
         if dtype is not None and layout is None and device is None:
             if tensor.dtype == dtype:
                 return tensor
             if dtype == torch.float64:
-                warnings.warn(_NO_DOUBLE, stacklevel=2)  # torch_npu says it once a process, in the log
+                warnings.warn(_NO_DOUBLE, stacklevel=2)  # torch_npu logs this once per process
                 dtype = torch.float32
         device = tensor.device if device is None else device
         if device.type == "npu":
@@ -60,14 +60,14 @@ class Copies:
             strides = torch.empty_like(shape, memory_format=memory_format or torch.preserve_format).stride()
             out = torch.empty_strided(tensor.size(), strides, dtype=dtype or tensor.dtype, device=device)
         else:
-            # As in torch's own, what is copied without a wait comes into pinned memory.
+            # As in torch, a copy without a wait needs pinned memory.
             pinned = bool(pin_memory) or non_blocking
             out = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device, pin_memory=pinned)
         return out.copy_(tensor, non_blocking)
 
 
 def _between(target: Tensor, source: Tensor) -> Tensor:
-    """Of tensors on devices; the copy is the target's, and the source's device has done before it what is queued."""
+    """Copy between devices on the target's stream, after the queued work of the source's stream."""
     order.note_read(order.begin(source.device), source)
     stream = order.begin(target.device)
     alias(target).copy_(alias(source))
@@ -80,5 +80,5 @@ def contiguous(tensor: Tensor, *, memory_format: Any = torch.contiguous_format) 
 
 
 def dtype_cast(tensor: Tensor, dtype: Any, input_dtype: int | None = None) -> Tensor:
-    """npu_dtype_cast: the same as `to`."""
+    """Cast as `to` does (npu_dtype_cast)."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)

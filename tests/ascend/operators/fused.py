@@ -1,4 +1,4 @@
-"""torch_npu's own operators: those that are called, under their registered schemas."""
+"""Simulated operators of torch_npu, under their registered schemas."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COMPUTED: Mapping[str, Callable[..., Any]] = {
     "npu::npu_scatter_pa_kv_cache": cache_writes.scatter_pa_kv_cache,
     "atb::_npu_reshape_and_cache": cache_writes.reshape_and_cache,
 }
-"""On the host, over the device's memory."""
+"""Operators that the host computes over the device's memory."""
 
 _ON_TENSORS: Mapping[str, Callable[..., Any]] = {
     "npu::_npu_dtype_cast": copies.dtype_cast,
@@ -53,14 +53,14 @@ _ON_TENSORS: Mapping[str, Callable[..., Any]] = {
     "npu::npu_format_cast_.acl_format": formats.npu_format_cast_,
     "npu::npu_format_cast_": formats.npu_format_cast_like_,
 }
-"""Of torch's operators on device tensors."""
+"""Operators made of torch's operators on device tensors."""
 
 _OLDER_WAY: Mapping[str, str] = {
     "npu_rms_norm": "aclnnRmsNorm",
     "npu_add_rms_norm": "aclnnAddRmsNorm",
     "npu_rotary_mul": "aclnnRotaryPositionEmbedding",
 }
-"""Those that torch_npu runs by name, through aclopCompileAndExecute, where CANN has no function for them."""
+"""Operators that torch_npu runs by name through aclopCompileAndExecute if CANN lacks their function."""
 
 
 def install(libraries: Mapping[str, torch.library.Library]) -> None:
@@ -74,7 +74,7 @@ def install(libraries: Mapping[str, torch.library.Library]) -> None:
 
 @cache
 def _implementation(name: str) -> Callable[..., Any] | None:
-    """What takes the place of torch_npu's kernel; None where that stays."""
+    """Return the replacement of torch_npu's kernel, or None to keep the kernel."""
     namespace, _, rest = name.partition("::")
     if name in _ON_TENSORS:
         return _ON_TENSORS[name]
@@ -83,11 +83,11 @@ def _implementation(name: str) -> Callable[..., Any] | None:
     ours = kernel(operator(name), COMPUTED[name], limits.of(name))
     if function := _OLDER_WAY.get(rest):
         torch_npus = _refusing(f"{function} or {function}GetWorkspaceSize not in libopapi.so")
-    else:  # torch_npu's own kernel looks for the function in CANN's library, and says that it is not there
+    else:  # torch_npu's own kernel looks for the function in CANN's library and reports that it is missing
         own = torch.library.get_kernel(operator(name), "PrivateUse1")
         torch_npus = partial(own.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1))
 
-    # What is as its default the dispatcher leaves out.
+    # The dispatcher leaves out arguments that equal their default.
     defaults = {a.name: a.default_value for a in operator(name)._schema.arguments if a.has_default_value()}
 
     def launch(*args: Any, **kwargs: Any) -> Any:
@@ -105,11 +105,11 @@ def _lacks(name: str, args: Sequence[Any]) -> bool:
 
 
 def _trace(name: str, settings: Mapping[str, Any]) -> None:
-    """A line among those of CANN's calls, where they are traced: an operator of torch_npu's does not come by those."""
+    """Write a line to the trace of CANN's calls, because the simulated operators of torch_npu make no such call."""
     if path := os.environ.get("ASCEND_SIM_TRACE"):
-        told = " ".join(f"{key}={value}" for key, value in settings.items() if isinstance(value, str | int))
-        with open(path, "a", encoding="utf-8") as trace:  # noqa: PTH123 - one line, in one write
-            trace.write(f"{time.monotonic():.9f} {os.getpid()} {threading.get_native_id()} {name} {told}\n")
+        text = " ".join(f"{key}={value}" for key, value in settings.items() if isinstance(value, str | int))
+        with open(path, "a", encoding="utf-8") as trace:  # noqa: PTH123 - a single write keeps the line whole
+            trace.write(f"{time.monotonic():.9f} {os.getpid()} {threading.get_native_id()} {name} {text}\n")
 
 
 def _refusing(why: str) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def _refusing(why: str) -> Callable[..., Any]:
 
 
 def operator(name: str) -> Any:
-    """The overload `namespace::name[.overload]`."""
+    """Return the overload `namespace::name[.overload]`."""
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")

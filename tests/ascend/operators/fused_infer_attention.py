@@ -1,4 +1,4 @@
-"""npu_fused_infer_attention_score and its second version; npu_prompt_flash_attention and npu_incre_flash_attention."""
+"""Fused inference attention: npu_fused_infer_attention_score and its v2, npu_prompt_ and npu_incre_flash_attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ascend.operators.layouts import join, pages_of, split
 
 
 def _spread(given: Sequence[int] | None, count: int, default: int) -> list[int]:
-    """A length for each sequence: given for each, or one for all, or none."""
+    """Return a length for each sequence, from a length for each, one for all, or none."""
     if given is None:
         return [default] * count
     return [int(given[0])] * count if len(given) == 1 else [int(length) for length in given[:count]]
@@ -43,12 +43,16 @@ def fused_infer_attention_score(
     softmax_lse_flag: bool = False,
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """attention_out of the query's shape (value's dim), and softmax_lse float32, [1] of nought unless asked for."""
+    """Return attention_out and softmax_lse.
+
+    attention_out has the query's shape with the value's width. softmax_lse is float32, and a zero of shape [1] unless
+    requested.
+    """
     _refuse_unused(unused)
     kv_heads = num_key_value_heads or num_heads
     layout, _, out_layout = input_layout.partition("_")
     packed = layout in {"TND", "NTD"}
-    if query_rope is not None:  # the rotated part of MLA's keys is a tail of their width
+    if query_rope is not None:  # the rotated part of MLA's keys extends their width
         assert key_rope is not None
         query = _widened(query, query_rope, layout, num_heads)
         key = _widened(key, key_rope, "pages" if block_table is not None else layout, kv_heads)
@@ -72,7 +76,7 @@ def fused_infer_attention_score(
             keys, values = (
                 [part[:, :n] for part, n in zip(parts, kv_lengths, strict=True)] for parts in (keys, values)
             )
-    # One query a sequence is the branch of incremental inference, which looks at neither mode nor window.
+    # One query per sequence selects incremental inference, which ignores the mode and the window.
     single = not packed and queries[0].shape[1] == 1 and query_rope is None
     mask = atten_mask
     if single and mask is not None and mask.dim() == 2:  # (B, KV_S)
@@ -115,7 +119,7 @@ def _one(
     found = attend(query, key, value, scale, sparse.seen(item, count, keys), shift)
     if rows == count:
         return found
-    # Rows behind a sequence's end are not computed: whatever lay there.
+    # The operator does not compute rows after a sequence's end.
     pad = rows - count
     out = torch.nn.functional.pad(found.out, (0, 0, 0, pad), value=torch.nan)
     largest, total = (torch.nn.functional.pad(part, (0, pad), value=torch.nan) for part in (found.largest, found.total))
@@ -130,7 +134,7 @@ def _widened(part: Tensor, rope: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def _refuse_unused(named: dict[str, Any]) -> None:
-    """Quantisation, shared prefixes and left padding are not simulated: an answer without them would be wrong."""
+    """Refuse quantisation, shared prefixes and left padding, because a result without them would be wrong."""
     for name, value in named.items():
         if isinstance(value, Tensor) or (isinstance(value, list | tuple) and value):
             raise NotImplementedError(f"{name} is given, which the simulated operator has not")
@@ -148,7 +152,7 @@ def fused_infer_attention_score_v2(
     return_softmax_lse: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The same under other names."""
+    """Call the first version, whose arguments have other names."""
     return fused_infer_attention_score(
         query,
         key,
@@ -178,7 +182,7 @@ def incre_flash_attention(
     scale_value: float = 1.0,
     **others: Any,
 ) -> Tensor:
-    """One query a sequence; actual_seq_lengths are those of the keys."""
+    """Attend with one query per sequence. `actual_seq_lengths` are the lengths of the keys."""
     return fused_infer_attention_score(
         query, key, value, actual_seq_lengths_kv=actual_seq_lengths, scale=scale_value, **others
     )[0]

@@ -1,14 +1,14 @@
-"""Random numbers of the device: as its own, they follow from a generator's seed and offset alone."""
+"""Random numbers of the device. As on a real device, they depend on a generator's seed and offset only."""
 
 from __future__ import annotations
 
 import torch
 
-_DRAW = 4  # what a draw advances an offset by; Philox counts in fours
+_DRAW = 4  # offsets advance by 4 per draw, because Philox counts in fours
 
 
 def host_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """A generator of the host for one operator, which advances the device's `generator`, or the default one."""
+    """Return a host generator for one operator, and advance the device's `generator` or the default one."""
     if generator is None:
         generator = torch.npu.default_generators[device.index]
     if generator.device.type != "npu":

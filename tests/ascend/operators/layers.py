@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings, activations: each as its document's formula, in float32."""
+"""Norms, rotary embeddings and activations by the formulas of their documents, in float32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:  # noqa: A002 - the schema's
-    """x / rms(x) * gamma over the axes that gamma has, and 1 / rms, float32."""
+    """Return x / rms(x) * gamma over the axes of gamma, and 1 / rms in float32."""
     axes = tuple(range(-gamma.dim(), 0))
     values = input.float()
     rstd = torch.rsqrt(values.square().mean(axes, keepdim=True) + epsilon)
@@ -15,7 +15,7 @@ def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
 
 
 def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of the sum, 1 / rms, and the sum in the inputs' dtype."""
+    """Return the norm of the sum, 1 / rms, and the sum in the inputs' dtype."""
     total = x1 + x2
     out, rstd = rms_norm(total, gamma, epsilon)
     return out, rstd, total
@@ -37,7 +37,7 @@ def rotary_mul(
     rotary_mode: str = "half",
     rotate: Tensor | None = None,
 ) -> Tensor:
-    """r1 * x + r2 * turned(x); r1 are the cosines, r2 the sines."""
+    """Return r1 * x + r2 * turned(x), where r1 are the cosines and r2 the sines."""
     values = input.float()
     turned = values @ rotate.float() if rotate is not None else _turned(values, rotary_mode)
     return (r1.float() * values + r2.float() * turned).to(input.dtype)
@@ -46,14 +46,14 @@ def rotary_mul(
 def apply_rotary_pos_emb(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor]:
-    """Both rotated; they share their memory with the inputs on the device, where it is done in place."""
+    """Rotate both tensors in place and return them, as the device does."""
     query.copy_(rotary_mul(query, cos, sin, rotary_mode))
     key.copy_(rotary_mul(key, cos, sin, rotary_mode))
     return query, key
 
 
 def swiglu(input: Tensor, dim: int = -1) -> Tensor:  # noqa: A002 - the schema's
-    """silu(first half) * second half."""
+    """Return silu(first half) * second half."""
     gate, up = input.float().chunk(2, dim=dim)
     return (torch.nn.functional.silu(gate) * up).to(input.dtype)
 
@@ -67,7 +67,7 @@ def silu(input: Tensor) -> Tensor:  # noqa: A002 - the schema's
 
 
 def fast_gelu(input: Tensor) -> Tensor:  # noqa: A002 - the schema's
-    """x / (1 + exp(-1.702 |x|)) * exp(0.851 (x - |x|))."""
+    """Return x / (1 + exp(-1.702 |x|)) * exp(0.851 (x - |x|))."""
     values = input.float()
     size = values.abs()
     return (values / (1 + (-1.702 * size).exp()) * (0.851 * (values - size)).exp()).to(input.dtype)

@@ -1,7 +1,7 @@
-"""What an Ascend 910B (Atlas A2) refuses, each with where that is said. A call outside it raises as torch_npu does.
+"""Limits of an Ascend 910B (Atlas A2), each with its source. A call beyond a limit raises torch_npu's error.
 
-Where documents differ, the newest CANN's counts, which is what torch_npu 2.13 pairs with. Older ones take less
-(vllm-project/vllm-ascend: in TND heads of 192 alone, issue 8045, and no pages, issue 4373).
+Where documents differ, the newest CANN counts, which is the release for torch_npu 2.13. Older releases accept less: in
+TND only heads of 192 (issue 8045 of vllm-project/vllm-ascend) and no pages (issue 4373).
 """
 
 from __future__ import annotations
@@ -91,16 +91,16 @@ _INDEX_FILL = (
     "the host (Ascend/op-plugin, op_plugin/ops/opapi/IndexFillKernelNpuOpApi.cpp: get_index_vector)"
 )
 DEAR: Mapping[str, str] = {"aten::index_fill": _INDEX_FILL, "aten::index_fill_": _INDEX_FILL}
-"""Operators that the device takes at a price which nothing here would show, with what they do and where that is said.
+"""Operators that are slow on the device, with the reason and its source. The simulator would not show their cost.
 
-They are refused, so that others are called in their place.
+Calls are refused, so that code uses other operators.
 """
 
 LIMITS: tuple[Limit, ...] = (*_TORCHS, *attention_limits.LIMITS, *layer_limits.LIMITS)
 
 
 class Refused(RuntimeError):
-    """As torch_npu raises it; with the row of the table, for those who test that."""
+    """Error as torch_npu raises it, with its limit for the tests."""
 
     def __init__(self, words: str, limit: Limit) -> None:
         super().__init__(words)
@@ -108,7 +108,7 @@ class Refused(RuntimeError):
 
 
 def of(operator: str) -> Callable[[Arguments], None] | None:
-    """A check of a call's arguments; None where nothing is known that is refused."""
+    """Return a check of a call's arguments, or None for an operator without known limits."""
     if operator in DEAR:
         return lambda _: _too_dear(operator)
     found = [limit for limit in LIMITS if operator in limit.operators]
@@ -122,7 +122,7 @@ def _too_dear(operator: str) -> None:
 def _check(operator: str, limits: list[Limit], arguments: Arguments) -> None:
     for limit in limits:
         for refusal in limit.refusals(arguments):
-            # As in issue 8045 and pull request 9632 of vllm-project/vllm-ascend, and CANN's OP_CHECK_DTYPE_NOT_SUPPORT.
+            # The format follows issue 8045 and pull request 9632 of vllm-ascend, and CANN's OP_CHECK_DTYPE_NOT_SUPPORT.
             kind = "AclNN_Parameter_Error(EZ1001)" if limit.code == PARAMETER else "E89999: Inner Error! E89999"
             raise Refused(
                 f"{operator.partition('::')[2]}: NPU function error: call aclnn failed, error code is {limit.code}\n"

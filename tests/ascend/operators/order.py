@@ -1,10 +1,10 @@
-"""When what an operator computes is to be seen: after what its stream did before, and by nobody who did not wait.
+"""Visibility of results: after earlier work of the same stream, and only to code that waits.
 
-A launch drains its stream, which runs the copies that are queued there and what those wait for. The result is computed
-at once, but its bytes are queued on the stream and the memory is poisoned: whoever reads it from another stream without
-waiting reads 0xFF, which is NaN as a float and -1 as an integer. Results of more than DEFERRED_BYTES, and those that do
-not lie in one piece, are written at once: to poison a cache of pages for one row would cost more than it shows. The
-simulator is told all that a launch reads and writes, and refuses what another stream may still write or read.
+A launch drains its stream, which runs its queued copies and the work that they wait for. The host computes the result
+at once. The result's bytes are queued on the stream, and the memory is poisoned until they arrive. A stream that reads
+without waiting reads 0xFF, which is NaN as a float and -1 as an integer. Results of more than DEFERRED_BYTES, and
+results with gaps, are written at once, because poisoning a cache of pages for one row would be too slow. A launch
+reports all its reads and writes to the simulator, which refuses memory that another stream may still write or read.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def _library() -> ctypes.CDLL:
 
 
 def begin(device: torch.device) -> int:
-    """The current stream of `device`, drained."""
+    """Drain the current stream of `device` and return the stream."""
     stream: int = torch_npu._C._npu_getCurrentRawStream(device.index)
     _library().sim_drain(stream)
     return stream
 
 
 def note_read(stream: int, tensor: Tensor) -> None:
-    """Says that what is launched on `stream` reads the device tensor `tensor`. RuntimeError where that is a race."""
+    """Report that a launch on `stream` reads the device tensor `tensor`. Raise RuntimeError for a race."""
     _check(_library().sim_reads(stream, *_reach(tensor)))
 
 
@@ -49,7 +49,7 @@ def _note_write(stream: int, tensor: Tensor) -> None:
 
 
 def _reach(tensor: Tensor) -> tuple[int, int]:
-    """Address and bytes from the first element to the last, gaps and all."""
+    """Return address and size in bytes from the first element to the last, including gaps."""
     if not tensor.numel():
         return tensor.data_ptr(), 0
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -57,7 +57,7 @@ def _reach(tensor: Tensor) -> tuple[int, int]:
 
 
 def publish(stream: int, tensor: Tensor) -> None:
-    """Has what the device tensor `tensor` holds by now appear in the order of `stream`."""
+    """Make the contents of the device tensor `tensor` appear in the order of `stream`."""
     piece = span(tensor)
     if piece is not None and 0 < piece[1] <= DEFERRED_BYTES:
         _defer(stream, piece[0], piece[0], piece[1])
@@ -66,7 +66,7 @@ def publish(stream: int, tensor: Tensor) -> None:
 
 
 def put(stream: int, tensor: Tensor, value: Tensor) -> None:
-    """Writes the host tensor `value` into the device tensor `tensor` of the same strides, both in one piece."""
+    """Write the host tensor `value` to the device tensor `tensor`. Both have the same strides and no gaps."""
     target, source = span(tensor), span(value)
     assert target is not None
     assert source is not None
@@ -82,10 +82,10 @@ def _defer(stream: int, target: int, source: int, size: int) -> None:
 
 
 def _check(code: int) -> None:
-    if code:  # nothing was queued: another stream still uses it
+    if code:  # another stream still uses the memory, and the call queued no work
         raise RuntimeError(_library().aclGetRecentErrMsg().decode())
 
 
 def synchronise(device: torch.device) -> None:
-    """What an operator does whose result's shape the host must know."""
+    """Wait for the device, as an operator does if the host needs the shape of its result."""
     torch.npu.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""What the tables of limits are made of: a limit, and the refusals that many operators share."""
+"""Parts of the tables of limits: the class of a limit, and checks that many operators share."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 Arguments = Mapping[str, Any]
-"""Of a call, by the schema's names, defaults included."""
+"""Arguments of a call by the schema's names, including defaults."""
 
 HALF = (torch.float16, torch.bfloat16)
 FLOAT = (torch.float32, *HALF)
 
 DOCS = "torch_npu 2.13.0, _op_plugin_docs.py"
-"""What torch_npu says of its own operators, Chinese; by the operator's name."""
+"""Source of torch_npu's documents of its own operators, in Chinese, by the operator's name."""
 
 PARAMETER, TILING, KERNEL = 161002, 561002, 561103
-"""Codes of aclnn: a parameter that its checks refuse; one that the kernel's tiling refuses; a launch that fails."""
+"""Codes of aclnn: a parameter check fails, the kernel's tiling refuses a parameter, a launch fails."""
 
 _DT = {
     torch.float64: "DT_DOUBLE",
@@ -35,22 +35,22 @@ _DT = {
     torch.complex64: "DT_COMPLEX64",
     torch.complex128: "DT_COMPLEX128",
 }
-"""CANN's names: aclDataType in CANN's Runtime API reference."""
+"""CANN's names of dtypes, from aclDataType in CANN's Runtime API reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One thing that some operators refuse."""
+    """One limit of some operators."""
 
     operators: tuple[str, ...]
     source: str
     code: int
     refusals: Callable[[Arguments], Iterable[str]]
-    """What is wrong with a call, in CANN's words where they are known."""
+    """Function that yields the errors of a call, in CANN's words where these are known."""
 
 
 def dtypes(supported: Iterable[torch.dtype], *names: str) -> Callable[[Arguments], Iterator[str]]:
-    """Each tensor among the arguments `names` has one of the dtypes."""
+    """Return a check that the tensors among the arguments `names` have one of the dtypes."""
     allowed = tuple(supported)
 
     def refusals(arguments: Arguments) -> Iterator[str]:

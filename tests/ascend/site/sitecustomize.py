@@ -1,4 +1,4 @@
-"""In every process that sees the simulated NPU: once torch_npu is imported, its operators are installed."""
+"""Installer of the simulated operators, which runs when a process with the simulated NPU imports torch_npu."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Installing(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        # A child of the engine has another working directory, or none of the project's folders in its path.
+        # The engine's child processes have another working directory and may lack the project in their path.
         if (root := str(Path(__file__).parents[3])) not in sys.path:
             sys.path.append(root)
         from tests.ascend.operators import install
@@ -35,7 +35,7 @@ class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != "torch_npu" or self._asking:
             return None
-        self._asking = True  # who comes after this one in sys.meta_path knows where it is
+        self._asking = True  # the next finders in sys.meta_path locate the package
         try:
             spec = importlib.util.find_spec(fullname)
         finally:

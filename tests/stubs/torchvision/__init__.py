@@ -1,6 +1,7 @@
-"""What transformers' image and video processors use of torchvision, over torch alone; on sys.path in tests only.
+"""The part of torchvision that transformers' image and video processors use, written with torch alone.
 
-torchvision's own wheels need CUDA's libraries. Its resize is torch's `interpolate`, as here.
+Only tests put this package on sys.path, because torchvision's own wheels need the libraries of CUDA. Its resize is
+torch's `interpolate`, as here.
 """
 
 from . import io, transforms
