@@ -274,7 +274,7 @@ def test_variables_that_a_prompt_cannot_use_are_refused(tmp_path: Path) -> None:
     run_in_process(settings(written(tmp_path / "bare.jsonl", rows), chat=False), tmp_path / "bare")
     errors = [sample.error for sample in Dataset(tmp_path / "bare")]
     assert errors == [
-        "InputError: chat template variables were given, but the prompt does not use a chat template",
+        "InputError: chat template variables were given, but the prompt does not use a chat template; leave them out",
         None,
     ]
 
