@@ -87,7 +87,7 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
     absent = "; ".join(f"no {one}: {reason}" for one, reason in missing.items())
     chosen = next(kind.name for kind in KINDS if kind.name not in missing) if name == "auto" else name
     if chosen in broken:
-        return Finding("device", "error", absent, f"see what is said of {chosen} below"), chosen
+        return Finding("device", "error", absent, f"see the findings about {chosen} below"), chosen
     try:
         device = open_device(chosen)
         torch_device = torch.empty(
@@ -97,11 +97,13 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
     except (MindieMMError, RuntimeError) as error:
         return Finding("device", "error", absent, str(error)), chosen
     if torch_device.type != "cpu" and wanted > (count := torch.accelerator.device_count()):
-        found = f"{count} visible, tensor_parallel is {wanted}"
-        return Finding("device", "error", found, "lower it, or make more of them visible"), chosen
+        found = f"{count} devices are visible, but tensor_parallel is {wanted}"
+        return Finding("device", "error", found, "lower tensor_parallel, or make more devices visible"), chosen
     found = f"{torch_device}, {free:.1f} GiB free, {default_num_threads()} host threads; {absent}"
     if name == "auto" and broken:
-        advice = f"--device {chosen} if it is meant; else see what is said of {' and '.join(broken)} below"
+        advice = (
+            f"use --device {chosen} if this is intended; otherwise see the findings about {' and '.join(broken)} below"
+        )
         return Finding("device", "warning", found, advice), chosen
     return Finding("device", "ok", found), chosen
 
@@ -133,17 +135,20 @@ def checkpoint_finding(config: WorkerConfig) -> Finding:
 def _shared_memory(config: WorkerConfig) -> Finding:
     needed = config.arena_bytes
     if not os.access(SHM_DIRECTORY, os.W_OK):
-        return Finding("shared memory", "error", f"{SHM_DIRECTORY} can't be written", "mount a tmpfs there")
+        return Finding("shared memory", "error", f"{SHM_DIRECTORY} is not writable", "mount a tmpfs there")
     space = ShmSpace.now()
     if why := space.why_no_file():
-        return Finding("shared memory", "error", f"no file can be made in {SHM_DIRECTORY}", why)
+        return Finding("shared memory", "error", f"no file can be created in {SHM_DIRECTORY}", why)
     if (free := space.free_bytes) is None:  # `_memory` checks the host's memory instead
         return Finding(
-            "shared memory", "ok", f"{SHM_DIRECTORY} has no size limit, {needed / MiB:.0f} MiB will be reserved"
+            "shared memory", "ok", f"{SHM_DIRECTORY} has no size limit; {needed / MiB:.0f} MiB will be reserved"
         )
-    found = f"{SHM_DIRECTORY} has {free / MiB:.0f} MiB free, {needed / MiB:.0f} MiB will be reserved"
+    found = f"{SHM_DIRECTORY} has {free / MiB:.0f} MiB free; {needed / MiB:.0f} MiB will be reserved"
     if free < needed:
-        advice = "docker run --shm-size=2g; Kubernetes: emptyDir with medium Memory on /dev/shm; or --arena-bytes"
+        advice = (
+            "enlarge it (docker run --shm-size=2g; Kubernetes: an emptyDir with medium Memory on /dev/shm), or "
+            "lower --arena-bytes"
+        )
         return Finding("shared memory", "error", found, advice)
     return Finding("shared memory", "ok", found)
 
@@ -167,15 +172,20 @@ def _memory(config: WorkerConfig) -> Finding:
 def _open_files(_: WorkerConfig) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < MIN_OPEN_FILES:  # the service raises its soft limit to the hard one
-        return Finding("open files", "warning", f"{soft} of at most {hard}", f"ulimit -Hn {MIN_OPEN_FILES} or more")
-    return Finding("open files", "ok", f"{soft} of at most {hard}")
+        return Finding(
+            "open files",
+            "warning",
+            f"soft limit {soft}, hard limit {hard}",
+            f"raise the hard limit: ulimit -Hn {MIN_OPEN_FILES} or more",
+        )
+    return Finding("open files", "ok", f"soft limit {soft}, hard limit {hard}")
 
 
 def _decoders() -> Finding:
     locks = support()
     if locks.missing:
         advice = (
-            "run Linux 5.13 or later with lsm=landlock; the seccomp profile of a container has to allow "
+            "run Linux 5.13 or later with lsm=landlock; the seccomp profile of a container must allow "
             "landlock_create_ruleset, landlock_restrict_self and seccomp"
         )
         return Finding("decoders", "warning", str(locks), advice)
@@ -195,12 +205,12 @@ def _spool(config: ServiceConfig) -> Finding:
         return Finding("spool", "error", str(error), advice)
     except OSError as error:
         return Finding("spool", "error", f"{spool} cannot be written: {error.strerror}", advice)
-    return Finding("spool", "ok", f"{spool} can be {'written' if folder == spool else 'made'}")
+    return Finding("spool", "ok", f"{spool} can be {'written' if folder == spool else 'created'}")
 
 
 def _media_folder(config: ServiceConfig) -> Finding:
     try:
         require_media_dir(config)
     except MindieMMError as error:
-        return Finding("media folder", "error", str(error), "--allowed-media-dir: a folder that is there")
-    return Finding("media folder", "ok", f"files under {config.allowed_media_dir} may be asked for")
+        return Finding("media folder", "error", str(error), "set --allowed-media-dir to a folder that exists")
+    return Finding("media folder", "ok", f"requests may read files in {config.allowed_media_dir}")

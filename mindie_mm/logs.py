@@ -78,7 +78,7 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    logging.getLogger("mindie_mm").critical("the process ends", exc_info=(kind, error, trace))
+    logging.getLogger("mindie_mm").critical("uncaught exception: the process exits", exc_info=(kind, error, trace))
 
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")

@@ -37,7 +37,8 @@ def in_words(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
         where = f"a key of {where}"
     if field := _FIELD.fullmatch(place["what"]):
         return (
-            f"{where} {'lacks' if field['what'].startswith('missing') else 'has the unknown field'} {field['name']!r}"
+            f"{where} {'lacks the field' if field['what'].startswith('missing') else 'has the unknown field'} "
+            f"{field['name']!r}"
         )
     if expected := _EXPECTED.fullmatch(place["what"]):
         got = f", not {_GOT.get(expected['got']) or _type_in_words(expected['got'])}" if expected["got"] else ""

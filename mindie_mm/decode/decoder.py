@@ -54,7 +54,7 @@ class Decoder:
         try:
             data = unpacked(descriptor, item.parts, is_list=item.is_list)
         except (OSError, ValueError) as error:
-            raise MediaError(f"the file cannot be read, or has changed: {error}") from error
+            raise MediaError(f"the file cannot be read or has changed: {error}") from error
         stack.close()
         with ExitStack() as caps:
             of_item = caps.enter_context(under(self.caps))
@@ -79,7 +79,7 @@ def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
 def _refused(error: Exception) -> Refused:
     """Return the reply for an unexpected exception, with its traceback for the tokenizer's log."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
-        limit = "decoding the request's media takes more memory than the limit (--max-decode-bytes)"
+        limit = "decoding the request's media needs more memory than the limit allows (--max-decode-bytes)"
         return Refused(Failure.of(LimitExceeded(limit)))
     frames = "".join(traceback.format_tb(error.__traceback__))
     return Refused(Failure.of(OperationalError(f"the decoder failed: {type(error).__name__}")), frames)

@@ -208,7 +208,7 @@ class Decoders:
                 return
             job = process.job
             if job is None or isinstance(reply, Written if job.layout is None else Facts):
-                raise ValueError(f"a {type(reply).__name__} answers nothing that the decoder was asked")
+                raise ValueError(f"the decoder sent an unexpected {type(reply).__name__}")
             starter.proved()
             if not isinstance(reply, Written) or job.reply.done():  # otherwise, `write` first copies the arrays
                 process.job = None
@@ -223,7 +223,7 @@ class Decoders:
         """Serve `process` and its successors until cancelled."""
         starter = Starter("a decoder")
         while True:
-            with logged(f"decoder {process.pid} cannot be served"):
+            with logged(f"the connection to decoder {process.pid} failed"):
                 await self._receive(process, starter)
             await self._reap(process)
             if process.killed or process.job is not None:
@@ -239,7 +239,7 @@ class Decoders:
             after = {process: (process.job, _processor_ticks(process.pid)) for process in working}
             for process, work in after.items():
                 if work == before.get(process):
-                    _log.error("decoder %d has done nothing for %g s, and is killed", process.pid, _HANG_S)
+                    _log.error("decoder %d has made no progress for %g s and is killed", process.pid, _HANG_S)
                     self._nursery.kill(process.pid)
             before = after
 

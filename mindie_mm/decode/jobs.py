@@ -53,13 +53,13 @@ class Job:
         """Return the error for an item whose decoder died with `status`, or None to try the item again."""
         if status == -signal.SIGXCPU:
             return LimitExceeded(
-                f"decoding takes more than {max_decode_s:g} s of processor time, the limit (--max-decode-s)"
+                f"decoding takes more processor time than the limit of {max_decode_s:g} s (--max-decode-s)"
             )
         if not self.is_second_try:
             return None
         if status is not None and -status in _FAULTS_OF_THE_ITEM:
-            return MediaError(f"it has ended two decoders, the last with {signal.Signals(-status).name}")
-        return ProcessDied(f"two decoders died while they decoded it, the last with status {status}")
+            return MediaError(f"the item crashed two decoders, the last with {signal.Signals(-status).name}")
+        return ProcessDied(f"two decoders died while decoding the item, the last with status {status}")
 
 
 @dataclass(slots=True, eq=False)

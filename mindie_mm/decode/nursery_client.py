@@ -124,7 +124,7 @@ class NurseryClient:
             await asyncio.gather(self._keeper, return_exceptions=True)
         if self._child is not None:
             await self._child.end()
-            self._forget(f"the decoders' nursery was ended with status {self._child.status}")
+            self._forget(f"the decoders' nursery was stopped with status {self._child.status}")
 
     def _tell(self, message: ToNursery, *descriptors: int) -> None:
         assert self._child is not None
@@ -153,7 +153,7 @@ class NurseryClient:
     async def _keep(self) -> None:
         """Serve the nursery and its successors until cancelled."""
         while True:
-            with logged("the decoders' nursery cannot be served"):
+            with logged("the connection to the decoders' nursery failed"):
                 await self._receive()
             self._up.clear()
             assert self._child is not None

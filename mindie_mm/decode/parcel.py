@@ -120,7 +120,7 @@ def _read(descriptor: int, part: Part, offset: int) -> bytes | NDArray[Any]:
     while len(data) < part.nbytes:  # one call reads at most 2 GiB
         further = os.pread(descriptor, part.nbytes - len(data), offset + len(data))
         if not further:
-            raise ValueError(f"the file ends at {offset + len(data)}, within a part of {part.nbytes} bytes")
+            raise ValueError(f"the file ends at byte {offset + len(data)}, inside a part of {part.nbytes} bytes")
         data += further
     if not part.dtype:
         return data

@@ -37,9 +37,9 @@ def open_device(name: str = "auto") -> Device:
     for kind in KINDS:
         if kind.name == name:
             if reason := kind.missing():
-                raise DeviceError(f"the device {name} can't be used: {reason}")
+                raise DeviceError(f"the device {name} cannot be used: {reason}")
             return kind()
-    raise InputError(f"device is {name!r}, it must be auto, {', '.join(kind.name for kind in KINDS)}")
+    raise InputError(f"device is {name!r}; it must be auto, {', '.join(kind.name for kind in KINDS)}")
 
 
 def kind_of(device: torch.device) -> type[Device]:

@@ -27,4 +27,4 @@ def require_alive(device: torch.device) -> None:
     with suppress(torch.OutOfMemoryError):  # a device that is out of memory still computes
         (answer,) = download(upload([number], device) + 1)
         if answer.tolist() != [number + 1]:
-            raise DeviceError(f"{device} no longer computes: {number} + 1 is {answer.item()} there")
+            raise DeviceError(f"{device} computes wrong results: {number} + 1 gives {answer.item()}")

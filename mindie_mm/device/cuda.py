@@ -25,15 +25,16 @@ class CUDA(Device):
     def missing(cls) -> str | None:
         if torch.version.cuda is None:
             return (
-                f"this torch ({torch.__version__}) is built without CUDA; pytorch.org/get-started names the one with it"
+                f"this torch ({torch.__version__}) is built without CUDA; pytorch.org/get-started shows how to "
+                "install a build with CUDA"
             )
         if torch.cuda.is_available():
             return None
         try:
             torch.cuda.init()  # the error gives the reason, such as an old or missing driver
         except RuntimeError as error:
-            return f"{error}; see nvidia-smi, and in a container whether it was given the GPUs (--gpus all)"
-        return "no CUDA device is visible, see nvidia-smi and CUDA_VISIBLE_DEVICES"
+            return f"{error}; check nvidia-smi. In a container, check that the GPUs were passed to it (--gpus all)"
+        return "no CUDA device is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
     @property
     def torch_device(self) -> torch.device:

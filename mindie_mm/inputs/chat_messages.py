@@ -39,7 +39,9 @@ def parse_messages(messages: Sequence[Mapping[str, Any]], *, strict: bool = Fals
     for index, message in enumerate(messages):
         num_values += _num_argument_values(message)
         if num_values > MAX_ARGUMENT_VALUES:
-            raise LimitExceeded(f"the arguments of calls hold more than {MAX_ARGUMENT_VALUES} JSON values, the limit")
+            raise LimitExceeded(
+                f"the arguments of tool calls have more JSON values than the limit of {MAX_ARGUMENT_VALUES}"
+            )
         parsed.append(_parse_message(message, f"messages[{index}]", strict=strict))
         num_frames = add_frames(num_frames, media_of_messages(parsed[-1:]), "messages")
     return parsed

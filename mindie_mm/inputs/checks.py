@@ -13,7 +13,7 @@ def require_list(value: Any, where: str) -> None:
     if not isinstance(value, (list, tuple)):
         raise InputError(f"{where} is {type_of(value)}; it must be a list of dicts")
     if not value:
-        raise InputError(f"{where} is an empty list; it must hold at least one dict")
+        raise InputError(f"{where} is an empty list; it must have at least one dict")
 
 
 def require_dict(value: Any, where: str) -> None:
@@ -27,7 +27,7 @@ def require_unicode(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{where} holds a lone surrogate at character {error.start}") from None
+        raise InputError(f"{where} contains a lone surrogate at character {error.start}") from None
     return text
 
 

@@ -36,9 +36,9 @@ def parse_options(kind: Kind, given: Mapping[str, Any], where: str, *, strict: b
 
     """
     allowed = _OPTIONS[kind]
-    known = ", ".join(allowed) + (", and only with an array of samples" if kind == "audio" else "")
+    known = ", ".join(allowed) + (", only with an array of samples" if kind == "audio" else "")
     unknown = [name for name in given if name not in allowed]
-    pass_over(unknown, where, f"an item of kind {kind} takes {known}", strict=strict)
+    pass_over(unknown, where, f"an item of kind {kind} accepts {known}", strict=strict)
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name not in allowed:
@@ -65,7 +65,7 @@ def _require_order(options: MediaOptions, where: str) -> None:
         if least is not None and most is not None and least > most:
             raise InputError(f"{where}: {low} {least} is above {high} {most}")
     if options.fps is not None and options.num_frames is not None:
-        raise InputError(f"{where} gives both fps and num_frames; one excludes the other")
+        raise InputError(f"{where} has both fps and num_frames; give only one")
 
 
 def _integer(value: Any, low: int, high: int, where: str) -> int:

@@ -75,7 +75,7 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
     """Return `num_frames` plus the frames in lists of `media`. Raise LimitExceeded if a call may not have as many."""
     num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
     if num_frames > _MAX_LISTED_IN_ALL:
-        raise LimitExceeded(f"{where} has lists of more than {_MAX_LISTED_IN_ALL} frames in all, the limit")
+        raise LimitExceeded(f"{where} has lists with more frames in total than the limit of {_MAX_LISTED_IN_ALL}")
     return num_frames
 
 
@@ -98,19 +98,19 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
         return _parse_text(part, key, where, strict=strict)
     kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # a bare source has its kind declared
     if declared is not None and _SOURCES.get(declared) != kind:
-        raise InputError(f"{where}.type is {declared!r}, but the item holds {key!r}")
+        raise InputError(f"{where}.type is {declared!r}, but the item has {key!r}")
     options = {name: value for name, value in part.items() if name not in {"type", key}}
     source, nested = _parse_source(part[key], key, kind, f"{where}.{key}")
     if both := options.keys() & nested.keys():
-        raise InputError(f"{where} gives {min(both)!r} twice, beside {key!r} and inside it")
+        raise InputError(f"{where} has {min(both)!r} twice, beside {key!r} and inside it; give it once")
     return Media(kind, source, parse_options(kind, options | nested, where, strict=strict))
 
 
 def _parse_text(part: Mapping[str, Any], key: str, where: str, *, strict: bool) -> Text:
     if part.get("type", key) != key:
-        raise InputError(f"{where}.type is {part['type']!r}, but the item holds {key!r}")
+        raise InputError(f"{where}.type is {part['type']!r}, but the item has {key!r}")
     unknown = (name for name in part if name not in ("type", key))
-    pass_over(unknown, where, "a text takes no options", strict=strict, foreign=())
+    pass_over(unknown, where, "a text has no options", strict=strict, foreign=())
     if not isinstance(part[key], str):
         raise InputError(f"{where}.{key} is {type_of(part[key])}; it must be a string")
     return Text(require_unicode(part[key], f"{where}.{key}"))
@@ -135,7 +135,7 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, di
         if not frames:
             raise InputError(f"{where} is an empty list; a video has at least one frame")
         if len(frames) > MAX_LISTED_FRAMES:
-            raise LimitExceeded(f"{where} has more than {MAX_LISTED_FRAMES} frames, the limit of a list")
+            raise LimitExceeded(f"{where} has more frames than the limit of {MAX_LISTED_FRAMES} for a list")
         return tuple(_parse_value(frame, key, f"{where}[{index}]") for index, frame in enumerate(frames)), nested
     return _parse_value(value, key, where), nested
 

@@ -38,9 +38,13 @@ def template_variables(
 
     """
     if tool_choice not in (None, "auto", "none"):
-        raise InputError("tool_choice must be 'auto' or 'none': no call is enforced", param="tool_choice")
+        raise InputError(
+            "tool_choice must be 'auto' or 'none'; forced tool calls are not supported", param="tool_choice"
+        )
     if not isinstance(reasoning_effort, str | None):
-        raise InputError(f"reasoning_effort is {reasoning_effort!r}, it must be a word", param="reasoning_effort")
+        raise InputError(
+            f"reasoning_effort is {reasoning_effort!r}; it must be a single word", param="reasoning_effort"
+        )
     variables = dict(given or {})
     if tools and tool_choice != "none":
         variables["tools"] = tools

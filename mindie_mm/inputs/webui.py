@@ -27,7 +27,7 @@ def from_webui_prompt(prompt: str, max_images: int) -> list[Item]:
     stop = 0
     for index, match in enumerate(_IMAGE.finditer(prompt)):
         if index == max_images:
-            raise LimitExceeded(f"the prompt has more pictures than the limit of {max_images}")
+            raise LimitExceeded(f"the prompt has more images than the limit of {max_images}")
         items += [Text(require_unicode(prompt[stop : match.start()], "the prompt")), Media("image", match[1])]
         stop = match.end()
     items.append(Text(require_unicode(prompt[stop:], "the prompt")))

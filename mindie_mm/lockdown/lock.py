@@ -17,9 +17,9 @@ from mindie_mm.lockdown.system_calls import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS
 _DESCRIPTORS, _THREADS = Path("/proc/self/fd"), Path("/proc/self/task")
 _CAPABILITY_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 _REASONS = {
-    errno.ENOSYS: "this kernel does not have it",
-    errno.EINVAL: "this kernel does not have it",
-    errno.EOPNOTSUPP: "it is switched off at boot",
+    errno.ENOSYS: "this kernel does not support it",
+    errno.EINVAL: "this kernel does not support it",
+    errno.EOPNOTSUPP: "it is disabled at boot",
     errno.EPERM: "the container forbids it",
 }
 
@@ -36,8 +36,8 @@ class Locks:
     def __str__(self) -> str:
         """Return one line for the operator."""
         *others, last = self.held
-        held = f"{', '.join(others)} and {last}" if others else f"{last} alone"
-        return "; ".join([f"decoders are locked in by {held}", *self.missing])
+        held = f"{', '.join(others)} and {last}" if others else f"{last} only"
+        return "; ".join([f"decoders are sandboxed by {held}", *self.missing])
 
 
 def support() -> Locks:

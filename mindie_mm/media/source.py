@@ -122,7 +122,7 @@ def _read_frames(sources: tuple[Any, ...]) -> Frames:
         frames.append(frame)
         num_bytes += len(frame) if isinstance(frame, bytes) else 0
         if num_bytes > MAX_SOURCE_BYTES:
-            raise LimitExceeded(f"the video's frames take more than {MAX_SOURCE_BYTES} bytes, the limit")
+            raise LimitExceeded(f"the video's frames have more bytes than the limit of {MAX_SOURCE_BYTES}")
     return tuple(frames)
 
 
@@ -191,7 +191,7 @@ def _read_pipe(path: Path) -> bytes:
             if not waiting.poll(min(left_s, cancellation.CHECK_S) * 1000):
                 if not left_s:
                     raise MediaError(
-                        f"{_shortened(str(path))} is no file, and did not end within {FETCH_TIMEOUT_S:g} s"
+                        f"{_shortened(str(path))} is a pipe or a device that did not end within {FETCH_TIMEOUT_S:g} s"
                     )
                 continue
             piece = file.read(_PIECE_BYTES)
@@ -206,14 +206,18 @@ def _pixels(source: Any, kind: str) -> Pixels:
     num_dims = 4 if kind == "video" else 3
     shape = "[frames, height, width, 3]" if kind == "video" else "[height, width, 3]"
     if array.dtype != np.uint8 or array.ndim != num_dims or array.shape[-1] != 3 or 0 in array.shape:
-        raise InputError(f"{kind} pixels are {array.dtype} of shape {array.shape}; they must be uint8 {shape} in RGB")
+        raise InputError(
+            f"{kind} pixels have dtype {array.dtype} and shape {array.shape}; they must be uint8 {shape} in RGB"
+        )
     return np.ascontiguousarray(array)
 
 
 def _samples(source: Any) -> Samples:
     array = _array(source)
     if array.dtype.kind != "f" or array.ndim != 1 or not len(array):
-        raise InputError(f"audio samples are {array.dtype} of shape {array.shape}; they must be float [samples]")
+        raise InputError(
+            f"audio samples have dtype {array.dtype} and shape {array.shape}; they must be float [samples]"
+        )
     return np.ascontiguousarray(array, np.float32)
 
 

@@ -62,18 +62,18 @@ def _named_of(name: str, entries: Mapping[str, EntryPoint]) -> type[Family]:
     if name in entries:
         return _loaded(entries[name])
     if name not in _own_names():
-        raise InputError(f"no family is named {name!r}; there are {', '.join(family_names())}")
+        raise InputError(f"there is no family named {name!r}; the families are {', '.join(family_names())}")
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except Exception as error:  # a family under development may raise anything, and the error must name the family
-        raise InputError(f"the family {name!r}, {__name__}.{name}, does not load: {error!r}") from error
+        raise InputError(f"the family {name!r} ({__name__}.{name}) cannot be imported: {error!r}") from error
     families = [
         value
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Family) and value.__module__ == module.__name__
     ]
     if len(families) != 1:
-        raise InputError(f"{module.__file__} defines {len(families)} Family classes, it must be one")
+        raise InputError(f"{module.__file__} defines {len(families)} Family classes; it must define exactly one")
     return families[0]
 
 
@@ -108,9 +108,10 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
     if isinstance(architectures := checkpoint.config.get("architectures"), list) and architectures:
         found += f" ({', '.join(map(str, architectures))})"
     raise UnsupportedCheckpoint(
-        f"{checkpoint.path} has {found} in its config.json, which no family serves{_nearest(str(model_type))}; the "
-        f"families are {', '.join(family_names())}, and docs/families.md names a published checkpoint of each. If it "
-        "is one of them, name it (--family); docs/adding-a-model.md says how to add another"
+        f"{checkpoint.path} has {found} in its config.json, which no family "
+        f"supports{_nearest(str(model_type))}; the families are {', '.join(family_names())}, and "
+        "docs/families.md lists a published checkpoint of each. If the checkpoint is of one of these "
+        "families, select it with --family; docs/adding-a-model.md describes how to add another family"
     )
 
 
@@ -120,7 +121,7 @@ def _nearest(model_type: str) -> str:
     if not own:
         return ""
     family = family_named(max(own, key=len))
-    return f"; that of the nearest name is {max(own, key=len)}, such as {family.published}"
+    return f"; the family with the most similar name is {max(own, key=len)}, for checkpoints such as {family.published}"
 
 
 def _candidates(model_type: str, entries: Collection[str]) -> list[str]:
@@ -140,10 +141,12 @@ def _loaded(entry: EntryPoint) -> type[Family]:
     try:
         value = entry.load()
     except Exception as error:  # code of another package may raise anything, and the error must name the entry point
-        raise InputError(f"the entry point {entry.name!r} of {GROUP}, {entry.value}, does not load: {error}") from error
+        raise InputError(
+            f"the entry point {entry.name!r} of {GROUP} ({entry.value}) cannot be loaded: {error}"
+        ) from error
     if isinstance(value, type) and issubclass(value, Family):
         return value
-    raise InputError(f"the entry point {entry.name!r} of {GROUP} gives {value!r}, not a Family")
+    raise InputError(f"the entry point {entry.name!r} of {GROUP} is {value!r}; it must be a Family")
 
 
 @contextmanager
@@ -220,7 +223,7 @@ def load_model(
         opened.prepare(model.module)
     except torch.OutOfMemoryError as error:
         where, reason = opened.torch_device, str(error).partition("\n")[0]
-        raise DeviceError(f"{checkpoint.path} does not fit into the memory of {where}: {reason}") from error
+        raise DeviceError(f"{checkpoint.path} does not fit in the memory of {where}: {reason}") from error
     return model
 
 
@@ -248,6 +251,6 @@ def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> 
 
 def _named(name: str) -> torch.dtype:
     if name not in ("float32", "bfloat16", "float16"):
-        raise InputError(f"dtype is {name!r}, it must be float32, bfloat16 or float16")
+        raise InputError(f"dtype is {name!r}; it must be float32, bfloat16 or float16")
     dtype: torch.dtype = getattr(torch, name)
     return dtype

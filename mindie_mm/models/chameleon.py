@@ -56,7 +56,8 @@ class ChameleonProcessor(OneSizeProcessor):
         height, width = size.fixed or (edge, edge)
         if crop is None or size.longest_edge is not None or height < crop[0] or width < crop[1]:
             raise UnsupportedCheckpoint(
-                f"{where}: of images resized to {settings['size']} not all can be cut to {settings['crop_size']}"
+                f"{where}: size is {settings['size']}, so that some resized images are smaller than crop_size, "
+                f"{settings['crop_size']}"
             )
         self.size = crop
         self.steps = Preprocess(size, resample_of(settings, where), crop)
@@ -66,7 +67,9 @@ class ChameleonProcessor(OneSizeProcessor):
         quantizer = checkpoint.config.get("vq_config") or {}
         shrink = 2 ** (len(quantizer.get("channel_multiplier") or (1, 1, 2, 2, 4)) - 1)
         if (made := crop[0] // shrink * (crop[1] // shrink)) != self.num_features:
-            raise UnsupportedCheckpoint(f"{where}: image_seq_length is {self.num_features}, images make {made} tokens")
+            raise UnsupportedCheckpoint(
+                f"{where}: image_seq_length is {self.num_features}, but an image has {made} tokens"
+            )
         self.feature_width = text_width("ChameleonConfig", checkpoint)
         token, start, end = (
             checkpoint.token_id(checkpoint.special_token(name) or default)
@@ -78,7 +81,9 @@ class ChameleonProcessor(OneSizeProcessor):
         )
         known = (checkpoint.config.get("vocabulary_map") or {}).get("<image>")
         if known != token:
-            raise UnsupportedCheckpoint(f"{where}: <image> is {token} to its tokenizer, {known} to its vocabulary_map")
+            raise UnsupportedCheckpoint(
+                f"{where}: <image> is token {token} in the tokenizer, but {known} in vocabulary_map"
+            )
         self.placeholders = {"image": Placeholder((), token, ())}
         self._run = (start, *[token] * self.num_features, end)
         self._separator = checkpoint.token_id(checkpoint.require_special_token("sep_token"))

@@ -152,7 +152,7 @@ class DeepseekVLProcessor(Processor):
         vision = config.vision_config
         if vision.model_type != "siglip_vision_model":
             raise UnsupportedCheckpoint(
-                f"{where}: the tower is {vision.model_type!r}, only siglip_vision_model is served"
+                f"{where}: the tower is {vision.model_type!r}; only siglip_vision_model is supported"
             )
         self._num_features: int = (vision.image_size // vision.patch_size) ** 2
         check_settings(checkpoint.json("processor_config.json"), {"num_image_tokens": self._num_features}, where)
@@ -207,8 +207,8 @@ class DeepseekVLProcessor(Processor):
         size = Size.read(self.settings[name], self.where).fixed
         if size != (expected, expected) or self._min_size > expected:
             raise UnsupportedCheckpoint(
-                f"{self.where}: {name} is {self.settings[name]} and min_size {self._min_size}, "
-                f"the tower takes {expected} pixels a side"
+                f"{self.where}: {name} is {self.settings[name]} and min_size is {self._min_size}, but the "
+                f"tower takes squares of {expected} pixels"
             )
         return int(expected)
 
@@ -285,8 +285,8 @@ def check_original(config: Mapping[str, Any], tower: str, projector: str, where:
     """Raise UnsupportedCheckpoint unless a config.json in deepseek-ai's layout names these classes."""
     if made := sorted(key for key in config if key.startswith("gen_")):
         raise UnsupportedCheckpoint(
-            f"{where} has {made[0]} in its config.json: it is of Janus, which makes pictures; of model_type "
-            f"{ORIGINAL} only DeepSeek-VL is served"
+            f"{where} has {made[0]} in its config.json: the checkpoint is a Janus model, which generates "
+            f"images; only DeepSeek-VL is supported with model_type {ORIGINAL}"
         )
     vision, aligner, language = (config[f"{part}_config"] for part in ("vision", "aligner", "language"))
     stated = {
@@ -305,13 +305,13 @@ def check_aligner(config: Mapping[str, Any], tower: Mapping[str, Any], where: st
     params, width = config["aligner_config"]["params"], config["language_config"].get("hidden_size", 4096)
     for key, needed in (("input_dim", tower["hidden_size"]), ("n_embed", width)):
         if params[key] != needed:
-            raise UnsupportedCheckpoint(f"{where}: aligner_config.params.{key} is {params[key]}, it must be {needed}")
+            raise UnsupportedCheckpoint(f"{where}: aligner_config.params.{key} is {params[key]}; it must be {needed}")
 
 
 def check_features(params: Mapping[str, Any], where: str) -> None:
     """Raise UnsupportedCheckpoint if the original tower would drop its first patch."""
     if (found := params.get("select_feature", "patch")) not in ("same", "cls_patch"):
-        raise UnsupportedCheckpoint(f"{where}: select_feature is {found!r}, only same and cls_patch are served")
+        raise UnsupportedCheckpoint(f"{where}: select_feature is {found!r}; only same and cls_patch are supported")
 
 
 def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -321,7 +321,7 @@ def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     name = params.get("model_name", "siglip_large_patch16_384")
     if name not in _SIGLIPS:
-        raise UnsupportedCheckpoint(f"{where}: the tower is {name!r}, only {', '.join(_SIGLIPS)} are served")
+        raise UnsupportedCheckpoint(f"{where}: the tower is {name!r}; only {', '.join(_SIGLIPS)} are supported")
     check_settings(params, {"ignore_head": True}, f"{where} (vision_config.params)")
     check_features(params, f"{where} (vision_config.params)")
     sizes = {key: params.get(key, size) for key, size in _SIGLIPS[name].items()}
@@ -359,8 +359,9 @@ def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, A
     inner = {prefix: params.get("pixel_mean") is not None for prefix, params in towers.items()}
     if len(set(inner.values())) > 1 or (own and any(inner.values())):
         raise UnsupportedCheckpoint(
-            f"{where}: do_normalize is {own} in preprocessor_config.json, and pixel_mean is stated by "
-            f"{sum(inner.values())} of {len(inner)} towers; either the one or the others normalise pictures"
+            f"{where}: do_normalize is {own} in preprocessor_config.json, and {sum(inner.values())} of "
+            f"{len(inner)} towers have a pixel_mean; images must be normalised either by the preprocessor or "
+            "by all towers"
         )
     settings: dict[str, Any] = {"do_normalize": own or any(inner.values())}
     for prefix, params in towers.items():
@@ -369,7 +370,8 @@ def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, A
     padded = next(iter(towers))
     if (used := background_of(settings[f"{padded}image_mean"])) != (stated := background_of(mean)):
         raise UnsupportedCheckpoint(
-            f"{where}: image_mean in preprocessor_config.json pads with {stated}, the tower's pixel_mean is {used}"
+            f"{where}: image_mean in preprocessor_config.json pads with {stated}, but the tower's pixel_mean "
+            f"gives {used}"
         )
     return settings
 

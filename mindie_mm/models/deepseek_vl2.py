@@ -171,21 +171,21 @@ class DeepseekVL2Processor(Processor):
         patch = settings["patch_size"]
         if patch != config["vision_config"]["patch_size"]:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}, it must be that of vision_config, "
-                f"{config['vision_config']['patch_size']}"
+                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}; it must equal that of "
+                f"vision_config, {config['vision_config']['patch_size']}"
             )
         self.side: int = -(-(self.size // patch) // 2)
         self.canvases = [(height, width) for width, height in settings["candidate_resolutions"]]
         if not self.canvases or self.canvases[0][1] != self.size:  # the original reads the tile size from the first
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: candidate_resolutions is {settings['candidate_resolutions']!r}, the first must be "
-                f"{self.size} pixels wide"
+                f"{checkpoint.path}: candidate_resolutions is {settings['candidate_resolutions']!r}; the first "
+                f"one must be {self.size} pixels wide"
             )
         for height, width in self.canvases:
             if height % self.size or width % self.size:
                 raise UnsupportedCheckpoint(
-                    f"{checkpoint.path}: a candidate resolution is {(width, height)}, "
-                    f"no multiples of {self.size} pixels"
+                    f"{checkpoint.path}: a candidate resolution is {(width, height)}; both sides must be "
+                    f"multiples of {self.size} pixels"
                 )
         token = checkpoint.token_id(settings["image_token"])
         bos = checkpoint.special_token("bos_token")
@@ -219,7 +219,8 @@ class DeepseekVL2Processor(Processor):
         image, size = open_image(data), self.size
         if round(size * min(image.width, image.height) / max(image.width, image.height)) < 1:
             raise LimitExceeded(
-                f"{image.width}x{image.height} pixels: one side is more than {2 * size} times the other"
+                f"the image has {image.width}x{image.height} pixels; the longer side must be at most "
+                f"{2 * size} times the shorter one"
             )
         tiled = counts["image"] <= _MOST_TILED_IMAGES
         canvas = best_canvas(image.height, image.width, self.canvases) if tiled else (size, size)
@@ -546,8 +547,9 @@ def _check_kind(checkpoint: Checkpoint) -> None:
     tower = (checkpoint.config.get("vision_config") or {}).get("model_name", _TOWER)
     if architecture != _ARCHITECTURE or tower != _TOWER:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is a {architecture} with the tower {tower!r}: a model of its own, which is not served, "
-            f"under the model_type of DeepSeek-VL2; that has the tower {_TOWER!r}, such as {DeepseekVL2.published}"
+            f"{checkpoint.path} is a {architecture} with the tower {tower!r}, which is not supported although "
+            f"it has the model_type of DeepSeek-VL2. DeepSeek-VL2 checkpoints such as {DeepseekVL2.published} "
+            f"have the tower {_TOWER!r}"
         )
 
 
@@ -559,12 +561,14 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     vision, projector, language = (config[name] for name in ("vision_config", "projector_config", "language_config"))
     if language["use_mla"] and language["kv_lora_rank"] is None:
         raise UnsupportedCheckpoint(
-            f"{where}: language_config.kv_lora_rank is None, with use_mla it must be an integer"
+            f"{where}: language_config.kv_lora_rank is None; with use_mla, it must be an integer"
         )
     for name, found, needed in (
         ("projector_config.input_dim", projector["input_dim"], vision["width"]),
         ("projector_config.n_embed", projector["n_embed"], language["hidden_size"]),
     ):
         if found != needed:
-            raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}, it must be {needed!r}, as what it connects")
+            raise UnsupportedCheckpoint(
+                f"{where}: {name} is {found!r}; it must be {needed!r}, the width of the part that it connects"
+            )
     return config

@@ -125,7 +125,7 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
         tower = self.config.high_res_vision_config
         if tower.model_type != "sam_vision_model":
             raise UnsupportedCheckpoint(
-                f"{self.where}: the high resolution's tower is {tower.model_type!r}, only sam_vision_model is served"
+                f"{self.where}: the high-resolution tower is {tower.model_type!r}; only sam_vision_model is supported"
             )
         self._high_side = self.read_side("high_res_size", tower.image_size)
         self._high_resample = resample_of(self.settings, self.where, "high_res_resample")
@@ -185,7 +185,7 @@ def _sam_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     if (name := params.get("model_name")) != "sam_b_downsample":
         raise UnsupportedCheckpoint(
-            f"{where}: the high resolution's tower is {name!r}, only sam_b_downsample is served"
+            f"{where}: the high-resolution tower is {name!r}; only sam_b_downsample is supported"
         )
     sizes = {key: params.get(key, size) for key, size in _SAM.items()}
     return {

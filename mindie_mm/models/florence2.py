@@ -165,10 +165,9 @@ _RENAMINGS = (
 _LOGITS_BIAS = "language_model.final_logits_bias"
 """A weight of the original that transformers' class lacks."""
 _CHAT_TEMPLATE = (
-    "{% if messages | length != 1 %}"
-    "{{ raise_exception('this model answers one message, and remembers none before it') }}{% endif %}"
-    "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}"
-    "{% for part in messages[0].content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% if messages | length != 1 %}{{ raise_exception('this model accepts only one message, without earlier "
+    "turns') }}{% endif %}{% if messages[0].content is string %}{{ messages[0].content }}{% else %}{% for "
+    "part in messages[0].content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
 )
 
 
@@ -188,7 +187,9 @@ class Florence2Processor(OneSizeProcessor):
         crop = Size.read(settings["crop_size"], where, square=True).fixed if settings["do_center_crop"] else None
         self.steps = Preprocess(size, resample_of(settings, where), crop)
         if self.steps.output_size is None:
-            raise UnsupportedCheckpoint(f"{where}: its preprocessing makes images of several sizes, one is served")
+            raise UnsupportedCheckpoint(
+                f"{where}: the preprocessor resizes images to several sizes; only a single size is supported"
+            )
         self.size = self.steps.output_size
         self.normalizations = {"image": Normalization.read(settings)}
         self.num_features = _num_features(config.vision_config, self.size, where)
@@ -203,7 +204,7 @@ class Florence2Processor(OneSizeProcessor):
         for name, question in _TASKS.items():
             if name in text:
                 if text != name:
-                    raise InputError(f"the task {name} takes no other text; the prompt is {text[:100]!r}")
+                    raise InputError(f"the task {name} does not accept further text; the prompt is {text[:100]!r}")
                 return question
         for name, question in _TASKS_ON_INPUT.items():
             if name in text:
@@ -299,8 +300,8 @@ def _num_features(vision: Any, output_size: tuple[int, int], where: str) -> int:
         height, width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
     if max(height, width) > vision.max_position_embeddings:
         raise UnsupportedCheckpoint(
-            f"{where}: images of {output_size} pixels come to {height} x {width} cells, the tower has positions for "
-            f"{vision.max_position_embeddings} a side"
+            f"{where}: images of {output_size} pixels give {height} x {width} cells, but the tower has "
+            f"positions for {vision.max_position_embeddings} per side"
         )
     return height * width + 1
 
@@ -317,12 +318,14 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
     tower = _vision_config(vision, where)
     text = {key: value for key, value in checkpoint.config.get("text_config", {}).items() if value is not None}
     if (kind := text.get("model_type") or "florence2_language") not in ("florence2_language", "bart"):
-        raise UnsupportedCheckpoint(f"{where}: text_config.model_type is {kind!r}, only florence2_language is served")
+        raise UnsupportedCheckpoint(
+            f"{where}: text_config.model_type is {kind!r}; only florence2_language is supported"
+        )
     width = text.get("d_model", 1024)
     if tower["projection_dim"] != width:
         raise UnsupportedCheckpoint(
-            f"{where}: vision_config.projection_dim is {tower['projection_dim']}, it must be text_config.d_model, "
-            f"{width}"
+            f"{where}: vision_config.projection_dim is {tower['projection_dim']}; it must equal "
+            f"text_config.d_model, {width}"
         )
     described = with_special_tokens(checkpoint.tokenizer_json(), _ADDED_TOKENS)
     known = {key: text[key] for key in _TEXT_KEYS if key in text}
@@ -357,7 +360,7 @@ def _vision_config(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
     # Re-saved configurations lack the name of the tower. The original code supports no other tower.
     if (tower := vision.get("model_type") or "davit") != "davit":
         raise UnsupportedCheckpoint(
-            f"{where}: vision_config.model_type is {tower!r}; of Florence-2 only the tower davit is served"
+            f"{where}: vision_config.model_type is {tower!r}; Florence-2 is supported only with the tower davit"
         )
     settings = {**_VISION_DEFAULTS, **{key: value for key, value in vision.items() if value is not None}}
     stated = {

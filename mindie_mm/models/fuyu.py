@@ -62,13 +62,14 @@ class FuyuProcessor(Processor):
         size, patch = (Size.read(settings[name], where).fixed for name in ("size", "patch_size"))
         if size is None or patch != (config.patch_size, config.patch_size):
             raise UnsupportedCheckpoint(
-                f"{where}: size is {settings['size']}, patch_size {settings['patch_size']}; the model takes a height "
-                f"and a width, and squares of {config.patch_size} pixels"
+                f"{where}: size is {settings['size']} and patch_size is {settings['patch_size']}; size must "
+                f"have height and width, and patch_size must be {config.patch_size} pixels square"
             )
         (self._height, self._width), self.patch = size, patch[0]
         if self._height % self.patch or self._width % self.patch:
             raise UnsupportedCheckpoint(
-                f"{where}: images of up to {self._height}x{self._width} pixels are no whole patches of {self.patch}"
+                f"{where}: the image size {self._height}x{self._width} is not a multiple of the patch size, "
+                f"{self.patch}"
             )
         self.feature_width = config.get_text_config().hidden_size
         self._padding = int(settings["padding_value"])
@@ -140,7 +141,10 @@ class FuyuProcessor(Processor):
         scale = min(self._height / height, self._width / width)
         size = int(height * scale), int(width * scale)
         if not min(size):
-            raise LimitExceeded(f"{width}x{height} pixels: nothing is left of one side at {self._width}x{self._height}")
+            raise LimitExceeded(
+                f"the image has {width}x{height} pixels; one side would have no pixels when it is resized to "
+                f"{self._width}x{self._height}"
+            )
         return size
 
 

@@ -68,15 +68,15 @@ class Gemma3Processor(Processor):
         if self._scanning and not 0 < self._most_crops <= self._least:
             # With more crops than the minimum size of a crop in pixels, the last crop could be empty.
             raise UnsupportedCheckpoint(
-                f"{where}: pan_and_scan_max_num_crops is {self._most_crops}, only 1 to pan_and_scan_min_crop_size, "
-                f"{self._least}, is served"
+                f"{where}: pan_and_scan_max_num_crops is {self._most_crops}; it must be from 1 to "
+                f"pan_and_scan_min_crop_size, {self._least}"
             )
         self._start, image, self._end = (checkpoint.special_token(name) or text for name, text in _TOKENS.items())
         for token in (self._start, self._end):
             checkpoint.token_id(token)
         if (token_id := checkpoint.token_id(image)) != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{where}: image_token_index is {config.image_token_id}, its tokenizer's {token_id}"
+                f"{where}: image_token_index is {config.image_token_id}, but the tokenizer has {token_id}"
             )
         self._image, self._token = image, token_id
         self.placeholders = {"image": Placeholder((), token_id, (), self._start)}
@@ -146,13 +146,13 @@ def _features(config: Any, where: str) -> int:
     """
     vision, tokens = config.vision_config, config.mm_tokens_per_image
     if vision.model_type != _TOWER:
-        raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}, only {_TOWER} is served")
+        raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}; only {_TOWER} is supported")
     side, patch = vision.image_size, vision.patch_size
     rows = side // patch if isinstance(side, int) and isinstance(patch, int) else 0
     pooled = math.isqrt(max(tokens, 0))
     if not 0 < pooled <= rows:
         raise UnsupportedCheckpoint(
-            f"{where}: mm_tokens_per_image is {tokens}, of image_size {side} in patches of {patch}"
+            f"{where}: mm_tokens_per_image is {tokens}, which does not fit image_size {side} with patch_size {patch}"
         )
     return int((rows // (rows // pooled)) ** 2)
 
@@ -161,12 +161,12 @@ def _check_text(text: Any, where: str) -> None:
     """Raise UnsupportedCheckpoint for settings that transformers' layers ignore or that do not fit a decoder."""
     if text.attn_logit_softcapping is not None:
         raise UnsupportedCheckpoint(
-            f"{where}: attn_logit_softcapping is {text.attn_logit_softcapping}, which transformers' layers leave out"
+            f"{where}: attn_logit_softcapping is {text.attn_logit_softcapping}, which transformers ignores"
         )
     if text.sliding_window is None and "sliding_attention" in text.layer_types:
-        raise UnsupportedCheckpoint(f"{where}: sliding_window is None, and layer_types have such layers")
+        raise UnsupportedCheckpoint(f"{where}: sliding_window is None, but layer_types has sliding_attention layers")
     if text.use_bidirectional_attention:
-        raise UnsupportedCheckpoint(f"{where}: use_bidirectional_attention is True, which is no decoder's")
+        raise UnsupportedCheckpoint(f"{where}: use_bidirectional_attention is True; it must be False for a decoder")
 
 
 class Gemma3Model(LlavaModel):

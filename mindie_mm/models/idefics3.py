@@ -71,13 +71,15 @@ class Idefics3Processor(Processor):
         rows = self.side // patch if isinstance(patch, int) else 0
         if not rows or rows % scale:
             raise UnsupportedCheckpoint(
-                f"{where}: tiles of {self.side} pixels, patch_size {patch} and scale_factor {scale} do not go together"
+                f"{where}: tiles of {self.side} pixels, patch_size {patch} and scale_factor {scale} do not fit together"
             )
         self.tile_features: int = (rows // scale) ** 2
         check_settings(checkpoint.json("processor_config.json"), {"image_seq_len": self.tile_features}, where)
         self.image_token, self._fake, self._global = (self._spelled(checkpoint, name) for name in self.tokens)
         if (token := checkpoint.token_id(self.image_token)) != config.image_token_id:
-            raise UnsupportedCheckpoint(f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {token}")
+            raise UnsupportedCheckpoint(
+                f"{where}: image_token_id is {config.image_token_id}, but the tokenizer has {token}"
+            )
 
     def max_tokens(self, kind: Kind) -> int:
         # A square of any size takes the most tiles.
@@ -155,14 +157,14 @@ def read_size(size: Any, where: str) -> tuple[int] | tuple[int, int]:
             return (edges["longest_edge"],)
         if edges.keys() == {"height", "width"}:
             return (edges["height"], edges["width"])
-    raise UnsupportedCheckpoint(f"{where}: size is {size!r}, only longest_edge, or height and width, is served")
+    raise UnsupportedCheckpoint(f"{where}: size is {size!r}; it must have longest_edge, or height and width")
 
 
 def tile_side(settings: Mapping[str, Any], where: str) -> int:
     """Return the side of a tile in pixels. Raise UnsupportedCheckpoint if max_image_size has no longest_edge."""
     size = settings["max_image_size"]
     if not isinstance(size, Mapping) or not isinstance(side := size.get("longest_edge"), int):
-        raise UnsupportedCheckpoint(f"{where}: max_image_size is {size!r}, only a longest_edge is served")
+        raise UnsupportedCheckpoint(f"{where}: max_image_size is {size!r}; it must have only longest_edge")
     return side
 
 

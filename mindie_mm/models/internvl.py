@@ -46,7 +46,7 @@ _TOKENS = ("context_image_token", "start_image_token", "end_image_token", "video
 
 ORIGINAL = "internvl_chat"
 """model_type of checkpoints in OpenGVLab's layout."""
-_CONVERTED = "take a repository in transformers' layout, such as OpenGVLab/InternVL3-1B-hf"
+_CONVERTED = "use a repository in transformers' layout, such as OpenGVLab/InternVL3-1B-hf"
 _SPELLED = {
     "context_image_token": "<IMG_CONTEXT>",
     "start_image_token": "<img>",
@@ -185,7 +185,7 @@ class InternVLProcessor(Processor):
         context, start, end = (checkpoint.token_id(spelled[name]) for name in _TOKENS[:3])
         if context != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {context}"
+                f"{where}: image_token_id is {config.image_token_id}, but the tokenizer has {context}"
             )
         self.placeholders = {
             "image": Placeholder((), context, ()),
@@ -282,7 +282,7 @@ class InternVLProcessor(Processor):
         """
         indices = stepped(total, count, total / count / 2 if self._shift is True else self._shift)
         if not indices:
-            raise InputError(f"the video has {total} frames, none behind the initial_shift of {self._shift}")
+            raise InputError(f"the video has {total} frames, and initial_shift, {self._shift}, skips all of them")
         return indices
 
 
@@ -303,12 +303,14 @@ def _tile(config: Any, where: str) -> tuple[int, int]:
         ("patch_size", vision.patch_size[0], vision.patch_size[1]),
     ):
         if value != served:
-            raise UnsupportedCheckpoint(f"{where}: {name} is {value!r}, only {served!r} is served")
+            raise UnsupportedCheckpoint(f"{where}: {name} is {value!r}; only {served!r} is supported")
     if not isinstance(layer, int):
-        raise UnsupportedCheckpoint(f"{where}: vision_feature_layer is {layer!r}, only one is served")
+        raise UnsupportedCheckpoint(f"{where}: vision_feature_layer is {layer!r}; only a single layer is supported")
     rows = vision.image_size[0] // vision.patch_size[0]
     if rows * ratio % 1:
-        raise UnsupportedCheckpoint(f"{where}: downsample_ratio is {ratio}, a tile has {rows}x{rows} patches")
+        raise UnsupportedCheckpoint(
+            f"{where}: downsample_ratio is {ratio}, which does not divide the {rows}x{rows} patches of a tile"
+        )
     return vision.image_size[0], int(rows * ratio) ** 2
 
 
@@ -376,7 +378,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
     described = with_special_tokens(_tokenizer_json(checkpoint), [_SPELLED["video_token"]])
     ids = {token["content"]: token["id"] for token in described["added_tokens"]}
     if missing := [token for token in (*_SPELLED.values(), _TURN_END) if token not in ids]:
-        raise UnsupportedCheckpoint(f"{where}: its tokenizer has no added token {missing[0]}")
+        raise UnsupportedCheckpoint(f"{where}: the tokenizer has no added token {missing[0]}")
     translated = {
         **{key: value for key, value in config.items() if key not in _TRANSLATED},
         "model_type": "internvl",
@@ -428,12 +430,12 @@ def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: s
     for name, value in served.items():
         if (found := settings[name]) is not None and found != value:
             raise UnsupportedCheckpoint(
-                f"{where}: {name} is {found!r}, of model_type {ORIGINAL} only {value!r} is served; {_CONVERTED}"
+                f"{where}: {name} is {found!r}; with model_type {ORIGINAL}, only {value!r} is supported; {_CONVERTED}"
             )
     if (template := settings.get("template")) not in _CHATML:
         raise UnsupportedCheckpoint(
-            f"{where}: template is {template!r}, of model_type {ORIGINAL} only {', '.join(_CHATML)} are served; "
-            f"{_CONVERTED}"
+            f"{where}: template is {template!r}; with model_type {ORIGINAL}, only {', '.join(_CHATML)} are "
+            f"supported; {_CONVERTED}"
         )
 
 
@@ -445,8 +447,8 @@ def _vision_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     stated = settings.get("vision_config") or {}
     if (tower := stated.get("model_type", "intern_vit_6b")) != "intern_vit_6b":
         raise UnsupportedCheckpoint(
-            f"{where}: vision_config.model_type is {tower!r}, of model_type {ORIGINAL} only 'intern_vit_6b' is served; "
-            f"{_CONVERTED}"
+            f"{where}: vision_config.model_type is {tower!r}; with model_type {ORIGINAL}, only 'intern_vit_6b' "
+            f"is supported; {_CONVERTED}"
         )
     vision = {key: default if (own := stated.get(key)) is None else own for key, default in _VISION_DEFAULTS.items()}
     bias, normalized = vision.pop("qkv_bias"), vision.pop("qk_normalization")
@@ -463,8 +465,8 @@ def _text_config(language: Mapping[str, Any], where: str) -> dict[str, Any]:
     name = next(iter(language.get("architectures") or ()), None)
     if name not in _TEXT_MODELS:
         raise UnsupportedCheckpoint(
-            f"{where}: llm_config is of {name}, of model_type {ORIGINAL} only {', '.join(_TEXT_MODELS)} are served; "
-            f"{_CONVERTED}"
+            f"{where}: the architecture in llm_config is {name}; with model_type {ORIGINAL}, only "
+            f"{', '.join(_TEXT_MODELS)} are supported; {_CONVERTED}"
         )
     text = {key: value for key, value in language.items() if key not in _ATTENTION_KEYS}
     if name == _INTERNLM2:
@@ -508,10 +510,9 @@ def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
         elif name is None:
             files = "tokenizer.json, and no tokenizer_config.json with a tokenizer_class"
         else:
-            files = f"tokenizer.json, which its tokenizer, {name}, needs"
+            files = f"tokenizer.json, which its tokenizer class, {name}, requires"
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has no {files}; take the missing files from the repository that the checkpoint was "
-            f"made of, or {_CONVERTED}"
+            f"{checkpoint.path} has no {files}; copy the missing files from the original repository, or {_CONVERTED}"
         )
     from transformers import Qwen2Tokenizer  # slow to import
 
@@ -519,6 +520,6 @@ def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
     try:
         tokenizer = Qwen2Tokenizer.from_pretrained(checkpoint.path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
+        raise UnsupportedCheckpoint(f"{checkpoint.path} has no readable tokenizer: {error}") from error
     described: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
     return described

@@ -75,7 +75,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         }
         if (named := re.fullmatch(r"anyres_max_(\d+)", config.vision_aspect_ratio)) is None:
             raise UnsupportedCheckpoint(
-                f"{where}: vision_aspect_ratio is {config.vision_aspect_ratio!r}, only anyres_max_N is served"
+                f"{where}: vision_aspect_ratio is {config.vision_aspect_ratio!r}; only anyres_max_N is supported"
             )
         self._max_tiles = int(named[1])
         stated = checkpoint.json("processor_config.json")

@@ -604,15 +604,15 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
         config["embedding_size"] = config["vocab_size"]
     if config["vocab_size"] > config["embedding_size"]:
         raise UnsupportedCheckpoint(
-            f"{where}: vocab_size is {config['vocab_size']}, embedding_size must not be less, it is "
-            f"{config['embedding_size']}"
+            f"{where}: embedding_size is {config['embedding_size']}; it must be at least vocab_size, "
+            f"{config['vocab_size']}"
         )
     if config["clip_qkv"] is not None and config["clip_qkv"] <= 0:
-        raise UnsupportedCheckpoint(f"{where}: clip_qkv is {config['clip_qkv']!r}, it must be greater than 0")
+        raise UnsupportedCheckpoint(f"{where}: clip_qkv is {config['clip_qkv']!r}; it must be greater than 0")
     tower = config["vision_backbone"]
     if tower["image_num_key_value_heads"] not in (None, tower["image_num_heads"]):
         raise UnsupportedCheckpoint(
-            f"{where}: vision_backbone.image_num_key_value_heads is {tower['image_num_key_value_heads']}, only "
-            f"image_num_heads, {tower['image_num_heads']}, is served"
+            f"{where}: vision_backbone.image_num_key_value_heads is {tower['image_num_key_value_heads']}; it "
+            f"must equal image_num_heads, {tower['image_num_heads']}"
         )
     return config

@@ -93,7 +93,7 @@ class Molmo2Processor(Processor):
         patch, column = checkpoint.token_id(_PATCH), checkpoint.token_id("<im_col>")
         if patch != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: image_patch_id is {config.image_token_id}, its tokenizer's {patch}"
+                f"{checkpoint.path}: image_patch_id is {config.image_token_id}, but the tokenizer has {patch}"
             )
         columns: bool = stated.get("image_use_col_tokens", True)
         whole_columns = stated.get("use_single_crop_col_tokens")
@@ -229,15 +229,15 @@ def _geometry(settings: Mapping[str, Any], config: Any, where: str) -> Geometry:
     fits = size.width == side and patch == vision.patch_size and side % patch == 0
     if not fits or (side // patch) ** 2 != vision.num_position_embeddings:
         raise UnsupportedCheckpoint(
-            f"{where}: size {settings['size']} in patches of {patch} are not the {vision.num_position_embeddings} "
-            f"patches of {vision.patch_size} that the tower takes"
+            f"{where}: size is {settings['size']} with patches of {patch} pixels; the tower takes "
+            f"{vision.num_position_embeddings} patches of {vision.patch_size} pixels"
         )
     high, wide = settings["pooling_size"]
     before, after = settings.get("overlap_margins", (0, 0))
     if min(high, wide) < 1 or min(before, after) < 0 or before + after >= side // patch:
         raise UnsupportedCheckpoint(
-            f"{where}: pooling_size {(high, wide)} and overlap_margins {(before, after)} do not go with "
-            f"{side // patch} patches a side"
+            f"{where}: pooling_size {(high, wide)} and overlap_margins {(before, after)} do not fit "
+            f"{side // patch} patches per side"
         )
     return Geometry(side, patch, (high, wide), (before, after))
 

@@ -94,7 +94,7 @@ class PixelSettings:
         min_pixels = config.get("min_pixels") or size.get("shortest_edge")
         max_pixels = config.get("max_pixels") or size.get("longest_edge")
         if min_pixels is None or max_pixels is None:
-            raise UnsupportedCheckpoint(f"{where}: size is {size!r}, only shortest_edge and longest_edge are served")
+            raise UnsupportedCheckpoint(f"{where}: size is {size!r}; it must have shortest_edge and longest_edge")
         settings = cls(
             min_pixels=min_pixels,
             max_pixels=max_pixels,
@@ -130,7 +130,7 @@ class PixelSettings:
         for name in ("num_frames", "max_frames"):
             value = getattr(options, name)
             if value is not None and value < self.temporal_patch_size:
-                raise InputError(f"{name} is {value}; this model takes at least {self.temporal_patch_size} frames")
+                raise InputError(f"{name} is {value}; this model needs at least {self.temporal_patch_size} frames")
         max_pixels = options.max_pixels or self.max_pixels
         if options.detail == "low":
             max_pixels = min(max_pixels, _LOW_DETAIL_PIXELS)
@@ -267,8 +267,8 @@ class Qwen2VLProcessor(Processor):
         takes_all = rate is None and settings.num_frames is None and options.max_frames is None
         if takes_all and video.num_frames > settings.max_frames:
             raise LimitExceeded(
-                f"the video has {video.num_frames} frames; the limit is {settings.max_frames}: "
-                "num_frames or max_frames can ask for fewer"
+                f"the video has {video.num_frames} frames; the limit is {settings.max_frames}. Ask for fewer "
+                "with num_frames or max_frames"
             )
         indices = self.sample(video.num_frames, rate, settings)
         video.count(indices)
@@ -321,7 +321,7 @@ def _check_tower(settings: PixelSettings, vision: Any, where: str) -> None:
     made["merge_size"] = settings.merge_size
     for name, value in made.items():
         if (taken := getattr(vision, "spatial_merge_size" if name == "merge_size" else name)) != value:
-            raise UnsupportedCheckpoint(f"{where}: {name} is {value}, the tower of config.json takes {taken}")
+            raise UnsupportedCheckpoint(f"{where}: {name} is {value}, but the tower in config.json takes {taken}")
 
 
 def _plan_image(data: Data, settings: PixelSettings) -> Plan:
@@ -382,7 +382,10 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
 
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise LimitExceeded(f"{width}x{height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
+        raise LimitExceeded(
+            f"the size is {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} times the "
+            "shorter one"
+        )
     factor, min_pixels, max_pixels = settings.factor, settings.min_pixels, settings.max_pixels
     if settings.total_pixels is not None:
         max_pixels = max(min(max_pixels, settings.total_pixels // num_frames), int(min_pixels * 1.05))
@@ -420,7 +423,7 @@ def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -
     if settings.num_frames is not None:
         wanted = min(round(settings.num_frames / temporal) * temporal, most)
         if settings.num_frames > max(num_frames, temporal):
-            raise InputError(f"num_frames {settings.num_frames} is more than the video's {num_frames} frames")
+            raise InputError(f"num_frames is {settings.num_frames}; the video has only {num_frames} frames")
     elif fps is None:
         wanted = num_frames if num_frames <= settings.max_frames else most
     else:
@@ -453,7 +456,7 @@ class Qwen2VLModel(PretrainedModel):
                 expected = (t * h * w, self._pixels[kind].patch_bytes)
                 if view[_PLANES].shape != expected:
                     raise CorruptReference(
-                        f"the segment holds {view[_PLANES].shape} bytes, the {kind}'s grid makes {expected}"
+                        f"the segment has the shape {view[_PLANES].shape}, but the grid of the {kind} needs {expected}"
                     )
                 return MediaShape(kind, self._tokens[kind], t * h * w // self._merge**2, (t, h, w))
         return super().describe_segments(view)

@@ -65,9 +65,9 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         `min_pixels` and `max_pixels` of the result are limits for all frames together.
         """
         if not config["do_sample_frames"]:
-            raise UnsupportedCheckpoint(f"{where}: do_sample_frames is False, only True is served")
+            raise UnsupportedCheckpoint(f"{where}: do_sample_frames is False; only True is supported")
         if config.get("num_frames") is not None and config.get("fps") is not None:
-            raise UnsupportedCheckpoint(f"{where}: num_frames and fps are both given")
+            raise UnsupportedCheckpoint(f"{where}: num_frames and fps are both set; only one of them is supported")
         size = config["size"]
         own = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"], "cap_pixels_per_frame": None}
         settings = PixelSettings.read({**config, **own}, where)
@@ -91,12 +91,15 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
         height, width, factor, temporal = video.height, video.width, settings.factor, settings.temporal_patch_size
         if num_frames < temporal:
-            raise InputError(f"{num_frames} frames of the video would be taken; this model takes at least {temporal}")
+            raise InputError(f"{num_frames} frames of the video would be taken; this model needs at least {temporal}")
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise LimitExceeded(f"{width}x{height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
+            raise LimitExceeded(
+                f"the size is {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} times "
+                "the shorter one"
+            )
         max_pixels = self._video_pixels(num_frames, settings)
         new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
         pixels = round(num_frames / temporal) * temporal * new_height * new_width

@@ -346,7 +346,9 @@ class QwenVLModel(Model):
         if _PIXELS not in view:
             return super().describe_segments(view)
         if view[_PIXELS].shape != (expected := (1, 3, self._size, self._size)):
-            raise CorruptReference(f"the segment holds {view[_PIXELS].shape} numbers, this model's images {expected}")
+            raise CorruptReference(
+                f"the segment has the shape {view[_PIXELS].shape}, but images of this model have {expected}"
+            )
         return self._shape
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
@@ -427,8 +429,8 @@ class QwenVL(Family):
         if not (file := checkpoint.path / "qwen.tiktoken").is_file():
             if not checkpoint.has("tokenizer.json"):
                 raise UnsupportedCheckpoint(
-                    f"{checkpoint.path} has neither qwen.tiktoken nor a tokenizer.json; take qwen.tiktoken from the "
-                    f"repository that the checkpoint was made of, such as {cls.published}"
+                    f"{checkpoint.path} has neither qwen.tiktoken nor a tokenizer.json; copy qwen.tiktoken "
+                    f"from the original repository, such as {cls.published}"
                 )
             return super().tokenizer(checkpoint)
         check_pointer(file)
@@ -443,15 +445,15 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     heads, channels = config["num_attention_heads"], config["kv_channels"]
     if heads * channels != width:
         raise UnsupportedCheckpoint(
-            f"{where}: num_attention_heads is {heads!r}, kv_channels is {channels!r}, hidden_size is {width!r}, which "
-            "must be the product of the others"
+            f"{where}: hidden_size is {width!r}; it must be num_attention_heads, {heads!r}, times kv_channels, "
+            f"{channels!r}"
         )
     if visual["output_dim"] != width:
         raise UnsupportedCheckpoint(
-            f"{where}: visual.output_dim is {visual['output_dim']!r}, it must be hidden_size, {width}"
+            f"{where}: visual.output_dim is {visual['output_dim']!r}; it must equal hidden_size, {width}"
         )
     if math.isqrt(visual["n_queries"]) ** 2 != visual["n_queries"]:
-        raise UnsupportedCheckpoint(f"{where}: visual.n_queries is {visual['n_queries']}, it must be a square")
+        raise UnsupportedCheckpoint(f"{where}: visual.n_queries is {visual['n_queries']}; it must be a square number")
     return config
 
 
@@ -473,7 +475,7 @@ def _read_ranks(data: bytes, checkpoint: Checkpoint) -> dict[bytes, int]:
         pairs = [line.split() for line in data.splitlines() if line]
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
     except ValueError as error:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} has a qwen.tiktoken that cannot be read: {error}") from error
+        raise UnsupportedCheckpoint(f"{checkpoint.path} has an unreadable qwen.tiktoken: {error}") from error
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise UnsupportedCheckpoint(f"{checkpoint.path}: the ranks of qwen.tiktoken are not 0 to {len(ranks) - 1}")
     return ranks

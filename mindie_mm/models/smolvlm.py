@@ -65,7 +65,7 @@ class SmolVLMProcessor(Idefics3Processor):
         check_settings(settings, {"do_resize": True}, where)
         self._frame_size = read_size(settings["size"], where)
         if (side := tile_side(settings, where)) != self.side:
-            raise UnsupportedCheckpoint(f"{where}: frames are of {side} pixels a side, tiles of {self.side}")
+            raise UnsupportedCheckpoint(f"{where}: frames have {side} pixels per side, but tiles have {self.side}")
         self._frame_resample = resample_of(settings, where)
         self.normalizations["video"] = Normalization.read(settings)
         self._num_frames: int | None = sampling.get("max_frames", settings.get("num_frames"))
@@ -134,7 +134,7 @@ class SmolVLMProcessor(Idefics3Processor):
         most = options.num_frames or options.max_frames or self._num_frames
         rate = options.fps or self._fps
         if most is None or rate is None:
-            raise InputError("the checkpoint names no fps or no num_frames to sample a video by")
+            raise InputError("the checkpoint has no fps or no num_frames for sampling videos")
         count = num_taken(min(round(rate * total / fps), most), video, options, self._limit)
         start, end = 0, total - 1
         if total / fps - 2 * _SKIPPED_S > most * rate:

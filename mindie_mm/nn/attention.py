@@ -58,7 +58,7 @@ def attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     if s_aux is not None or softcap is not None:
         raise UnsupportedCheckpoint(
-            f"{type(module).__name__} has attention sinks or capped scores, which is not served"
+            f"{type(module).__name__} has attention sinks or softcapped scores, which are not supported"
         )
     return paged_attention(layer, query[0], key[0], value[0], paged, scaling, sliding_window).unsqueeze(0), None
 

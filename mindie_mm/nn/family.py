@@ -249,7 +249,7 @@ class Family(ABC):
             tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             checkpoint.json("tokenizer.json")  # raises an error that names the file if it is truncated
-            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
+            raise UnsupportedCheckpoint(f"{checkpoint.path} has no readable tokenizer: {error}") from error
         if not tokenizer.is_fast:
             checkpoint.tokenizer_json()  # raises an error with advice if the file is missing
             raise UnsupportedCheckpoint(

@@ -60,7 +60,7 @@ class GenerationRules:
         _check({name: stated(name) for name in (*_NOT_SERVED, "num_beams")}, where)
         start, bos = stated("decoder_start_token_id"), stated("bos_token_id")
         if start is None and bos is None:
-            raise UnsupportedCheckpoint(f"{where}: its generation config has no decoder_start_token_id")
+            raise UnsupportedCheckpoint(f"{where}: the generation config has no decoder_start_token_id")
         self.start_token_id: int = bos if start is None else start
         """The decoder's first input."""
         self.eos_token_ids = _ids(stated("eos_token_id"))
@@ -107,10 +107,12 @@ class GenerationRules:
 def _check(settings: Mapping[str, Any], where: str) -> None:
     for name, neutral in _NOT_SERVED.items():
         if (value := settings[name]) not in neutral:
-            raise UnsupportedCheckpoint(f"{where}: its generation config has {name} {value!r}, which is not served")
+            raise UnsupportedCheckpoint(f"{where}: the generation config has {name} {value!r}, which is not supported")
     if (beams := settings["num_beams"] or 1) > 1:
         # Beams only improve the answer at a higher cost, so a checkpoint that wants them can be served without them.
-        _log.warning("%s: its generation config has num_beams %d; answers are decoded without beams", where, beams)
+        _log.warning(
+            "%s: the generation config has num_beams %d; outputs are decoded without beam search", where, beams
+        )
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -83,7 +83,9 @@ def attach_words(words: Sequence[int], layouts: Iterable[Layout]) -> SegmentsVie
     lengths = {layout.num_slots: layout for layout in layouts}
     if len(words) not in lengths:
         known = " or ".join(map(str, sorted(lengths))) or "none"
-        raise CorruptReference(f"a run has {len(words)} words of MindIE's wire; items of this model have {known}")
+        raise CorruptReference(
+            f"an item has {len(words)} words of MindIE's wire format; items of this model have {known}"
+        )
     segments: dict[str, SegmentSpec] = {}
     integers: dict[str, list[int]] = {}
     slots = iter(words)

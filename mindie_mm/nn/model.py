@@ -137,7 +137,7 @@ class MediaModel(ABC):
             CorruptReference: The arrays do not belong to this family.
 
         """
-        raise CorruptReference(f"the segments hold {', '.join(view)}, none of this model's")
+        raise CorruptReference(f"the segments hold {', '.join(view)}; none of these arrays belongs to this model")
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         """Return the media items that the handle words in `ids` refer to. `ids` is int64 [T].
@@ -177,14 +177,16 @@ class MediaModel(ABC):
         for item, rows in zip(items, features, strict=True):
             if len(rows) != item.shape.num_features:
                 raise FeatureCountMismatch(
-                    f"the {item.shape.kind} has {item.shape.num_features} slots, its features are {len(rows)}"
+                    f"the {item.shape.kind} has {item.shape.num_features} slots, but {len(rows)} features"
                 )
         return features
 
     def _given(self, item: MediaItem) -> Tensor:
         width, expected = item.view[EMBEDDINGS].shape[1], self.spec.hidden_size + self.spec.extra_width
         if width != expected:
-            raise CorruptReference(f"the {item.shape.kind}'s embeddings are {width} wide, the model's {expected}")
+            raise CorruptReference(
+                f"the embeddings of the {item.shape.kind} have width {width}; the model needs {expected}"
+            )
         return to_device(item.view, EMBEDDINGS, self.spec.device).to(self.spec.dtype, copy=True)
 
 

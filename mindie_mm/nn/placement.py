@@ -61,7 +61,9 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
         if placement == TOGETHER:
             continue
         if not names:
-            raise InputError(f"{what}_device or {what}_bits is given, but this model has no part of that kind to move")
+            raise InputError(
+                f"{what}_device or {what}_bits is set, but this model has no such part; leave the setting out"
+            )
         device = open_device(placement.device).torch_device if placement.device else model.spec.device
         moves += [(part, what, device, placement.dtype(next(part.parameters()).dtype)) for part in parts(model, names)]
     for move in moves:
@@ -85,7 +87,10 @@ def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) 
     outer = (first.device, first.dtype)
     # bitsandbytes may store 4-bit weights in a float dtype, such as four of them in one bfloat16.
     if any(not tensor.is_floating_point() or hasattr(tensor, "quant_state") for tensor in part.parameters()):
-        raise InputError(f"{what}_device or {what}_bits is given, but that part is quantised, and stays as it is")
+        raise InputError(
+            f"{what}_device or {what}_bits is set, but this part is quantised and cannot be moved; leave the "
+            "setting out"
+        )
     stored = part.state_dict().keys()
     # Computed buffers, such as rotary frequencies. transformers keeps them in float32 for weights of any dtype.
     made = {name: buffer for name, buffer in part.named_buffers() if name not in stored}

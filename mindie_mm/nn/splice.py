@@ -51,10 +51,13 @@ class MediaShape:
 
         """
         if ITEM not in view:
-            raise CorruptReference(f"the block holds {', '.join(view)}, and no {ITEM} that says what they are")
+            raise CorruptReference(f"the block holds {', '.join(view)}, but no {ITEM} that describes them")
         kind, token, num_features, *grid = view[ITEM].tolist()
         if not 0 <= kind < len(KINDS) or token < 0 or num_features < 1:
-            raise CorruptReference(f"the block's {ITEM} is of kind {kind}, token {token}, {num_features} features")
+            raise CorruptReference(
+                f"the {ITEM} of the block has kind {kind}, token {token} and {num_features} features, which is not "
+                "valid"
+            )
         return cls(KINDS[kind], token, num_features, tuple(grid))
 
 
@@ -154,10 +157,10 @@ def read_media(
         slots = start + np.flatnonzero((own < 0) | (own == shape.token))
         if len(slots) != shape.num_features:
             raise FeatureCountMismatch(
-                f"the {shape.kind} at slot {start} has {len(slots)} slots, its features are {shape.num_features}"
+                f"the {shape.kind} at slot {start} has {len(slots)} slots, but {shape.num_features} features"
             )
         if not np.array_equal(words[:num_words], slots[:num_words]):
-            raise CorruptReference(f"the words of the {shape.kind} at slot {start} do not stand on its first slots")
+            raise CorruptReference(f"the words of the {shape.kind} at slot {start} are not in its first slots")
         items.append(MediaItem(slots, view, shape))
         words = rest
     return items

@@ -137,7 +137,10 @@ class Staging:
             if pages is None:
                 return None
             if not kind_of(self._device).pin(_address(pages), len(pages)):
-                _log.warning("the driver does not register an arena: media in it are copied once more on their way")
+                _log.warning(
+                    "the driver cannot register an arena; media in the arena are copied once more on the way to "
+                    "the device"
+                )
                 pages = None
             self._registered[arena] = pages
             arena.before_close(partial(self._unregister, arena))

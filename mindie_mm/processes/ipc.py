@@ -127,8 +127,8 @@ def _interpreter() -> str:
     """Return the path of this process's Python. Raise ProcessDied if it is unknown."""
     if not sys.executable:
         raise ProcessDied(
-            f"no worker process can be started: sys.executable is {sys.executable!r}, as in a program that embeds "
-            "Python; set it to the path of this environment's python"
+            f"no worker process can be started: sys.executable is {sys.executable!r}, as in some programs that "
+            "embed Python. Set it to the path of the python of this environment"
         )
     return sys.executable
 
@@ -190,10 +190,10 @@ class Channel:
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if not 0 <= length <= max_bytes:
-                raise ValueError(f"a message of {length} bytes; the limit is {max_bytes}")
+                raise ValueError(f"a message has {length} bytes; the limit is {max_bytes}")
             return await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EOFError("the peer is gone") from error
+            raise EOFError("the peer closed the connection") from error
 
     async def close(self) -> None:
         """Close this end. The worker reads the rest and exits. Messages that a stuck worker leaves are dropped."""
@@ -218,7 +218,7 @@ class Child:
     @classmethod
     async def start(cls, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Self:
         """Start `module` as `spawn` does. Raise ProcessDied if it cannot be started."""
-        with os_errors_as(ProcessDied, f"{module} cannot be started with sys.executable, {sys.executable}"):
+        with os_errors_as(ProcessDied, f"{module} cannot be started with sys.executable ({sys.executable})"):
             process, sock = spawn(module, *arguments, environment=environment)
         try:
             return cls(process, await open_channel(sock))
@@ -248,7 +248,7 @@ class Child:
             await self.end()
             # sys.executable may be a program that embeds Python.
             by = "" if (self.status or 0) < 0 else f"; it was started with sys.executable, {sys.executable}"
-            raise ProcessDied(f"{what} exited with {self.status} before it was ready{by}") from None
+            raise ProcessDied(f"{what} exited with status {self.status} before it was ready{by}") from None
         if isinstance(reply, Failure):
             raise reply.exception()
         return reply
@@ -282,7 +282,7 @@ class ChildChannel:
         try:
             return self._connection.recv_bytes()
         except ConnectionError as error:
-            raise EOFError("the parent is gone") from error
+            raise EOFError("the parent process exited") from error
 
     def poll(self, timeout_s: float | None = 0.0) -> bool:
         """Return whether `recv` would return or raise EOFError at once.

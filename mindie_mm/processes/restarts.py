@@ -84,7 +84,7 @@ class Starter:
         """
         while True:
             if self.pause_s:
-                _log.warning("%s is started again in %.1f s", self._what, self.pause_s)
+                _log.warning("%s is restarted in %.1f s", self._what, self.pause_s)
                 await asyncio.sleep(self.pause_s)
             self.pause_s = min(max(2 * self.pause_s, self._first_pause_s), self._last_pause_s)
             try:
@@ -97,5 +97,5 @@ class Starter:
             else:
                 self.restarts += 1
                 self._failing_since_s, self._is_hopeless = math.inf, False
-                _log.warning("%s was started again (restart %d)", self._what, self.restarts)
+                _log.warning("%s was restarted (restart %d)", self._what, self.restarts)
                 return started

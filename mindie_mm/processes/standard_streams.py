@@ -156,7 +156,8 @@ class _DrainedStderr:
                     untold, self._untold_lines = self._untold_lines, 0
             if untold:
                 _log.warning(
-                    "%d lines of the log were dropped, because standard error was not read and only %d bytes can wait",
+                    "%d lines of the log were dropped, because standard error was not read and only %d bytes "
+                    "can be buffered",
                     untold,
                     MAX_WAITING_BYTES,
                 )

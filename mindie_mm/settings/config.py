@@ -100,8 +100,8 @@ class EngineConfig:
         for name in ("vision_bits", "projector_bits"):
             if (bits := getattr(self, name)) not in (None, 16, 32):
                 raise InputError(
-                    f"{name} is {bits}, it must be 16 or 32: a part is not quantised at load; a checkpoint that is "
-                    "quantised says so in its config.json, and is loaded as it says"
+                    f"{name} is {bits}; it must be 16 or 32. A part is not quantised when it is loaded; a "
+                    "quantised checkpoint is loaded as its config.json describes"
                 )
 
 
@@ -127,9 +127,9 @@ class MediaCaps:
     """Maximum number of pixels of all decoded video frames in one request. Frames between the sampled ones count too,
     because they have to be decoded."""
     max_audio_seconds: Seconds = 4 * 3600.0
-    """Maximum length of a sound in seconds, as its container states it."""
+    """Maximum length of an audio clip in seconds, as its container states it."""
     max_audio_samples: Count = 2**26
-    """Maximum number of samples per channel to decode from a sound, whatever its container states."""
+    """Maximum number of samples per channel to decode from an audio clip, whatever its container states."""
     max_decode_bytes: CountOrNone = 4 * GiB
     """Maximum memory in bytes that a decoder process may allocate, beyond its size at the start. A request that needs
     more fails alone. 0 removes the limit."""
@@ -153,7 +153,7 @@ class WorkerConfig:
     model: Path | None = None
     """Checkpoint directory. Default: the embedded checkpoint."""
     family: str | None = None
-    """Model family to use, whatever config.json says. Default: the family that config.json names."""
+    """Model family to use instead of the one that config.json names. Default: the family that config.json names."""
     generation_config: str = "auto"
     """Source of the sampling parameters that a request leaves out. auto: the checkpoint's generation_config.json. vllm:
     neutral values, temperature 1 and no other limits. Or a folder with a generation_config.json, whose end-of-sequence
@@ -256,7 +256,7 @@ class ServiceConfig:
     max_videos: CountOrNone = 8
     """Maximum number of videos in one request."""
     max_audios: CountOrNone = 8
-    """Maximum number of sounds in one request."""
+    """Maximum number of audio clips in one request."""
     fetch_timeout_s: Seconds = 30.0
     """Maximum time in seconds to fetch one media item over HTTP, redirects included."""
     fetch_connect_timeout_s: Seconds = 5.0
@@ -279,9 +279,11 @@ class ServiceConfig:
         require(self)
         complete_paths(self)
         if self.max_spool_bytes < self.max_media_bytes:
-            raise InputError(f"max_spool_bytes is {self.max_spool_bytes}, it must be at least {self.max_media_bytes}")
+            raise InputError(f"max_spool_bytes is {self.max_spool_bytes}; it must be at least {self.max_media_bytes}")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
-            raise InputError("an api_key is empty, or holds what a header cannot: a key is printable ASCII")
+            raise InputError(
+                "an api_key is empty or has a character that an HTTP header cannot have; use printable ASCII"
+            )
         for origin in self.cors_origin:
             _require_origin(origin)
         if self.otlp_endpoint is not None:
@@ -294,8 +296,8 @@ def _require_origin(origin: str) -> None:
     port = parts[3] if parts is not None else None
     if origin != "*" and (parts is None or (port not in (None, "*") and int(port or 0) > 65535)):
         raise InputError(
-            f"cors_origin is {origin!r}, it must be * or an origin such as https://example.org, in lower case and "
-            "ASCII (xn--), without a slash at its end. A port may follow, or :* for any port"
+            f"cors_origin is {origin!r}; it must be * or an origin such as https://example.org, in lower-case "
+            "ASCII (xn--), without a trailing slash. It may end with a port, or with :* for any port"
         )
     if parts is not None and port is not None and port == _DEFAULT_PORTS.get(parts[1]):
         raise InputError(f"cors_origin is {origin!r}; leave out :{port}, because browsers omit the port of {parts[1]}")
@@ -306,11 +308,13 @@ def _require_url(name: str, url: str) -> None:
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise InputError(f"{name} is no URL: {error}") from error
+        raise InputError(f"{name} is not a valid URL: {error}") from error
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise InputError(f"{name} holds a user name or a query, which may be secret, and settings are logged")
+        raise InputError(
+            f"{name} has a user name or a query, which may be secret; remove it, because settings are logged"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InputError(f"{name} is {url!r}, it must be a URL of http or https")
+        raise InputError(f"{name} is {url!r}; it must be an http or https URL")
 
 
 def require_media_dir(config: ServiceConfig) -> None:
@@ -319,6 +323,6 @@ def require_media_dir(config: ServiceConfig) -> None:
     if folder is None:
         return
     if not os.path.isdir(folder):  # noqa: PTH112 - False where it cannot be looked at, too
-        raise InputError(f"allowed_media_dir is {folder}, which is no folder")
+        raise InputError(f"allowed_media_dir is {folder}, which is not a folder")
     if not os.access(folder, os.X_OK):
         raise InputError(f"allowed_media_dir is {folder}, which user {os.geteuid()} may not enter")

@@ -32,14 +32,14 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
 
     """
     if isinstance(value, str) and not value.strip():
-        raise InputError(f"{name} is {value!r}, which holds no value: leave it out, or give one")
+        raise InputError(f"{name} is {value!r}, which is empty; leave it out, or give a value")
     if isinstance(value, str) and not strict and hint is not Path:
         value = text_of(name, value)
     try:
         return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
         message = f"of type {type(value).__name__}" if secret or not isinstance(value, _SHOWN) else repr(value)
-        raise InputError(f"{name} is {message}, it must be {_wanted(hint)}") from error
+        raise InputError(f"{name} is {message}; it must be {_wanted(hint)}") from error
 
 
 def require(settings: Any) -> None:
@@ -74,9 +74,9 @@ def _wanted(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if origin is tuple and parts[-1] is not Ellipsis:
-        return f"a list of {len(parts)}, each {_wanted(parts[0])}"
+        return f"a list of {len(parts)} elements, each {_wanted(parts[0])}"
     if origin is tuple:
-        return f"a list, each {_wanted(parts[0])}"
+        return f"a list of elements, each {_wanted(parts[0])}"
     if origin is Annotated:
         return f"{_wanted(parts[0])} {_limits(parts[1])}"
     return _wanted(parts[0])  # of X | None

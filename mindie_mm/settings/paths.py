@@ -31,5 +31,5 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     if path.is_absolute():
         return path
     if not (folder := working_directory()):
-        raise InputError(f"{path} is a relative path, and the working directory was removed; give an absolute path")
+        raise InputError(f"{path} is a relative path, but the working directory was removed; give an absolute path")
     return Path(folder, path)

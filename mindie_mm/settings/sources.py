@@ -114,7 +114,7 @@ def _parse(name: str, text: str, hint: Any) -> Any:
     if get_origin(hint) is not tuple:
         return converted(name, text, hint, strict=False)
     if not (parts := tuple(part.strip() for part in text_of(name, text).split(",") if part.strip())):
-        raise InputError(f"{name} is {text!r}, which holds no value: leave it out, or give one")
+        raise InputError(f"{name} is {text!r}, which is empty; leave it out, or give a value")
     return converted(name, parts, hint, strict=False, secret=name in map(variable, SECRETS))
 
 
@@ -140,7 +140,7 @@ def read_file(file: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{file} is no TOML: {error}") from error
+        raise InputError(f"{file} is not valid TOML: {error}") from error
     hints = _hints()
     return {key: _checked(file, key, value, hints) for key, value in table.items()}
 
@@ -158,9 +158,9 @@ def _hints() -> dict[str, Any]:
 def _checked(file: Path, key: str, value: Any, hints: Mapping[str, Any]) -> Any:
     if key not in hints:
         if isinstance(value, dict):
-            raise InputError(f"{file}: [{key}] is a table; every setting stands at the top, by its own name")
+            raise InputError(f"{file}: [{key}] is a table; settings must be top-level keys")
         near = difflib.get_close_matches(key.replace("-", "_"), hints, n=1)
-        raise InputError(f"{file}: there is no setting {key!r}{f'; {near[0]!r} is one' if near else ''}")
+        raise InputError(f"{file}: there is no setting {key!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     return converted(f"{file}: {key}", value, hints[key], secret=key in SECRETS)
 
 

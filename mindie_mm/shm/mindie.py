@@ -105,7 +105,7 @@ def create_shm(size: int, path: str | os.PathLike[str]) -> Segment:
             give_name(descriptor, name)
     if not path_file.exists():  # a release before the segment had its name did not find it
         segment.unlink()
-        raise SharedMemoryError(f"path file {path_file} was removed while segment {name} was made")
+        raise SharedMemoryError(f"path file {path_file} was removed while segment {name} was being created")
     return segment
 
 
@@ -122,7 +122,9 @@ class SegmentSpec:
         """Decode two words. Raise CorruptReference if a word is damaged or the name is not that of a segment."""
         name = decode_shm_name_from_int64(name_word)
         if not is_segment_name(name):
-            raise CorruptReference(f"word {int(name_word)} names {name}, a segment is psm_ and 8 hex digits")
+            raise CorruptReference(
+                f"word {int(name_word)} is the name {name}; the name of a segment must be psm_ and 8 hexadecimal digits"
+            )
         return cls(name, dtype, tuple(decode_shape_from_int64(shape_word)))
 
     @property
@@ -180,7 +182,7 @@ def _dtype_name(dtype: Any) -> str:
     except TypeError:
         name = repr(dtype)
     if name not in DTYPE_CODES:
-        raise InputError(f"dtype {name} is none of {', '.join(DTYPE_CODES)}")
+        raise InputError(f"dtype {name} is not one of {', '.join(DTYPE_CODES)}")
     return name
 
 

@@ -101,7 +101,9 @@ def test_a_prompt_too_long_is_truncated(service: RunningService, lenient: Runnin
     limit = service.get("/v1/models")["data"][0]["max_model_len"]
     text = "red square " * limit
     message = post(service, CHAT, chat([red_square], text), 400)["error"]["message"]
-    assert message.startswith(f"This model's maximum context length is {limit} tokens; 4 to generate and the prompt")
+    assert message.startswith(
+        f"This model's maximum context length is {limit} tokens; the request needs 4 output tokens, and the prompt"
+    )
     assert message.endswith(f"the limit is {limit - 4}")
     answer = post(lenient, CHAT, chat([red_square], text))
     assert answer["usage"]["prompt_tokens"] == limit - 4

@@ -54,12 +54,12 @@ class NPU(Device):
     def missing(cls) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
             release = torch.__version__.partition("+")[0]
-            return f"torch_npu is not installed: pip install torch_npu=={release} beside CANN"
+            return f"torch_npu is not installed: install CANN, then pip install torch_npu=={release}"
         try:
             importlib.import_module("torch_npu")
         except Exception as error:  # noqa: BLE001 - beside another release of torch it fails to patch torch, in various ways
-            return f"torch_npu does not load ({error}); source CANN's set_env.sh first"
-        return None if _npu().is_available() else "no NPU is visible, see npu-smi info"
+            return f"torch_npu cannot be imported ({error}); source CANN's set_env.sh first"
+        return None if _npu().is_available() else "no NPU is visible; check npu-smi info"
 
     @classmethod
     def findings(cls, root: Path) -> Iterator[Finding]:

@@ -263,4 +263,4 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
 def _tell(operator: str, device: torch.device, dtype: torch.dtype, reason: str) -> None:
     """Log that an operator is missing. The cache limits this to one line for all shapes."""
     instead = "its layout BSH" if operator == _PACKED_ATTENTION else "plain torch"
-    _log.warning("%s does not run on %s in %s, %s takes its place: %s", operator, device, dtype, instead, reason)
+    _log.warning("%s does not run on %s in %s; %s is used instead: %s", operator, device, dtype, instead, reason)

@@ -70,7 +70,9 @@ class EncodedAudio:
 
         """
         limits = caps()
-        unreadable = MediaError(f"the {len(data)} bytes are no readable sound ({', '.join(CONTAINERS)})")
+        unreadable = MediaError(
+            f"the {len(data)} bytes cannot be read as audio (supported formats: {', '.join(CONTAINERS)})"
+        )
         with reading(lambda: unreadable), open_container(data, CONTAINERS, limits.max_video_pixels) as container:
             stream, num_channels = _stream_of(container)
             rate = stream.rate
@@ -78,9 +80,9 @@ class EncodedAudio:
             durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
         _check_rate(rate)
         if not 1 <= num_channels <= MAX_CHANNELS:
-            raise LimitExceeded(f"the clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
+            raise LimitExceeded(f"the audio clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
         if (stated := max(filter(None, durations), default=0.0)) > limits.max_audio_seconds:
-            raise LimitExceeded(f"the clip lasts {stated:.1f} s; the limit is {limits.max_audio_seconds:g} s")
+            raise LimitExceeded(f"the audio clip lasts {stated:.1f} s; the limit is {limits.max_audio_seconds:g} s")
         return cls(rate, data, limits.max_audio_samples, limits.max_video_pixels)
 
     def decode(self, rate: int, max_samples: int) -> Samples:
@@ -93,20 +95,22 @@ class EncodedAudio:
         """
         pieces: list[Samples] = []
         num_samples, own_rate = 0, self.rate
-        with reading(lambda: MediaError(f"the sound is broken: {num_samples} samples can be decoded")):
+        with reading(lambda: MediaError(f"the audio clip is broken: only {num_samples} samples could be decoded")):
             for frame in self._frames():
                 if not pieces:
                     own_rate = _check_rate(frame.sample_rate)
                 elif frame.sample_rate != own_rate:
-                    raise MediaError(f"the clip changes from {own_rate} samples a second to {frame.sample_rate}")
+                    raise MediaError(
+                        f"the audio clip changes its sampling rate from {own_rate} Hz to {frame.sample_rate} Hz"
+                    )
                 pieces.append(_mono(frame))
                 num_samples += len(pieces[-1])
                 if num_samples > self.max_source_samples:
-                    raise LimitExceeded(f"the clip has more than {self.max_source_samples} samples, the limit")
+                    raise LimitExceeded(f"the audio clip has more samples than the limit of {self.max_source_samples}")
                 if num_samples >= _num_source_samples(max_samples, own_rate, rate):
                     break
         if not num_samples:
-            raise MediaError("the clip has no samples")
+            raise MediaError("the audio clip has no samples")
         return _resample(np.concatenate(pieces), own_rate, rate, max_samples)
 
     def _frames(self) -> Iterator[av.AudioFrame]:
@@ -151,7 +155,7 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
     if not isinstance(data, bytes):
         return DecodedAudio(data, rate)
     if rate is not None:
-        raise InputError(f"sampling_rate {rate} is given of an encoded clip, which states its own")
+        raise InputError(f"sampling_rate is {rate}, but an encoded clip has its own rate; leave sampling_rate out")
     return EncodedAudio.open(data)
 
 
@@ -166,9 +170,9 @@ def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
 
     """
     if container.streams.best("audio") is None and any(_states_no_rate(one) for one in container.streams.audio):
-        raise MediaError("the file's sound states no rate, how many samples a second it has")
+        raise MediaError("the audio stream of the file has no sampling rate")
     stream: AudioStream = best_stream(container, "audio")
-    check_codec(stream.codec_context, "the file's sound")
+    check_codec(stream.codec_context, "the audio stream")
     if num_channels := stream.codec_context.channels:  # this frees the list, and the next line drops it
         stream.codec_context.layout = f"{num_channels} channels"
     return stream, num_channels
@@ -181,7 +185,9 @@ def _states_no_rate(stream: AudioStream) -> bool:
 
 def _check_rate(rate: int) -> int:
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise LimitExceeded(f"the clip has {rate} samples a second; the limits are {MIN_RATE} and {MAX_RATE}")
+        raise LimitExceeded(
+            f"the audio clip has a sampling rate of {rate} Hz; it must be from {MIN_RATE} to {MAX_RATE}"
+        )
     return rate
 
 
@@ -207,7 +213,7 @@ def _mono(frame: av.AudioFrame) -> Samples:
 def _resample(samples: Samples, source_rate: int, rate: int, max_samples: int) -> Samples:
     peak = np.abs(samples).max()
     if not peak <= MAX_AMPLITUDE:  # true for NaN, too
-        raise MediaError(f"the clip has samples of {peak}; the limit is {MAX_AMPLITUDE:g}")
+        raise MediaError(f"the audio clip has a sample of amplitude {peak}; the limit is {MAX_AMPLITUDE:g}")
     if source_rate != rate:
         samples = samples[: _num_source_samples(max_samples, source_rate, rate)]
         num_samples = math.ceil(len(samples) * rate / source_rate)

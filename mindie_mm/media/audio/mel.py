@@ -51,7 +51,7 @@ class MelSettings:
         """
         for name, needed in (("padding_value", 0.0), ("dither", 0.0)):
             if config.get(name, needed) != needed:
-                raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}, only {needed!r} is served")
+                raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}; only {needed!r} is supported")
         rate = config.get("sampling_rate", 16_000)
         return cls(
             rate=rate,

@@ -111,15 +111,17 @@ async def fetch(
                         return await _body(response, max_bytes, spend)
                     location = response.headers.get("Location", "")
                     target = checked_url(redirected_url(location, target), allowed_domains)
-            raise MediaError(f"{target.host} redirects more than {max_redirects} times")
+            raise MediaError(f"{target.host} redirects more often than the limit of {max_redirects} times")
     except aiohttp.ConnectionTimeoutError as error:
-        raise MediaError(f"{target.host} took no connection within the limit of {connect_timeout_s:g} s") from error
+        raise MediaError(
+            f"{target.host} did not accept a connection within the limit of {connect_timeout_s:g} s"
+        ) from error
     except aiohttp.SocketTimeoutError as error:
-        raise MediaError(f"{target.host} was silent for longer than the limit of {read_timeout_s:g} s") from error
+        raise MediaError(f"{target.host} sent nothing for longer than the limit of {read_timeout_s:g} s") from error
     except TimeoutError as error:
         raise MediaError(f"fetching from {target.host} took longer than the limit of {timeout_s:g} s") from error
     except TooManyInterim as error:
-        raise MediaError(f"{target.host} sends more than {MAX_INTERIM} interim answers, the limit") from error
+        raise MediaError(f"{target.host} sent more interim responses than the limit of {MAX_INTERIM}") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise MediaError(f"could not fetch from {target.host}: {_reason(error)}") from error
 
@@ -127,15 +129,15 @@ async def fetch(
 async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callable[[int], None] | None) -> bytes:
     host = response.url.host
     if response.status != 200:
-        raise MediaError(f"{host} answered with status {response.status}")
+        raise MediaError(f"{host} responded with status {response.status}")
     codings = codings_of(response.headers.getall("Content-Encoding", ()), host)
     if (length := response.content_length) is not None and length > max_bytes:
-        raise LimitExceeded(f"{host} announces {length} bytes, the limit for one item is {max_bytes}")
+        raise LimitExceeded(f"{host} announced {length} bytes; the limit for one item is {max_bytes}")
     body = bytearray()
     async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
         body += chunk
         if len(body) > max_bytes:
-            raise LimitExceeded(f"{host} sends more than {max_bytes} bytes, the limit for one item")
+            raise LimitExceeded(f"{host} sent more bytes than the limit of {max_bytes} for one item")
         if spend is not None:
             spend(len(chunk))
     if not codings:
@@ -218,11 +220,11 @@ def _reason(error: BaseException) -> str:
             return "its address is not public"
         cause = getattr(cause, "os_error", None) or cause.__cause__
     if isinstance(error, aiohttp.InvalidURL):
-        return "its host is no name and no canonical address"
+        return "its host is neither a valid name nor a canonical address"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "its name cannot be resolved"
     if isinstance(error, aiohttp.ClientSSLError):
-        return "no trustworthy TLS connection"
+        return "the TLS certificate or handshake is invalid"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return "no connection"
-    return "the answer broke off or is not HTTP"
+        return "the connection failed"
+    return "the response ended early or is not valid HTTP"

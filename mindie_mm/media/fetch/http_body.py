@@ -35,10 +35,12 @@ def codings_of(headers: Iterable[str], host: str | None) -> list[str]:
     """
     names = [name.strip().lower() for header in headers for name in header.split(",")]
     if undecoded := _UNDECODED.intersection(names):
-        raise MediaError(f"{host} answered with content encoding {min(undecoded)}; only gzip and deflate are supported")
+        raise MediaError(
+            f"{host} responded with content encoding {min(undecoded)}; only gzip and deflate are supported"
+        )
     codings = [_DECODED[name] for name in names if name in _DECODED]
     if len(codings) > MAX_CODINGS:
-        raise LimitExceeded(f"{host} answered with {len(codings)} content encodings, the limit is {MAX_CODINGS}")
+        raise LimitExceeded(f"{host} responded with {len(codings)} content encodings; the limit is {MAX_CODINGS}")
     return codings
 
 
@@ -54,10 +56,10 @@ def decode_body(body: bytes, codings: list[str], max_bytes: int, host: str | Non
         try:
             body = _gunzip(body, max_bytes + 1) if coding == "gzip" else _inflate(body, max_bytes + 1)
         except (EOFError, zlib.error) as error:
-            raise MediaError(f"{host} answered with a body that is not valid {coding}, or is truncated") from error
+            raise MediaError(f"{host} sent a body that is not valid {coding} or is truncated") from error
         if len(body) > max_bytes:
             raise LimitExceeded(
-                f"{host} sends {coding} that decodes to more than {max_bytes} bytes, the limit for one item"
+                f"{host} sent {coding} that decodes to more bytes than the limit of {max_bytes} for one item"
             )
     return body
 

@@ -40,26 +40,26 @@ def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
 
     """
     if len(url) > MAX_URL_LENGTH:
-        raise LimitExceeded(f"a URL of {len(url)} characters, the limit is {MAX_URL_LENGTH}")
+        raise LimitExceeded(f"the URL has {len(url)} characters; the limit is {MAX_URL_LENGTH}")
     if "\\" in url or _UNPRINTABLE.search(url):
-        raise MediaError("a URL with a backslash, white space or a control character")
+        raise MediaError("the URL has a backslash, white space or a control character")
     try:
         parsed = URL(url)
         own, port = parsed.host, parsed.port  # yarl decodes them on access, and raises if xn-- is not a valid name
         target = _escaped(url).partition("#")[0]
     except ValueError as error:
-        raise MediaError("a URL that cannot be parsed") from error
+        raise MediaError("the URL cannot be parsed") from error
     if parsed.scheme not in ("http", "https"):
-        raise MediaError(f"a URL of scheme {parsed.scheme!r}, http and https are fetched")
+        raise MediaError(f"the URL has the scheme {parsed.scheme!r}; it must be http or https")
     origin = _ORIGIN.match(target)
     if not own or port == 0 or origin is None:
-        raise MediaError("a URL without a host or with port 0")
+        raise MediaError("the URL has no host, or port 0")
     if parsed.user is not None or parsed.password is not None:
-        raise MediaError("a URL with a user name or password")
+        raise MediaError("the URL has a user name or password; remove it")
     host = (parsed.raw_host or "").rstrip(".").lower()
     allowed = map(encoded_domain, allowed_domains)
     if allowed_domains and not any(host == domain or host.endswith(f".{domain}") for domain in allowed):
-        raise MediaError(f"{own} is none of the allowed media domains")
+        raise MediaError(f"{own} is not one of the allowed media domains (--allowed-media-domains)")
     path_and_query = target[origin.end() :]
     # The query is passed as part of the path, because yarl would drop the ? of an empty query.
     path = path_and_query if path_and_query.startswith("/") else f"/{path_and_query}"
@@ -76,11 +76,11 @@ def redirected_url(location: str, base: URL) -> str:
 
     """
     if not location or len(location) > MAX_URL_LENGTH:
-        raise MediaError(f"{base.host} redirects without a usable location")
+        raise MediaError(f"{base.host} sent a redirect with an empty or too long location")
     try:
         location = _escaped(location)
     except ValueError as error:
-        raise MediaError(f"{base.host} redirects to a URL that cannot be parsed") from error
+        raise MediaError(f"{base.host} sent a redirect to a URL that cannot be parsed") from error
     if scheme_of(location):
         return location
     if location.startswith("//"):
@@ -106,8 +106,8 @@ def encoded_domain(domain: str) -> str:
         host = ""
     if not _DOMAIN.fullmatch(host) and ":" not in host:
         raise InputError(
-            f"allowed_media_domains holds {domain!r}; it must be a host name such as example.org, without a scheme, "
-            "port or *. Its subdomains are allowed too"
+            f"allowed_media_domains has {domain!r}; it must be a host name such as example.org, without a "
+            "scheme, port or *. Its subdomains are allowed too"
         )
     return host.lower()
 

@@ -39,14 +39,14 @@ def file_url_path(url: str) -> str:
 
     """
     if len(url) > MAX_URL_LENGTH:
-        raise LimitExceeded(f"a file: URL of {len(url)} characters, the limit is {MAX_URL_LENGTH}")
+        raise LimitExceeded(f"the file: URL has {len(url)} characters; the limit is {MAX_URL_LENGTH}")
     try:
         parts = urlsplit(url)
         path = os.fsdecode(unquote_to_bytes(parts.path))
     except ValueError:
-        raise MediaError("a file: URL that is not valid") from None
+        raise MediaError("the file: URL is not valid") from None
     if (host := parts.netloc) not in {"", "localhost"}:
-        raise MediaError(f"a file: URL with a host, {host[:100]!r}: files are of this machine")
+        raise MediaError(f"the file: URL has the host {host[:100]!r}; only local files can be read")
     return path
 
 
@@ -54,7 +54,7 @@ def base64_start(url: str) -> int:
     """Return the index at which the base64 of a `data:` URL begins. Raise MediaError if the URL has another form."""
     stop = url.find(",", 0, _MAX_DATA_HEAD)
     if not url[: max(0, stop)].lower().endswith(";base64"):
-        raise MediaError("a data: URL that is not of the form data:<type>;base64,<data>")
+        raise MediaError("the data: URL must have the form data:<type>;base64,<data>")
     return stop + 1
 
 
@@ -80,7 +80,9 @@ def decode_base64(text: str, start: int = 0) -> bytes:
             encoded = text[start:].encode("ascii").translate(None, WHITE_SPACE.encode())
         return pybase64.b64decode(encoded, validate=True)
     except ValueError as error:
-        what = "a data: URL whose base64 is not valid" if start else "neither a path, a URL nor valid base64"
+        what = (
+            "the base64 of the data: URL is not valid" if start else "the source is not a path, a URL or valid base64"
+        )
         raise MediaError(
             f"{what}. Look for missing padding (=), invalid characters, and - or _ in place of + or /"
         ) from error

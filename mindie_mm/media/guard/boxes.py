@@ -43,7 +43,7 @@ def check_boxes(data: bytes) -> tuple[int, int] | None:
     if data[4:8] == b"ftyp":
         num_bytes = sum(stop - start for kind, start, stop in _boxes(data, 0, len(data)) if kind in _TABLES)
         if num_bytes > MAX_TABLE_BYTES:
-            raise LimitExceeded(f"the AVIF has {num_bytes} bytes of tables; the limit is {MAX_TABLE_BYTES}")
+            raise LimitExceeded(f"the AVIF image has {num_bytes} bytes of tables; the limit is {MAX_TABLE_BYTES}")
     return None
 
 
@@ -56,7 +56,7 @@ def _find_codestream(data: bytes) -> int:
         if kind == b"jp2h":
             num_boxes += sum(1 for _ in _boxes(data, start, stop))
         if num_boxes > MAX_BOXES:
-            raise LimitExceeded(f"the JPEG 2000 has {num_boxes} or more boxes; the limit is {MAX_BOXES}")
+            raise LimitExceeded(f"the JPEG 2000 image has {num_boxes} or more boxes; the limit is {MAX_BOXES}")
     raise ValueError("no codestream")
 
 
@@ -68,7 +68,7 @@ def _check_codestream(data: bytes, start: int) -> tuple[int, int]:
     width, height = right - left, bottom - top
     if width * height > MAX_JPEG2000_PIXELS:
         raise LimitExceeded(
-            f"the JPEG 2000 has {width}x{height} = {width * height} pixels; the limit of the format is "
+            f"the JPEG 2000 image has {width}x{height} = {width * height} pixels; the limit of the format is "
             f"{MAX_JPEG2000_PIXELS}"
         )
     if components > _MAX_COMPONENTS:

@@ -32,4 +32,4 @@ def check() -> None:
     """Raise RequestAborted if the request that this thread works for was given up."""
     given_up = getattr(_own, "given_up", None)
     if given_up is not None and given_up.is_set():
-        raise RequestAborted("the request was given up while its media were decoded")
+        raise RequestAborted("the request was aborted while its media were being decoded")

@@ -26,8 +26,8 @@ class Work:
         self.picture_pixels += pixels
         if self.picture_pixels > (limit := self.caps.max_request_pixels):
             raise LimitExceeded(
-                f"the request's images have {self.picture_pixels} pixels or more, those of frames included; "
-                f"the limit is {limit}"
+                f"the request's images and frames have at least {self.picture_pixels} pixels in total; the "
+                f"limit is {limit} (--max-request-pixels)"
             )
 
     def add_video(self, pixels: int) -> None:
@@ -35,8 +35,8 @@ class Work:
         self.video_pixels += pixels
         if self.video_pixels > (limit := self.caps.max_request_video_pixels):
             raise LimitExceeded(
-                f"of the request's videos {self.video_pixels} pixels or more would be decoded, frames between the "
-                f"sampled ones included; the limit is {limit}"
+                f"at least {self.video_pixels} pixels of the request's videos would be decoded, including the "
+                f"frames between the sampled ones; the limit is {limit} (--max-request-video-pixels)"
             )
 
 

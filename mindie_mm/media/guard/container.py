@@ -111,7 +111,7 @@ class _Source(io.BytesIO):
     def opened(self) -> None:
         """End the limits on reading, with or without tracks found. Raise LimitExceeded if a limit was exceeded."""
         if self._refusal:
-            raise LimitExceeded(f"to find out what the container holds takes more than {self._refusal}, the limit")
+            raise LimitExceeded(f"opening the container takes more than the limit of {self._refusal}")
         self._is_open = True
 
     def _refuses(self, size: int) -> str:
@@ -120,7 +120,7 @@ class _Source(io.BytesIO):
         if time.thread_time() - self._began > limit_s:
             return f"{limit_s:g} s"
         whole = min(size, self._num_bytes - self.tell()) if size > _BUFFER_BYTES else 0
-        return f"{WHOLE_BYTES} bytes at once" if self._num_whole + whole > WHOLE_BYTES else ""
+        return f"{WHOLE_BYTES} bytes read at once" if self._num_whole + whole > WHOLE_BYTES else ""
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def _adding_streams() -> Iterator[None]:
         yield
     except av.MemoryError:
         raise LimitExceeded(
-            f"the container has more than {MAX_STREAMS} streams, the limit, or takes more memory than there is"
+            f"the container has more streams than the limit of {MAX_STREAMS}, or needs more memory than is available"
         ) from None
 
 
@@ -220,7 +220,9 @@ def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> It
             cancellation.check()
             read += packet.size
             if read > limit:
-                raise LimitExceeded(f"the container's {num_bytes} bytes make packets of more than {limit}, the limit")
+                raise LimitExceeded(
+                    f"the packets of the container's {num_bytes} bytes have more bytes than the limit of {limit}"
+                )
             if packet.size:
                 yield packet
 
@@ -255,6 +257,6 @@ def coded_pixels(max_pixels: int) -> int:
 def check_codec(context: av.CodecContext | None, what: str) -> None:
     """Raise MediaError unless the decoder of a stream is one of `CODECS`. `what` names the stream in the error."""
     if context is None:
-        raise MediaError(f"{what} is of a codec that is not known")
+        raise MediaError(f"{what} has an unknown codec")
     if context.name not in CODECS:
-        raise MediaError(f"{what} is of a codec that is not decoded here")
+        raise MediaError(f"{what} has a codec that is not supported")

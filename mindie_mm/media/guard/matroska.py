@@ -60,7 +60,10 @@ class _Reader:
             for name, encodings in self.elements(track, _ENCODINGS):
                 if self._unpacks(encodings):
                     if _VIDEO in self._numbers(track, _TYPE):
-                        raise MediaError("the container's video is compressed as in an archive, which is not read")
+                        raise MediaError(
+                            "the container compresses its video tracks with a general-purpose algorithm, which is "
+                            "not supported"
+                        )
                     yield name
 
     def elements(self, span: Span, name: bytes) -> Iterator[tuple[int, Span]]:
@@ -69,7 +72,7 @@ class _Reader:
         while place < stop:
             self._num_read += 1
             if self._num_read > MAX_ELEMENTS:
-                raise LimitExceeded(f"the container's tracks have more than {MAX_ELEMENTS} elements, the limit")
+                raise LimitExceeded(f"the container's tracks have more elements than the limit of {MAX_ELEMENTS}")
             at = place + _num_bytes(self._data, place)
             start = at + _num_bytes(self._data, at)
             if at - place > 4 or start - at > 8:

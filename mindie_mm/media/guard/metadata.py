@@ -113,7 +113,7 @@ def _spans(data: bytes, holder: bytes) -> Iterator[tuple[int, int]]:
     place, done, num_found = -1, 0, 0
     while (place := data.find(holder, place + 1)) >= 0:
         num_found += 1
-        _check("lists of one kind", num_found, MAX_TAGS)
+        _check("lists of the same kind", num_found, MAX_TAGS)
         start, stop = _content(data, place + len(holder))
         if stop > max(start, done):
             yield max(start, done), stop
@@ -144,7 +144,7 @@ def _check_id3(data: bytes, place: int) -> int:
 def _check_ogg(data: bytes) -> None:
     num_comments = 0
     for start in _ogg_comments(data):
-        _check("bytes that name its maker", int.from_bytes(data[start : start + 4], "little"), MAX_MAKER)
+        _check("bytes in its vendor string", int.from_bytes(data[start : start + 4], "little"), MAX_MAKER)
         num_comments += _num_comments(data, start)
         _check("comments", num_comments, MAX_TAGS)
 
@@ -166,10 +166,10 @@ def _ogg_comments(data: bytes) -> Iterator[int]:
         sizes = data[page + 27 : page + 27 + int.from_bytes(data[page + 26 : page + 27])]
         start = page + 27 + len(sizes)
         if data.startswith(_OGG_UNREAD, start):
-            raise MediaError("the container has a stream of a codec that is not decoded here")
+            raise MediaError("the container has a stream with a codec that is not supported")
         is_flac = is_flac or data.startswith(_OGG_FLAC, start)
         num_pieces += len(sizes) if is_flac else 0
-        _check("pieces of pages", num_pieces, MAX_PAGES)
+        _check("page segments", num_pieces, MAX_PAGES)
         is_first = True
         for size in sizes if is_flac else b"":
             if is_first and data[start : start + 1] in (b"\4", b"\x84"):  # audio packets begin with FF
@@ -184,7 +184,7 @@ def _check_flac(data: bytes, place: int) -> None:
     while not is_last and place + 4 <= len(data):
         is_last, kind = data[place] >= 0x80, data[place] & 0x7F
         num_blocks += 1
-        _check("blocks of metadata", num_blocks, MAX_TAGS)
+        _check("metadata blocks", num_blocks, MAX_TAGS)
         num_comments += _num_comments(data, place + 4) if kind == _FLAC_COMMENTS else 0
         _check("comments", num_comments, MAX_TAGS)
         place += 4 + int.from_bytes(data[place + 1 : place + 4])
@@ -197,7 +197,7 @@ def _check_flv(data: bytes) -> None:
             num_values += 1
             num_names += is_named
             _check("or more tags", num_names, MAX_TAGS)
-            _check("or more values of tags", num_values, MAX_PLACES)
+            _check("or more tag values", num_values, MAX_PLACES)
 
 
 def _amf_values(data: bytes, place: int) -> Iterator[bool]:

@@ -67,13 +67,15 @@ def check_tables(data: bytes) -> None:
     # Not the sum: FFmpeg reads sizes or cuts pieces of a track, and the sizes of PCM already add up to all its bytes.
     stated = max(_stated_samples(data, spans), num_pieces, _grouped_samples(data, spans))
     if stated > len(data):
-        raise LimitExceeded(f"the container states {stated} samples; its {len(data)} bytes cannot hold them")
+        raise LimitExceeded(f"the container declares {stated} samples, more than its {len(data)} bytes can hold")
     edits = sum(_number(data, place + 4) for place in _places(data, b"elst", spans))
     num_sized = (_number(data, place + 8) for kind in (b"stsz", b"stz2") for place in _places(data, kind, spans))
     if edits * (num_samples := num_pieces + sum(num_sized)) > EDITS_OF_ALL * len(data):
-        raise LimitExceeded(f"the container states {edits} edits of {num_samples} samples; it has {len(data)} bytes")
+        raise LimitExceeded(
+            f"the container declares {edits} edits of {num_samples} samples, too many for its {len(data)} bytes"
+        )
     if any(True for _ in _places(data, b"cmov", spans)):
-        raise MediaError("the container's index is compressed, which is not read")
+        raise MediaError("the container's index is compressed, which is not supported")
 
 
 def may_be_turned(data: bytes) -> bool:
@@ -134,7 +136,7 @@ def _tables(data: bytes, kind: bytes, width: int, spans: Sequence[Span]) -> Iter
         count = min(_number(data, begin - 4), max(0, len(data) - begin) // (4 * width))
         num_entries += count
         if 4 * width * num_entries > len(data):
-            raise LimitExceeded(f"the container's tables overlap: its {len(data)} bytes cannot hold them")
+            raise LimitExceeded(f"the container's tables overlap: its {len(data)} bytes cannot hold all of them")
         if count:
             yield np.frombuffer(data, ">u4", width * count, begin).reshape(count, width)
 
@@ -148,7 +150,7 @@ def _places(data: bytes, kind: bytes, spans: Sequence[Span]) -> Iterator[int]:
             place += 4
             num_places += 1
             if num_places > MAX_TABLES:
-                raise LimitExceeded(f"the container has more than {MAX_TABLES} tables of samples, the limit")
+                raise LimitExceeded(f"the container has more sample tables than the limit of {MAX_TABLES}")
             yield place
 
 
@@ -175,7 +177,7 @@ def _read_spans(data: bytes) -> list[Span]:
         if size and size < head:
             break
         if len(starts) == MAX_BOXES:
-            raise LimitExceeded(f"the container has more than {MAX_BOXES} outermost boxes, the limit")
+            raise LimitExceeded(f"the container has more top-level boxes than the limit of {MAX_BOXES}")
         starts.append(place)
         stop = min(place + size, end) if size else end
         if kind in _READ:

@@ -88,9 +88,9 @@ def jpeg_head(data: bytes) -> int:
             num_parts += _EXIF_PARTS
         elif kind == _APP13:
             num_parts += data.count(b"8BIM", start, stop)
-        _check_parts("JPEG's head", "segments and bytes between them", num_parts)
+        _check_parts("JPEG header", "segments and bytes between them", num_parts)
         behind = stop
-    _check_parts("JPEG's head", "segments and bytes between them", num_parts + len(data) - behind)
+    _check_parts("JPEG header", "segments and bytes between them", num_parts + len(data) - behind)
     return len(data)
 
 

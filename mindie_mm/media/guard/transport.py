@@ -42,7 +42,9 @@ def whole_packets(data: bytes) -> bytes:
             before, listed = listed, data[place + _HEAD_BYTES : place + _PACKET_BYTES]
             num_lists += listed != before
             if num_lists > MAX_LISTS:
-                raise LimitExceeded(f"the container lists its programs anew more than {MAX_LISTS} times, the limit")
+                raise LimitExceeded(
+                    f"the container repeats its program list more often than the limit of {MAX_LISTS} times"
+                )
     if stride == _ANYWHERE or (stride, start) == (_PACKET_BYTES, 0):
         return data
     return b"".join(data[place : place + _PACKET_BYTES] for place in range(start, len(data), stride))

@@ -59,7 +59,9 @@ class Anymap:
         head = data[:_MAX_HEAD]
         found = next(filter(None, (pattern.match(head) for pattern in _HEADS)), None)
         if found is None:
-            raise MediaError(f"the {len(data)} bytes are no readable image (a portable anymap without a valid header)")
+            raise MediaError(
+                f"the {len(data)} bytes cannot be read as an image (a portable anymap without a valid header)"
+            )
         width, height = int(found[2]), int(found[3])
         if not width or not height:
             raise MediaError(f"the portable anymap has {width}x{height} pixels")

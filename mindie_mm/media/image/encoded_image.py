@@ -91,7 +91,9 @@ class EncodedImage:
         except (LimitExceeded, MemoryError):
             raise
         except Exception:  # noqa: BLE001 - a hostile header makes decoders raise anything
-            raise MediaError(f"the {len(data)} bytes are no readable image ({', '.join(FORMATS)})") from None
+            raise MediaError(
+                f"the {len(data)} bytes cannot be read as an image (supported formats: {', '.join(FORMATS)})"
+            ) from None
         # Pillow reports the upright size if a TIFF tag states the orientation, but not if XMP does.
         if orientation in {5, 6, 7, 8} and not states_orientation_in_tiff(file):
             width, height = height, width
@@ -196,7 +198,7 @@ def _beyond_pillows_limit() -> LimitExceeded:
     """
     limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
     if limit == MAX_IMAGE_PIXELS:
-        return LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels, the limit")
+        return LimitExceeded(f"the image has more pixels than the limit of {MAX_IMAGE_PIXELS}")
     return LimitExceeded(
         f"the image has more pixels than Pillow accepts in this process (PIL.Image.MAX_IMAGE_PIXELS is "
         f"{Image.MAX_IMAGE_PIXELS})"

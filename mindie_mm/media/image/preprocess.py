@@ -45,7 +45,7 @@ class Size:
             if edges.keys() in ({"height", "width"}, {"shortest_edge"}, {"shortest_edge", "longest_edge"}):
                 return cls(**edges)
         raise UnsupportedCheckpoint(
-            f"{where}: a size is {value!r}, only height and width, or shortest_edge and perhaps longest_edge, is served"
+            f"{where}: a size is {value!r}; it must have height and width, or shortest_edge and optionally longest_edge"
         )
 
     @property
@@ -95,8 +95,8 @@ class Preprocess:
         new_height, new_width = self.size.of(side, side) if self.background is not None else self.size.of(height, width)
         if new_height * new_width > MAX_IMAGE_PIXELS:
             raise LimitExceeded(
-                f"{width}x{height} pixels would be resized to {new_width}x{new_height}; "
-                f"the limit is {MAX_IMAGE_PIXELS} pixels"
+                f"the image of {width}x{height} pixels would be resized to {new_width}x{new_height}; the limit "
+                f"is {MAX_IMAGE_PIXELS} pixels"
             )
 
     def apply(self, rgb: Pixels) -> Pixels:
@@ -152,7 +152,7 @@ def resample_of(config: Mapping[str, Any], where: str, name: str = "resample") -
 
     """
     if (number := config[name]) not in RESAMPLES:
-        raise UnsupportedCheckpoint(f"{where}: {name} is {number!r}, only {[*RESAMPLES]} are served")
+        raise UnsupportedCheckpoint(f"{where}: {name} is {number!r}; only {[*RESAMPLES]} are supported")
     return RESAMPLES[number]
 
 
@@ -160,7 +160,8 @@ def check_output_size(output_size: tuple[int, int] | None, side: int, where: str
     """Raise UnsupportedCheckpoint unless every result is a square with the `side` of the tower in pixels."""
     if output_size != (side, side):
         raise UnsupportedCheckpoint(
-            f"{where}: images become {output_size or 'of several sizes'}, the tower takes {side} pixels a side"
+            f"{where}: images are resized to {output_size or 'several sizes'}, but the tower takes squares of "
+            f"{side} pixels"
         )
 
 
@@ -168,4 +169,4 @@ def check_settings(config: Mapping[str, Any], needed: Mapping[str, Any], where: 
     """Raise UnsupportedCheckpoint if a configuration has another value than `needed`. Missing and null values pass."""
     for name, value in needed.items():
         if (found := config.get(name)) is not None and found != value:
-            raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}, only {value!r} is served")
+            raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}; only {value!r} is supported")

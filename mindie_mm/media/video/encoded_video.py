@@ -103,9 +103,11 @@ class EncodedVideo:
                 _check_length(max(packets.number, stated if stated < PLACEHOLDER else 0), None, limits)
             num_missing = _num_missing(stream, name, packets.number, data)
             if num_missing > longest_tail(packets.number + num_missing):
-                raise MediaError(f"the video is truncated: it states {stated} frames and holds {packets.number}")
+                raise MediaError(
+                    f"the video is truncated: its header declares {stated} frames, but it has {packets.number}"
+                )
             if not (height and width):  # FFmpeg does not parse frames that are above the limit
-                raise LimitExceeded(f"the frame size is unknown, or above the limit of {max_pixels} pixels")
+                raise LimitExceeded(f"the frame size is unknown or above the limit of {max_pixels} pixels")
             num_frames, times = packets.num_shown, packets.times
             is_counted = packets.are_frames and not num_missing and not decodes_to_count()
             if num_frames and not is_counted:
@@ -152,7 +154,7 @@ class EncodedVideo:
         def broken() -> MediaError:
             kind = FramesMiscounted if self.is_counted else MediaError
             decoded = min(taken, len(indices))
-            return kind(f"the video is broken: {decoded} of {len(indices)} sampled frames can be decoded")
+            return kind(f"the video is broken: only {decoded} of {len(indices)} sampled frames could be decoded")
 
         scaler = VideoReformatter()  # shared, because its setup takes longer than scaling a small frame
         wanted = self._up_to_end(indices)
@@ -259,8 +261,8 @@ class SampledVideo:
             if sizes[index] != sizes[0]:
                 (height, width), (first_height, first_width) = sizes[index], sizes[0]
                 raise InputError(
-                    f"frame {index} is {width}x{height} pixels, frame 0 is {first_width}x{first_height}: "
-                    "the frames of a video are of one size"
+                    f"frame {index} has {width}x{height} pixels, but frame 0 has {first_width}x{first_height}; "
+                    "all frames of a video must have the same size"
                 )
         return cls(*sizes[0], fps, frames)
 
@@ -300,7 +302,7 @@ def open_video(data: Data, sample_fps: float | None) -> Video:
     if not isinstance(data, bytes):
         return SampledVideo.open(data, sample_fps)
     if sample_fps is not None:
-        raise InputError(f"sample_fps {sample_fps:g} is given of an encoded video, which states its own rate")
+        raise InputError(f"sample_fps is {sample_fps:g}, but an encoded video has its own rate; leave sample_fps out")
     return EncodedVideo.open(data)
 
 
@@ -353,7 +355,7 @@ def _stream_to_decode(container: InputContainer, max_pixels: int) -> VideoStream
 
 
 def _unreadable(data: bytes) -> MediaError:
-    return MediaError(f"the {len(data)} bytes are no readable video ({', '.join(CONTAINERS)})")
+    return MediaError(f"the {len(data)} bytes cannot be read as a video (supported formats: {', '.join(CONTAINERS)})")
 
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:

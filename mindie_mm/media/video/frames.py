@@ -59,13 +59,13 @@ def check_asked(video: Video, options: MediaOptions) -> None:
     """Raise InputError if a rate is requested for a video without one, or more frames than the video has."""
     if options.fps is not None and video.fps is None:
         what = (
-            "frames handed in without a rate: sample_fps is what they were sampled at"
+            "the frames have no rate; give the rate at which they were sampled as sample_fps"
             if isinstance(video, SampledVideo)
-            else "a video that states no frame rate; num_frames can be given"
+            else "the video has no frame rate; give num_frames instead"
         )
-        raise InputError(f"fps {options.fps:g} is asked of {what}")
+        raise InputError(f"fps is {options.fps:g}, but {what}")
     if options.num_frames is not None and options.num_frames > video.num_frames:
-        raise InputError(f"num_frames {options.num_frames} is more than the video's {video.num_frames} frames")
+        raise InputError(f"num_frames is {options.num_frames}; the video has only {video.num_frames} frames")
 
 
 def bounded(count: int, options: MediaOptions) -> int:
@@ -90,8 +90,8 @@ def num_taken(own: int, video: Video, options: MediaOptions, limit: int) -> int:
     count = min(bounded(options.num_frames or own, options), video.num_frames)
     if count > limit:
         raise LimitExceeded(
-            f"{count} frames of the video would be taken; the limit is {limit}: "
-            "num_frames, max_frames or fps can ask for fewer"
+            f"{count} frames of the video would be taken; the limit is {limit}. Ask for fewer with num_frames, "
+            "max_frames or fps"
         )
     return count
 

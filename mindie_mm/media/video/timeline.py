@@ -191,7 +191,7 @@ def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int
         num_behind += is_damaged
         if num_behind > most_behind:
             raise MediaError(
-                f"the video is broken: only {len(times)} frames can be decoded from its {num_packets} packets"
+                f"the video is broken: only {len(times)} frames could be decoded from its {num_packets} packets"
             )
         if not is_damaged:
             times += [frame.pts for frame in frames]

@@ -88,7 +88,7 @@ class Keys:
             stated = name in config if True in served else found is not None
             if stated and found not in served:
                 values = " or ".join(repr(value) for value in served) or "null"
-                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {found!r}, only {values} is served")
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {found!r}; only {values} is supported")
         completed = dict(config)
         for name, default in self.read.items():
             if name not in config:
@@ -97,12 +97,12 @@ class Keys:
                 completed[name] = default.default if isinstance(default, Nullable) else default
             elif not _fits(config[name], default):
                 raise UnsupportedCheckpoint(
-                    f"{where}: {prefix}{name} is {config[name]!r}, it must be {_described(default)}"
+                    f"{where}: {prefix}{name} is {config[name]!r}; it must be {_described(default)}"
                 )
         for name, keys in self.sections.items():
             section = config.get(name, {})
             if not isinstance(section, Mapping):
-                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {section!r}, it must be an object")
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {section!r}; it must be an object")
             completed[name] = keys.complete(section, where, f"{prefix}{name}.")
         return completed
 
@@ -139,5 +139,5 @@ def _described(default: Any) -> str:
     if isinstance(default, list | tuple):
         count = f" of {len(default)}" if isinstance(default, tuple) else ""
         return f"a list{count}, each {_described(default[0])}"
-    word = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}[_kind(default)]
+    word = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[_kind(default)]
     return f"{word} or null" if isinstance(default, Nullable) else word

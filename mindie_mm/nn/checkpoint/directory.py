@@ -137,8 +137,8 @@ class Checkpoint:
         if name not in classes:
             files = " or ".join([f"processor_config.json ({_PARTS[kind][0]})", *_FILES[kind]])
             raise UnsupportedCheckpoint(
-                f"{self.path}: {key} is {stated!r} in {source}, only {', '.join(classes)} is served; take "
-                f"{files} from the repository that the checkpoint was made of"
+                f"{self.path}: {key} is {stated!r} in {source}; only {', '.join(classes)} is supported. Copy "
+                f"{files} from the original repository"
             )
         return {**classes[name], **settings, key: name}
 
@@ -149,16 +149,15 @@ class Checkpoint:
             if (found := joint.get(part)) is not None:
                 if not isinstance(found, dict):
                     raise UnsupportedCheckpoint(
-                        f"{self.path}: {part} in processor_config.json is {found!r}, it must be an object"
+                        f"{self.path}: {part} in processor_config.json is {found!r}; it must be an object"
                     )
                 return found, "processor_config.json"
         for file in _FILES[kind]:
             if self.has(file):
                 return self.json(file), file
         raise UnsupportedCheckpoint(
-            f"{self.path} does not say how its {kind} inputs are preprocessed: it has no {_FILES[kind][0]}, and no "
-            f"{_PARTS[kind][0]} in a processor_config.json; take the file from the repository that the checkpoint was "
-            "made of"
+            f"{self.path} has no preprocessing settings for {kind} inputs: it has no {_FILES[kind][0]}, and no "
+            f"{_PARTS[kind][0]} in processor_config.json. Copy the file from the original repository"
         )
 
     def require(self, name: str, keys: Collection[str]) -> dict[str, Any]:
@@ -167,8 +166,8 @@ class Checkpoint:
         if missing := [key for key in keys if settings.get(key) is None]:
             what = f"its {name} has no {', '.join(missing)}" if self.has(name) else f"it has no {name}"
             raise UnsupportedCheckpoint(
-                f"{self.path} does not say how its images are preprocessed: {what}; take the file from the repository "
-                "that the checkpoint was made of"
+                f"{self.path} has incomplete preprocessing settings for images: {what}. Copy the file from the "
+                "original repository"
             )
         return settings
 
@@ -192,8 +191,8 @@ class Checkpoint:
         """
         if not self.has("tokenizer.json"):
             raise UnsupportedCheckpoint(
-                f"{self.path} has no tokenizer.json; take it from the repository that the checkpoint was made of, or "
-                "make it of the tokenizer's other files: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                f"{self.path} has no tokenizer.json. Copy it from the original repository, or create it from "
+                "the other tokenizer files: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         return self.json("tokenizer.json")
 
@@ -242,12 +241,11 @@ class Checkpoint:
             if (token := self.special_token(name)) is not None:
                 return token
         if not self.has("tokenizer_config.json"):
-            missing = f"tokenizer_config.json, which would name its {' or '.join(names)}"
+            missing = f"tokenizer_config.json with its {' or '.join(names)}"
         else:
             missing = f"{' and no '.join(names)} in its tokenizer_config.json"
         raise UnsupportedCheckpoint(
-            f"{self.path} has no {missing}; take tokenizer_config.json from the repository that the checkpoint was "
-            "made of"
+            f"{self.path} has no {missing}. Copy tokenizer_config.json from the original repository"
         )
 
 
@@ -283,8 +281,8 @@ def _require_utf8(root: Path) -> None:
     name = os.fsencode(root)
     if str(root).encode(errors="replace") != name:
         raise UnsupportedCheckpoint(
-            f"the name of the checkpoint directory, {name!r}, is not UTF-8, or Python does not encode file names so; "
-            "rename the directory, or start Python with PYTHONUTF8=1"
+            f"the name of the checkpoint directory, {name!r}, is not UTF-8, or Python does not use UTF-8 for "
+            "file names. Rename the directory, or start Python with PYTHONUTF8=1"
         )
 
 
@@ -312,7 +310,7 @@ def _read(file: Path) -> dict[str, Any]:
         with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
             value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UnsupportedCheckpoint(f"{file} is not JSON: {error}") from error
+        raise UnsupportedCheckpoint(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise UnsupportedCheckpoint(f"{file} holds no JSON object")
+        raise UnsupportedCheckpoint(f"{file} does not contain a JSON object")
     return value

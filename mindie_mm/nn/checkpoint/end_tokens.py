@@ -35,8 +35,8 @@ def eos_token_ids(checkpoint: Checkpoint, default: Collection[int] = ()) -> tupl
     ids = ids or list(default)
     if not ids:
         _log.warning(
-            "%s names no end-of-sequence token, in generation_config.json, config.json or tokenizer_config.json: "
-            "answers end at max_tokens",
+            "%s has no end-of-sequence token in generation_config.json, config.json or tokenizer_config.json; "
+            "outputs end only at max_tokens",
             checkpoint.path,
         )
     return tuple(ids)
@@ -56,7 +56,7 @@ def ids_of(value: Any, where: Path) -> tuple[int, ...]:
     """Return the ids in a value of eos_token_id. Raise UnsupportedCheckpoint if one is not an integer."""
     ids = value if isinstance(value, list) else [value]
     if not all(type(token_id) is int for token_id in ids):
-        raise UnsupportedCheckpoint(f"{where}: eos_token_id is {value!r}, it must be an integer or a list of integers")
+        raise UnsupportedCheckpoint(f"{where}: eos_token_id is {value!r}; it must be an integer or a list of integers")
     return tuple(ids)
 
 

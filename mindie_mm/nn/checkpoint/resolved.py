@@ -89,7 +89,8 @@ def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
         rope_type = entry.get("rope_type")
         if rope_type == "longrope" or (rope_type == "dynamic" and entry.keys() - _PLAIN_ROPE):
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on a batch's longest sequence"
+                f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on the longest "
+                "sequence of a batch; this is not supported"
             )
         if rope_type == "dynamic":
             entry["rope_type"] = "default"

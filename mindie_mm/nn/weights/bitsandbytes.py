@@ -69,7 +69,7 @@ class _Weight4bit(PackedWeight):
             needed["nested_absmax"] = (state.state2.absmax.numel(), -(-num_blocks // state.state2.blocksize))
         for part, (found, expected) in needed.items():
             if found < expected:
-                raise ValueError(f"its {part} are {found}, a weight of {list(self.shape)} has {expected}")
+                raise ValueError(f"it has {found} {part}; a weight of shape {list(self.shape)} needs {expected}")
 
     def dequantized(self) -> Tensor:
         from bitsandbytes.functional import dequantize_4bit
@@ -110,10 +110,13 @@ class _Weight8bit(PackedWeight):
     def __init__(self, parts: Mapping[str, Tensor]) -> None:
         self._data, self._scales = parts[""], parts["SCB"]
         if (layout := int(parts.get("weight_format", torch.tensor(_ROW_MAJOR)))) != _ROW_MAJOR:
-            raise ValueError(f"weight_format is {layout}, only row-major weights ({_ROW_MAJOR}) are served")
+            raise ValueError(f"weight_format is {layout}; only row-major weights ({_ROW_MAJOR}) are supported")
         self.shape = tuple(self._data.shape)
         if self._data.dtype != torch.int8 or self._scales.shape != self.shape[:1]:
-            raise ValueError(f"it is {self._data.dtype}, and has {len(self._scales)} scales for {self.shape[0]} rows")
+            raise ValueError(
+                f"its dtype is {self._data.dtype}, and it has {len(self._scales)} scales for {self.shape[0]} rows; "
+                "it needs torch.int8 and one scale per row"
+            )
 
     def dequantized(self) -> Tensor:
         return _multiplied(self._data, self._scales)
@@ -181,8 +184,7 @@ def read_packed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator
             except (KeyError, ValueError, AssertionError, AttributeError, RuntimeError) as error:
                 companions = ", ".join(sorted(part for part in parts if part))
                 raise UnsupportedCheckpoint(
-                    f"{checkpoint.path}: the packed weight {owner} cannot be read; beside it are {companions}: "
-                    f"{error!r}"
+                    f"{checkpoint.path}: the packed weight {owner} with {companions} cannot be read: {error!r}"
                 ) from error
             yield owner, weight
 

@@ -116,8 +116,8 @@ def check_weight_files(checkpoint: Checkpoint, *, own_layers: bool) -> None:
 def _refuse_quantized_originals(checkpoint: Checkpoint) -> None:
     if is_quantized(checkpoint):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised, and its weights have their authors' names; quantised weights are served "
-            "in transformers' layout only"
+            f"{checkpoint.path} is quantised, and its weights have the names of the original layout; quantised "
+            "weights are supported only in transformers' layout"
         )
 
 

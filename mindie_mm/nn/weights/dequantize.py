@@ -84,8 +84,8 @@ def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
     if library and device.multiplies(torch.float8_e4m3fn) and importlib.util.find_spec(library) is not None:
         return False
     _log.warning(
-        "%s is quantised with %r, which the %s does not multiply here: its weights are dequantised, and take the "
-        "memory of plain ones",
+        "%s is quantised with %r, which the device %s cannot run here; the weights are dequantised and take "
+        "as much memory as unquantised weights",
         checkpoint.path,
         method,
         device.name,
@@ -105,7 +105,7 @@ def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tup
 
     """
     scheme = scaling(checkpoint)
-    assert scheme is not None, "must_dequantize said so"
+    assert scheme is not None, "`must_dequantize` has checked the scaling"
     names = {*weight_names(checkpoint)}
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_weights(checkpoint):
@@ -176,8 +176,8 @@ def _spread(numbers: Tensor, shape: torch.Size, block: tuple[int, int] | None) -
     needed = (-(-rows // block[0]), -(-columns // block[1]))
     if tuple(numbers.shape[-2:]) != needed:
         raise ValueError(
-            f"of {rows} x {columns} numbers in blocks of {block[0]} x {block[1]} has scales {list(numbers.shape)}, "
-            f"it must be {list(needed)}"
+            f"of {rows} x {columns} numbers in blocks of {block[0]} x {block[1]} has scales of shape "
+            f"{list(numbers.shape)}; the shape must be {list(needed)}"
         )
     spread = numbers.repeat_interleave(block[0], -2)[..., :rows, :]
     return spread.repeat_interleave(block[1], -1)[..., :columns]

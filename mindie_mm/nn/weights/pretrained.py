@@ -49,7 +49,7 @@ def read_config(name: str, checkpoint: Checkpoint) -> Any:
     try:
         return _configuration(getattr(transformers, name), checkpoint)
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} is not read as {name}: {error}") from error
+        raise UnsupportedCheckpoint(f"{checkpoint.path} cannot be read as {name}: {error}") from error
 
 
 def _configuration(cls: type[Any], checkpoint: Checkpoint) -> Any:
@@ -156,7 +156,7 @@ def load_pretrained(
 
     module = _load(cls, checkpoint, device, dtype, unused, tp_plan, renamed, default_theta)
     if other := set(getattr(module.config.get_text_config(), "layer_types", None) or ()) - _LAYERS:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not served")
+        raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not supported")
     # No mask function is registered, so transformers builds no mask. Building one would wait for the positions.
     AttentionInterface.register(attention.NAME, attention.attend)
     # A single name instead of a mapping would switch the towers as well. Parts that are not named keep sdpa.
@@ -232,7 +232,7 @@ def _load(
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} does not load as {cls.__name__}: {error}") from error
+        raise UnsupportedCheckpoint(f"{checkpoint.path} cannot be loaded as {cls.__name__}: {error}") from error
     check_shapes(checkpoint, loaded["mismatched_keys"])
     missing, unexpected = loaded["missing_keys"], loaded["unexpected_keys"]
     if renamed is not None:
@@ -286,8 +286,8 @@ def check_shapes(checkpoint: Checkpoint, misfits: Collection[tuple[str, Sequence
     if misfits:
         name, found, needed = min(misfits)
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has {len(misfits)} weights of another shape than config.json makes, the first is "
-            f"{name}: {list(found)}, not {list(needed)}"
+            f"{checkpoint.path} has {len(misfits)} weights whose shape does not match config.json; the first "
+            f"is {name}: {list(found)}, not {list(needed)}"
         )
 
 
@@ -296,14 +296,14 @@ def check_weights(
 ) -> None:
     """Raise UnsupportedCheckpoint if weights are missing, or are unexpected and match no pattern in `unused`."""
     if missing:
-        message = f"{checkpoint.path} lacks {len(missing)} weights, the first is {min(missing)}"
+        message = f"{checkpoint.path} lacks {len(missing)} weights; the first is {min(missing)}"
         if all(name.endswith("lm_head.weight") for name in missing):
-            message += "; a model without a head generates no text, such as one that makes embeddings"
+            message += "; a model without a head, such as an embedding model, cannot generate text"
         raise UnsupportedCheckpoint(message)
     unknown = [name for name in unexpected if not any(fnmatch(name, pattern) for pattern in unused)]
     if unknown:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has {len(unknown)} weights that its model does not know, the first is {min(unknown)}"
+            f"{checkpoint.path} has {len(unknown)} weights that its model does not have; the first is {min(unknown)}"
         )
 
 

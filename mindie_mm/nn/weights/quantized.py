@@ -23,7 +23,7 @@ _PACKAGES: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes>=0.50"},
 }
 """Modules that each method needs, with their pip requirements. transformers checks other methods itself."""
-_INSTEAD = "Or serve the checkpoint that is not quantised, or one in FP8 or quantised by bitsandbytes"
+_INSTEAD = "Alternatively, use the unquantised checkpoint, or one in FP8 or quantised with bitsandbytes"
 
 
 def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -80,11 +80,11 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
     from transformers.quantizers.auto import AutoHfQuantizer  # late, like all modelling code of transformers
 
     method = method_of(settings)
-    refused = f"{checkpoint.path} is quantised with {method!r}, which cannot be run here"
+    refused = f"{checkpoint.path} is quantised with {method!r}, which cannot run here"
     if method.startswith("bitsandbytes") and not device.has_bitsandbytes:
         raise UnsupportedCheckpoint(
-            f"{refused}: bitsandbytes has no operators for the device {device.name}. Serve the checkpoint that is not "
-            "quantised, or take another device"
+            f"{refused}: bitsandbytes has no operators for the device {device.name}. Use the unquantised "
+            "checkpoint, or another device"
         )
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its layers warn at every call
     try:
@@ -103,14 +103,14 @@ def check_method(checkpoint: Checkpoint) -> None:
     method = method_of(settings)
     if method not in AUTO_QUANTIZER_MAPPING:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method!r}, which transformers does not load; it loads "
+            f"{checkpoint.path} is quantised with {method!r}, which transformers does not support; it supports "
             f"{', '.join(sorted(AUTO_QUANTIZER_MAPPING))}. {_INSTEAD}"
         )
     if packages := missing_packages(method):
         wanted = " ".join(f"'{package}'" for package in packages)
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method!r}, which cannot be run here: a package is missing "
-            f"(pip install {wanted}). {_INSTEAD}"
+            f"{checkpoint.path} is quantised with {method!r}, which cannot run here: a package is missing (pip "
+            f"install {wanted}). {_INSTEAD}"
         )
 
 
@@ -144,8 +144,8 @@ def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype:
         except (RuntimeError, ImportError, NotImplementedError, AssertionError, ValueError) as error:
             raise UnsupportedCheckpoint(
                 f"{checkpoint.path} is quantised with {method_of(quantization(checkpoint) or {})!r}, which the "
-                f"{device.name} does not multiply in {str(dtype).removeprefix('torch.')} ({name}): {error}. Take "
-                f"another --dtype or --device. {_INSTEAD}"
+                f"device {device.name} cannot run in {str(dtype).removeprefix('torch.')} ({name}): {error}. "
+                f"Use another --dtype or --device. {_INSTEAD}"
             ) from error
 
 
@@ -165,8 +165,8 @@ def refuse_mindie(checkpoint: Checkpoint) -> None:
         return
     how = f"quantize is {stated!r} in config.json" if stated not in (None, "") else f"it has {files[0]}"
     raise UnsupportedCheckpoint(
-        f"{checkpoint.path} is quantised for MindIE ({how}), in a layout that only MindIE's own models read; take the "
-        "checkpoint that it was made from, or one quantised by bitsandbytes"
+        f"{checkpoint.path} is quantised for MindIE ({how}), in a layout that only MindIE's own models "
+        "support; use the original checkpoint, or one quantised with bitsandbytes"
     )
 
 
@@ -177,11 +177,10 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     method = method_of(settings)
     if not method.startswith("bitsandbytes"):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method!r}; of this family, whose layers are not transformers' own, "
-            "only plain weights are served and those that bitsandbytes quantised: take the checkpoint that is not "
-            "quantised"
+            f"{checkpoint.path} is quantised with {method!r}; this family has layers of its own and supports "
+            "only unquantised weights and weights quantised with bitsandbytes. Use the unquantised checkpoint"
         )
     if settings.get("llm_int8_has_fp16_weight"):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has llm_int8_has_fp16_weight, which is for training; it must be false"
+            f"{checkpoint.path} has llm_int8_has_fp16_weight, which is for training only; it must be false"
         )

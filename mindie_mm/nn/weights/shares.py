@@ -38,10 +38,10 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def refuse_shares(checkpoint: Checkpoint, what: str = "is of a family for whose layers there is no plan") -> None:
+def refuse_shares(checkpoint: Checkpoint, what: str = "belongs to a family without a tensor-parallel plan") -> None:
     """Raise UnsupportedCheckpoint if several ranks share the weights. `what` states why they cannot be split."""
     if num_shares() > 1:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} {what}: tensor_parallel is {num_shares()}, it must be 1")
+        raise UnsupportedCheckpoint(f"{checkpoint.path} {what}: tensor_parallel is {num_shares()}; it must be 1")
 
 
 def shared(
@@ -69,14 +69,14 @@ def shared(
 
     shares = num_shares()
     if (plan := text.base_model_tp_plan or tp_plan) is None:
-        refuse_shares(checkpoint, f"has a text model of type {text.model_type!r}, for which there is no plan")
+        refuse_shares(checkpoint, f"has a text model of type {text.model_type!r}, which has no tensor-parallel plan")
     text.base_model_tp_plan = plan
     heads = text.num_attention_heads
     for what, count in (("attention", heads), ("key-value", getattr(text, "num_key_value_heads", None) or heads)):
         if count % shares:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path} has {count} {what} heads; tensor_parallel is {shares}, of which they must be a "
-                "multiple"
+                f"{checkpoint.path} has {count} {what} heads; their number must be a multiple of "
+                f"tensor_parallel, {shares}"
             )
     names = ("pp", "dp_replicate", "fsdp", "tp")
     mesh = init_device_mesh(device.torch_device.type, (1, 1, 1, shares), mesh_dim_names=names)

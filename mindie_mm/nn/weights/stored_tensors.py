@@ -75,8 +75,8 @@ def require_floats(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Non
     """
     if not dtype.is_floating_point or dtype.itemsize == 1:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path}: {name} is stored as {str(dtype).removeprefix('torch.')}, and neither config.json nor "
-            "tensors beside it say how it was quantised; take the checkpoint that is not quantised"
+            f"{checkpoint.path}: {name} is stored as {str(dtype).removeprefix('torch.')}, but neither "
+            "config.json nor other tensors describe how it was quantised. Use the unquantised checkpoint"
         )
 
 

@@ -107,11 +107,13 @@ class DiskArena:
 
         """
         if not 0 <= number <= MAX_ARENA:
-            raise InputError(f"number {number} of a file of blocks is not 0 to {MAX_ARENA}")
+            raise InputError(f"the number of a file of blocks is {number}; it must be 0 to {MAX_ARENA}")
         if capacity_bytes < 1:
-            raise InputError(f"a file of {capacity_bytes} bytes of blocks; it takes at least 1")
+            raise InputError(f"the capacity of a file of blocks is {capacity_bytes} bytes; it must be at least 1")
         if num_entries is not None and not 1 <= num_entries <= MAX_BLOCK + 1:
-            raise InputError(f"a file of {num_entries} blocks; it takes 1 to {MAX_BLOCK + 1}")
+            raise InputError(
+                f"the number of entries of a file of blocks is {num_entries}; it must be 1 to {MAX_BLOCK + 1}"
+            )
         header = replace(ArenaHeader.plan(capacity_bytes, 0, Owner.nobody(), DISK_PAGE), arena=number)
         header = header if num_entries is None else replace(header, num_entries=num_entries)
         path = absolute(path)
@@ -161,7 +163,9 @@ class DiskArena:
             self._require_open()
             entry, offset = len(self._offsets), self._end
             if nbytes > self.capacity_bytes:
-                raise LimitExceeded(f"a block of {nbytes} bytes; {self.path} takes {self.capacity_bytes}")
+                raise LimitExceeded(
+                    f"the block has {nbytes} bytes; the capacity of {self.path} is {self.capacity_bytes}"
+                )
             if offset + nbytes > self._header.file_bytes or entry == self._header.num_entries:
                 raise ArenaFull(
                     f"no room in {self.path} for a block of {nbytes} bytes: {self.used_bytes} of {self.capacity_bytes} "
@@ -195,7 +199,7 @@ class DiskArena:
         with self._mutex:
             self._require_open()
             if not self._fills(block):
-                raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
+                raise SharedMemoryError(f"{block.ref}: the block cannot be published after its context has ended")
             block.write_header(digest or b"")
             data = self._memory(block)
             for start, stop in block.plan.gaps(block.nbytes):  # clear the data of an earlier block in reused memory
@@ -311,7 +315,7 @@ class DiskArena:
 
     def _require_open(self) -> None:
         if not self._lock.held:
-            raise SharedMemoryError(f"{self.path} is closed, or another process's")
+            raise SharedMemoryError(f"{self.path} is closed or belongs to another process")
 
     def _fills(self, block: Block) -> bool:
         return block.entry in self._filling and self._filling[block.entry][0] is block
@@ -378,7 +382,7 @@ def _unfinished(path: Path) -> Path:
 
 def _locked(unfinished: Path) -> LivenessLock:
     """Open or create the unfinished file and lock it. Raise SharedMemoryError if another process is writing it."""
-    with os_errors_as(SharedMemoryError, f"{unfinished} cannot be made"):
+    with os_errors_as(SharedMemoryError, f"{unfinished} cannot be created"):
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         lock = LivenessLock(descriptor, needed=False)  # an offline run has a lock of its own, and warns without locks
@@ -395,6 +399,6 @@ def _locked(unfinished: Path) -> LivenessLock:
 
 def _make_room(descriptor: int, path: Path, file_bytes: int) -> None:
     """Empty the file and extend it to `file_bytes` without allocating disk space."""
-    with os_errors_as(SharedMemoryError, f"{path} cannot have {file_bytes} bytes"):
+    with os_errors_as(SharedMemoryError, f"{path} cannot be extended to {file_bytes} bytes"):
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, file_bytes)

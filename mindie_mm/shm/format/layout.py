@@ -99,7 +99,7 @@ def fence() -> None:
 def require_own(status: os.stat_result) -> None:
     """Raise SegmentMissing if another user owns the file."""
     if status.st_uid != os.geteuid():
-        raise SegmentMissing(f"the file is user {status.st_uid}'s; this process is user {os.geteuid()}'s")
+        raise SegmentMissing(f"the file belongs to user {status.st_uid}; this process runs as user {os.geteuid()}")
 
 
 @contextmanager
@@ -222,14 +222,14 @@ class ArenaHeader:
     def require(self, arena: int) -> None:
         """Raise SegmentMissing unless this is the header of arena number `arena`."""
         if self.arena != arena:
-            raise SegmentMissing(f"its header names arena {file_name(self.arena)}")
+            raise SegmentMissing(f"its header belongs to arena {file_name(self.arena)}")
 
     @classmethod
     def unpack(cls, page: bytes, file_bytes: int, page_bytes: int = PAGE) -> ArenaHeader:
         """Parse a header from the file's first page and the file's size. Raise the same errors as `read`."""
         body = page[: _HEADER.size]
         if len(page) < _HEADER.size + _CRC.size or body[: len(MAGIC)] != MAGIC:
-            raise SegmentMissing("the file is no arena")
+            raise SegmentMissing("the file is not an arena")
         if zlib.crc32(body) != _CRC.unpack_from(page, _HEADER.size)[0]:
             raise SegmentMissing("the header of the arena is damaged")
         (_, version, arena, num_entries, entry_bytes, releases_offset, data_offset, capacity, created_ns, *owner) = (
@@ -250,5 +250,7 @@ class ArenaHeader:
         if not 0 < num_entries <= MAX_BLOCK + 1 or (entry_bytes, releases_offset, data_offset) != layout:
             raise SegmentMissing(f"the arena's header is not laid out in pages of {page_bytes} bytes")
         if file_bytes != header.file_bytes:
-            raise SegmentMissing(f"the arena's file has {file_bytes} bytes, its header says {header.file_bytes}")
+            raise SegmentMissing(
+                f"the arena's file has {file_bytes} bytes, but its header requires {header.file_bytes}"
+            )
         return header

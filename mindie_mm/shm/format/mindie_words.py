@@ -54,17 +54,17 @@ def encode_shm_name_to_int64(name: str) -> int:
 
     """
     if not isinstance(name, str):
-        raise InputError(f"segment name {name!r} is no text")
+        raise InputError(f"segment name {name!r} is not a string")
     characters = name.removeprefix(PREFIX)
     if len(name) > MAX_NAME_LENGTH:
         raise LimitExceeded(f"segment name {name!r} has {len(name)} characters; the limit is {MAX_NAME_LENGTH}")
     if len(characters) > _MAX_CHARACTERS:
         raise LimitExceeded(f"segment name {name!r} has {len(characters)} characters; the limit is {_MAX_CHARACTERS}")
     if not characters:
-        raise InputError(f"segment name {name!r} has no character behind its prefix {PREFIX}")
+        raise InputError(f"segment name {name!r} has no character after its prefix {PREFIX}")
     for character in characters:
         if character not in CHARSET:
-            raise InputError(f"segment name {name!r} holds {character!r}, which is none of {CHARSET}")
+            raise InputError(f"segment name {name!r} contains {character!r}, which is not one of {CHARSET}")
     return -_pack_name(characters)
 
 
@@ -91,9 +91,13 @@ def decode_shm_name_from_int64(value: SupportsIndex) -> str:
         _corrupt(word, "name", f"its character {max(indices)} is not below {len(CHARSET)}")
     characters = "".join(CHARSET[index] for index in indices)
     if sum(indices) & 7 != unsigned & 7:
-        _corrupt(word, "name", f"its checksum is {unsigned & 7}, its characters {characters} make {sum(indices) & 7}")
+        _corrupt(
+            word,
+            "name",
+            f"its checksum is {unsigned & 7}, but that of its characters {characters} is {sum(indices) & 7}",
+        )
     if _pack_name(characters) != unsigned:
-        _corrupt(word, "name", f"bits behind its characters {characters} are not 0")
+        _corrupt(word, "name", f"bits after its characters {characters} are not 0")
     return PREFIX + characters
 
 
@@ -106,13 +110,13 @@ def encode_shape_to_int64(shape: Iterable[SupportsIndex]) -> int:
 
     """
     if not isinstance(shape, Iterable):
-        raise InputError(f"shape {shape!r} is no sequence of integers")
+        raise InputError(f"shape {shape!r} is not a sequence of integers")
     sizes = [_integer(size, "a size of a shape") for size in shape]
     if not 1 <= len(sizes) <= NUM_SHAPE_DIMS:
-        raise LimitExceeded(f"shape {sizes} has {len(sizes)} axes; 1 to {NUM_SHAPE_DIMS} are allowed")
+        raise LimitExceeded(f"shape {sizes} has {len(sizes)} axes; it must have 1 to {NUM_SHAPE_DIMS}")
     for axis, (size, bits) in enumerate(zip(sizes, PLAN[len(sizes)], strict=True)):
         if size < 1:
-            raise InputError(f"shape {sizes} has size {size} on axis {axis}; the least is 1")
+            raise InputError(f"shape {sizes} has size {size} on axis {axis}; it must be at least 1")
         if size > 1 << (bits - 1):
             raise LimitExceeded(f"shape {sizes} has size {size} on axis {axis}; the limit is {1 << (bits - 1)}")
     return -_pack_shape(sizes)
@@ -139,7 +143,7 @@ def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
         _corrupt(word, "shape", f"its number of axes {num_dims} is not 1 to {NUM_SHAPE_DIMS}")
     checksum = (unsigned >> 3).bit_count() % 3
     if checksum != unsigned & 7:
-        _corrupt(word, "shape", f"its checksum is {unsigned & 7}, its bits make {checksum}")
+        _corrupt(word, "shape", f"its checksum is {unsigned & 7}, but that of its bits is {checksum}")
     sizes, place = [], 60
     for bits in PLAN[num_dims]:
         place -= bits
@@ -154,7 +158,7 @@ def _unsigned(value: SupportsIndex, kind: str) -> tuple[int, int]:
     """Return the word as an int and its absolute value, which holds the fields."""
     word = _integer(value, f"a {kind} word")
     if not -(1 << 63) <= word < 0:
-        raise CorruptReference(f"{word} is no {kind} word of MindIE's: it is not in [-2^63, 0)")
+        raise CorruptReference(f"{word} is not a MindIE {kind} word: it is not in [-2^63, 0)")
     return word, -word
 
 
@@ -163,8 +167,8 @@ def _integer(value: SupportsIndex, what: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise InputError(f"{what} is {value!r}, it must be an integer") from None
+        raise InputError(f"{what} is {value!r}; it must be an integer") from None
 
 
 def _corrupt(word: int, kind: str, why: str) -> NoReturn:
-    raise CorruptReference(f"{word} (0x{-word:016x} negated) is no {kind} word of MindIE's: {why}")
+    raise CorruptReference(f"{word} (0x{-word:016x} negated) is not a MindIE {kind} word: {why}")

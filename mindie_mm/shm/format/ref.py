@@ -45,7 +45,7 @@ class Ref:
 
         """
         if self.dtype is None or self.shape is None:
-            raise InputError(f"{self} was read from a name word alone: it has no shape word")
+            raise InputError(f"{self} has no shape word: it was read from a name word only")
         name_word = self.name_word
         return name_word, words.encode_shape(name_word, self.dtype, self.shape)
 

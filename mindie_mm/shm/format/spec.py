@@ -57,12 +57,12 @@ class ArraySpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_CODES:
-            raise InputError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+            raise InputError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if not 1 <= len(self.shape) <= MAX_DIMS:
-            raise LimitExceeded(f"shape {self.shape} has {len(self.shape)} dimensions; 1 to {MAX_DIMS} are allowed")
+            raise LimitExceeded(f"shape {self.shape} has {len(self.shape)} dimensions; it must have 1 to {MAX_DIMS}")
         for size in self.shape:
             if type(size) is not int or size < 1:
-                raise InputError(f"shape {self.shape} must consist of integers of at least 1")
+                raise InputError(f"shape {self.shape} must contain only integers of at least 1")
 
     @property
     def nbytes(self) -> int:

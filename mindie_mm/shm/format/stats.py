@@ -55,5 +55,5 @@ class ArenaStats:
         """
         words = os.pread(descriptor, STATS_BYTES, STATS_OFFSET)
         if len(words) < STATS_BYTES:
-            raise SegmentMissing(f"the arena's file ends before byte {STATS_OFFSET + STATS_BYTES}, where its counts do")
+            raise SegmentMissing(f"the arena's file is too short: its counts end at byte {STATS_OFFSET + STATS_BYTES}")
         return cls(*_WORDS.unpack(words))

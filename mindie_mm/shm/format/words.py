@@ -77,7 +77,7 @@ def encode_name(arena: int, block: int, generation: int) -> int:
 def _does_not_fit(arena: int, block: int, generation: int) -> NoReturn:
     limits = (("arena", arena, MAX_ARENA), ("block", block, MAX_BLOCK), ("generation", generation, MAX_GENERATION))
     what, value, limit = next(one for one in limits if not 0 <= one[1] <= one[2])
-    raise LimitExceeded(f"{what} {value} does not fit a name word; the limit is 0 to {limit}")
+    raise LimitExceeded(f"{what} {value} does not fit in a name word; it must be 0 to {limit}")
 
 
 def encode_shape(name_word: int, dtype: str, shape: tuple[int, ...]) -> int:
@@ -98,7 +98,9 @@ def pack_dims(shape: tuple[int, ...]) -> int:
     for size in reversed(shape[1:]):
         bits = (size - 1).bit_length()
         if bits > WIDTHS[-1]:
-            raise LimitExceeded(f"shape {shape}: an axis of {size} does not fit; the limit is {1 << WIDTHS[-1]}")
+            raise LimitExceeded(
+                f"shape {shape}: an axis of {size} does not fit in a shape word; the limit is {1 << WIDTHS[-1]}"
+            )
         code = WIDTH_CODES[bits]
         dims |= (code | (size - 1) << 4) << used
         used += 4 + WIDTHS[code]
@@ -127,7 +129,7 @@ def decode_name(word: int) -> tuple[int, int, int]:
     if unsigned >> 62 != _NAME_TAG or not -(1 << 63) <= word < 0:
         _corrupt(word, "it is not a name word")
     if _crc8(payload, _NAME_SEED) != unsigned & 0xFF:
-        _corrupt(word, "its check does not hold")
+        _corrupt(word, "its checksum is wrong")
     return (payload >> 38) & MAX_ARENA, (payload >> 24) & MAX_BLOCK, payload & MAX_GENERATION
 
 
@@ -148,7 +150,7 @@ def decode_shape(name_word: int, word: int) -> tuple[str, tuple[int, ...]]:
     if unsigned >> 62 != _SHAPE_TAG or not -(1 << 63) <= word < 0:
         _corrupt(word, "it is not a shape word")
     if _crc8(payload, (name_word & 0xFF) ^ _NAME_TO_SHAPE) != unsigned & 0xFF:
-        _corrupt(word, f"its check does not hold behind name word {name_word}")
+        _corrupt(word, f"its checksum does not match name word {name_word}")
     try:
         return _unpack(payload)
     except ValueError as error:
@@ -176,10 +178,10 @@ def _unpack_dims(dims: int, num_dims: int) -> tuple[int, ...]:
         width = WIDTHS[code]
         left -= 4 + width
         if left < 0:
-            raise ValueError("its dimensions overrun their field")
+            raise ValueError("its dimensions exceed their field")
         size = (dims >> 4) & ((1 << width) - 1)
         if WIDTH_CODES[size.bit_length()] != code:
-            raise ValueError("a dimension is not in its narrowest form")
+            raise ValueError("a dimension is not encoded in its shortest form")
         shape.append(size + 1)
         dims >>= 4 + width
     if dims.bit_length() > FIRST_AXIS_BITS:

@@ -11,8 +11,8 @@ from mindie_mm.shm.format.layout import SHM_DIRECTORY, needing_proc
 from mindie_mm.shm.memory.space import ShmSpace
 
 _HOW_TO_GET_ROOM = (
-    "reclaim what the dead left (`mindie-mm shm gc`), make it smaller, or enlarge /dev/shm: `mount -o "
-    "remount,size=<bytes> /dev/shm`, in Docker --shm-size, in Kubernetes an emptyDir of medium Memory mounted there"
+    "reclaim the memory of dead processes (`mindie-mm shm gc`), ask for less, or enlarge /dev/shm: `mount -o "
+    "remount,size=<bytes> /dev/shm`, --shm-size in Docker, or an emptyDir with medium Memory in Kubernetes"
 )
 
 
@@ -45,8 +45,8 @@ def reserve(descriptor: int, nbytes: int, what: str) -> None:
 
     """
     space = ShmSpace.now()
-    free = "no room" if space.free_bytes is None else f"{space.free_bytes} bytes free of {space.total_bytes}"
-    why = f"{SHM_DIRECTORY} has {free}, {what} needs {nbytes}; {_HOW_TO_GET_ROOM}"
+    free = "no free space" if space.free_bytes is None else f"{space.free_bytes} of {space.total_bytes} bytes free"
+    why = f"{SHM_DIRECTORY} has {free}, but {what} needs {nbytes}; {_HOW_TO_GET_ROOM}"
     if space.free_bytes is not None and nbytes > space.free_bytes:
         raise SharedMemoryError(why)
     try:

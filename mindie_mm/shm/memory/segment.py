@@ -47,15 +47,15 @@ def reserved(size: int) -> Iterator[int]:
 
     """
     if type(size) is not int or size < 1:
-        raise InputError(f"a segment of {size!r} bytes; it takes a whole number of at least 1")
+        raise InputError(f"the size of a segment is {size!r}; it must be an integer of at least 1")
     if size > MAX_SEGMENT_BYTES:
-        raise LimitExceeded(f"a segment of {size} bytes; the limit is {MAX_SEGMENT_BYTES}")
+        raise LimitExceeded(f"the size of a segment is {size} bytes; the limit is {MAX_SEGMENT_BYTES}")
     descriptor = make_anonymous()
     try:
         reserve(descriptor, size, "the segment")
         yield descriptor
     except OSError as error:
-        raise SharedMemoryError(f"a segment of {size} bytes cannot be made: {error.strerror}") from error
+        raise SharedMemoryError(f"a segment of {size} bytes cannot be created: {error.strerror}") from error
     finally:
         os.close(descriptor)
 
@@ -77,7 +77,7 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
     assert is_segment_name(name), name
     path = SHM_DIRECTORY / name
     if size > MAX_SEGMENT_BYTES:
-        raise LimitExceeded(f"segment {path} is to hold {size} bytes; the limit is {MAX_SEGMENT_BYTES}")
+        raise LimitExceeded(f"segment {path} would have {size} bytes; the limit is {MAX_SEGMENT_BYTES}")
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -88,10 +88,10 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
     try:
         status = os.fstat(descriptor)
         if not _is_ours(status):
-            raise SegmentMissing(f"{path} is no segment: no regular file of user {os.geteuid()}")
+            raise SegmentMissing(f"{path} is not a segment: it is not a regular file of user {os.geteuid()}")
         require_size(name, status.st_size, size)
         if status.st_size > size:
-            raise CorruptReference(f"segment {path} has {status.st_size} bytes, its words and dtype make {size}")
+            raise CorruptReference(f"segment {path} has {status.st_size} bytes, but its words and dtype require {size}")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -100,7 +100,9 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
 def require_size(name: str, actual: int, size: int) -> None:
     """Raise SegmentMissing if the segment has fewer bytes than its words and dtype require."""
     if actual < size:
-        raise SegmentMissing(f"segment {SHM_DIRECTORY / name} has {actual} bytes, its words and dtype make {size}")
+        raise SegmentMissing(
+            f"segment {SHM_DIRECTORY / name} has {actual} bytes, but its words and dtype require {size}"
+        )
 
 
 def map_segment(name: str, size: int) -> mmap.mmap:

@@ -30,7 +30,7 @@ class ShmSpace:
     @classmethod
     def now(cls) -> ShmSpace:
         """Read the current usage. Raise SharedMemoryError if there is no /dev/shm."""
-        with os_errors_as(SharedMemoryError, f"{SHM_DIRECTORY} cannot be looked at"):
+        with os_errors_as(SharedMemoryError, f"the space in {SHM_DIRECTORY} cannot be read"):
             space = os.statvfs(SHM_DIRECTORY)
         files = (space.f_files, space.f_favail) if space.f_files else (None, None)
         if not space.f_blocks:
@@ -43,6 +43,6 @@ class ShmSpace:
         if self.free_files != 0:
             return None
         return (
-            f"all of its {self.total_files} inodes are used. Remove unused files (`mindie-mm shm gc` removes those of "
-            f"dead processes), or run `mount -o remount,nr_inodes=<number> {SHM_DIRECTORY}`"
+            f"all of its {self.total_files} inodes are used. Remove unused files (`mindie-mm shm gc` removes "
+            f"the files of dead processes), or run `mount -o remount,nr_inodes=<number> {SHM_DIRECTORY}`"
         )

@@ -199,7 +199,7 @@ def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterato
     # One read gives a snapshot of the table and the release words that is as consistent as a reader can get.
     table = os.pread(descriptor, header.data_offset - PAGE, PAGE)
     if len(table) < header.data_offset - PAGE:
-        raise SegmentMissing("the arena's file was cut short meanwhile")
+        raise SegmentMissing("the arena's file was truncated in the meantime")
     control = memoryview(table).cast("Q")
     releases = control[(header.releases_offset - PAGE) // 8 :]
     state_words = control[STATE : WORDS_PER_ENTRY * header.num_entries : WORDS_PER_ENTRY].tolist()

@@ -208,7 +208,7 @@ class _Collection:
         try:
             yield
         except (MindieMMError, OSError) as error:
-            _log.warning("collecting %s: %s", what, error)
+            _log.warning("reclaiming %s failed: %s", what, error)
             self._failures.append(f"{what}: {error}")
 
 

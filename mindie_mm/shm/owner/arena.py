@@ -67,7 +67,7 @@ class Arena:
 
         """
         if quota_bytes is not None and quota_bytes < 1:
-            raise InputError(f"a quota of {quota_bytes} bytes for a request; it takes at least 1")
+            raise InputError(f"the quota of a request is {quota_bytes} bytes; it must be at least 1")
         file = ArenaFile.create(capacity_bytes)
         return cls(file, Inventory(file, quota_bytes))
 
@@ -128,10 +128,10 @@ class Arena:
         request = b"" if path_file is None else _absolute(path_file)
         lease_ns = 0 if lease_s is None else _lease_ns(lease_s, path_file)
         if not timeout_s >= 0:
-            raise InputError(f"a timeout of {timeout_s} s; it must be at least 0")
+            raise InputError(f"the timeout is {timeout_s} s; it must be at least 0")
         plan = BlockPlan.of(specs, request)
         if plan.size > self.capacity_bytes:
-            raise LimitExceeded(f"a block of {plan.size} bytes; the arena has {self.capacity_bytes}")
+            raise LimitExceeded(f"the block has {plan.size} bytes; the arena has {self.capacity_bytes}")
         with self._mutex:
             block = None if self._line.tickets else self._take(plan, request, lease_ns)
             if block is None:
@@ -323,13 +323,16 @@ def _absolute(path: str | Path) -> bytes:
     """Return the absolute path, encoded. For an absolute input this is four times as fast as `paths.absolute`."""
     encoded = os.fsencode(path)
     if b"\0" in encoded:
-        raise InputError(f"path file {os.fspath(path)!r} has a NUL in it")
+        raise InputError(f"path file {os.fspath(path)!r} contains a NUL character")
     return encoded if encoded.startswith(b"/") else os.fsencode(absolute(path))
 
 
 def _lease_ns(lease_s: float, path_file: str | Path | None) -> int:
     if path_file is not None:
-        raise InputError(f"a lease of {lease_s} s for a block of {path_file}: its request says how long it lives")
+        raise InputError(
+            f"the lease is {lease_s} s, but the block belongs to {path_file}; the request determines how long the "
+            "block lives"
+        )
     if not 0 <= lease_s <= _MAX_LEASE_S:
-        raise InputError(f"a lease of {lease_s} s; it must be 0 to {_MAX_LEASE_S}")
+        raise InputError(f"the lease is {lease_s} s; it must be 0 to {_MAX_LEASE_S}")
     return max(1, int(lease_s * 1e9))

@@ -58,7 +58,7 @@ class ArenaFile:
 
         """
         if type(capacity_bytes) is not int or capacity_bytes < 1:
-            raise InputError(f"an arena of {capacity_bytes!r} bytes; it takes a whole number of at least 1")
+            raise InputError(f"the capacity of an arena is {capacity_bytes!r}; it must be an integer of at least 1")
         header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
         # Lock first: LivenessLock closes the descriptor in forked children. Another thread may fork during `reserve`,
         # which takes long.
@@ -101,7 +101,7 @@ class ArenaFile:
     def require_held(self) -> None:
         """Raise SharedMemoryError unless the file is held."""
         if not self._lock.held:
-            raise SharedMemoryError(f"arena {self.path} is closed, or another process's")
+            raise SharedMemoryError(f"arena {self.path} is closed or belongs to another process")
 
     def require_found(self, now_ns: int) -> None:
         """Raise SharedMemoryError unless the file is held and not `lost`.
@@ -111,7 +111,9 @@ class ArenaFile:
         if now_ns - self._seen_ns > _LOOK_NS or not self._lock.held:
             self.require_held()
             if self.lost:
-                raise SharedMemoryError(f"arena {self.path} was removed, cut or overwritten by others; make a new one")
+                raise SharedMemoryError(
+                    f"arena {self.path} was removed, truncated or overwritten by another process; create a new arena"
+                )
             self._seen_ns = now_ns
 
     def map(self, pieces: Pieces) -> memoryview:
@@ -151,7 +153,7 @@ def _map(descriptor: int, file_bytes: int) -> mmap.mmap:
 
 def _link(descriptor: int, header: ArenaHeader) -> ArenaHeader:
     """Link the file under a random free number and return the header with that number."""
-    with os_errors_as(SharedMemoryError, f"no arena can be named in {SHM_DIRECTORY}"):
+    with os_errors_as(SharedMemoryError, f"no arena can be created in {SHM_DIRECTORY}"):
         for _ in range(MAX_ARENA + 1):
             header = replace(header, arena=secrets.randbelow(MAX_ARENA + 1))
             os.pwrite(descriptor, header.pack(), 0)
@@ -160,4 +162,4 @@ def _link(descriptor: int, header: ArenaHeader) -> ArenaHeader:
             except FileExistsError:
                 continue
             return header
-    raise SharedMemoryError(f"no number of 0 to {MAX_ARENA} is free in {SHM_DIRECTORY}")
+    raise SharedMemoryError(f"no arena number from 0 to {MAX_ARENA} is free in {SHM_DIRECTORY}")

@@ -110,9 +110,9 @@ class Inventory:
 
         """
         if not self._is_filling(block):
-            raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
+            raise SharedMemoryError(f"{block.ref}: the block cannot be published after its context has ended")
         if self._table.is_released(block.entry):
-            raise StaleReference(f"{block.ref}: the block was freed while it was filled")
+            raise StaleReference(f"{block.ref}: the block was freed while it was being filled")
         block.write_header(digest)
         self._begin_change()
         self._table.publish(block.entry)
@@ -188,7 +188,7 @@ class Inventory:
     def _require_whole(self) -> None:
         if self.torn:
             raise SharedMemoryError(
-                f"an exception interrupted a change of arena {self._file.path}; close the arena and make a new one"
+                f"an exception interrupted a change to arena {self._file.path}; close the arena and create a new one"
             )
 
     def _cut(

@@ -20,8 +20,8 @@ class Quotas:
         """Raise LimitExceeded unless the request may hold `size` more bytes."""
         if not self.has_room(request, size):
             raise LimitExceeded(
-                f"a block of {size} bytes for a request that holds {self._held.get(request, 0)}; a request may hold "
-                f"{self.limit_bytes} bytes of an arena"
+                f"the block has {size} bytes and its request already holds {self._held.get(request, 0)} bytes; "
+                f"a request may hold {self.limit_bytes} bytes of an arena"
             )
 
     def add(self, request: bytes, nbytes: int) -> None:

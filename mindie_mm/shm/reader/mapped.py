@@ -139,12 +139,12 @@ class MappedArena:
             try:
                 self._closing.pop()()
             except Exception:  # noqa: BLE001 - a failing device must not fail the lookup of another arena
-                _log.exception("an arena is given up")
+                _log.exception("closing a mapped arena failed")
 
     def check(self, ref: Ref) -> None:
         """Raise StaleReference unless the block is published at the reference's generation and not freed."""
         if ref.block >= self._num_entries:
-            raise StaleReference(f"{ref}: the arena has {self.header.num_entries} blocks")
+            raise StaleReference(f"{ref}: the arena has only {self.header.num_entries} blocks")
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
         if state != state_word(ref.generation, PUBLISHED):
             raise StaleReference(f"{ref}: the block is {_state_name(state)} at generation {state >> 8}")
@@ -183,7 +183,7 @@ class MappedArena:
             raise SegmentMissing(f"{ref}: the block's header is damaged: {error}") from error
         spec = next(iter(header.arrays.values())).spec
         if ref.shape is not None and (ref.dtype, ref.shape) != (spec.dtype, spec.shape):
-            raise CorruptReference(f"{ref}: the block's first array is {spec.dtype} {spec.shape}")
+            raise CorruptReference(f"{ref}: the first array of the block has dtype {spec.dtype} and shape {spec.shape}")
         return buffer, base, header
 
     def _pieces(self, block: int) -> Pieces:
@@ -197,7 +197,7 @@ class MappedArena:
             or offset + nbytes > self._file_bytes
             for offset, nbytes in pieces
         ):
-            raise DamagedHeaderError("its bytes are not in whole pages of the arena")
+            raise DamagedHeaderError("its pieces are not whole pages of the arena")
         return pieces
 
     def populate(self) -> None:
@@ -227,7 +227,7 @@ class MappedArena:
 def _require_regular(status: os.stat_result) -> None:
     """Raise SegmentMissing for anything but a regular file, such as a directory or a pipe."""
     if not stat.S_ISREG(status.st_mode):
-        raise SegmentMissing("it is no regular file")
+        raise SegmentMissing("it is not a regular file")
 
 
 def _state_name(state: int) -> str:
@@ -275,7 +275,10 @@ class ArenaCache:
         self.drop_removed(cleanups=True)
         with self._lock:
             if number in self._arenas or (not reserved and (SHM_DIRECTORY / file_name(number)).exists()):
-                raise SharedMemoryError(f"arena number {number} is in use: unmount what has it, or mount elsewhere")
+                raise SharedMemoryError(
+                    f"arena number {number} is in use. Unmount the arena that uses it, or mount this one with "
+                    "another number"
+                )
             self._arenas[number] = mapped
 
     def remove(self, mapped: MappedArena, number: int) -> None:

@@ -51,7 +51,7 @@ class Contents:
     def damage(self) -> str:
         """Description of the invalid lines, for an error message."""
         numbers = ", ".join(map(str, self.damaged[:10]))
-        return f"{len(self.damaged)} lines are no reference (line {numbers})"
+        return f"{len(self.damaged)} lines are not references (line {numbers})"
 
 
 def record(path_file: bytes, arena: int, block: int, generation: int) -> None:
@@ -95,7 +95,9 @@ def _append(path_file: bytes, line: bytes) -> None:
         faults.point("before-record")
         try:
             if (size := _require_own(name, descriptor)) > _FULL_BYTES:
-                raise LimitExceeded(f"path file {name} has {size} bytes, {_FULL_BYTES} are full: release and remove it")
+                raise LimitExceeded(
+                    f"path file {name} has {size} bytes; the limit is {_FULL_BYTES}. Release and remove the file"
+                )
             written = os.write(descriptor, line)
         finally:
             os.close(descriptor)
@@ -103,7 +105,7 @@ def _append(path_file: bytes, line: bytes) -> None:
         raise SharedMemoryError(f"path file {name} cannot be written: {error.strerror}") from error
     faults.point("after-record")
     if written != len(line):
-        raise SharedMemoryError(f"path file {name}: {written} of {len(line)} bytes were written")
+        raise SharedMemoryError(f"path file {name}: only {written} of {len(line)} bytes were written")
 
 
 def _take_back(path_file: Path, line: bytes) -> None:
@@ -122,11 +124,11 @@ def _require_own(path_file: str | Path, descriptor: int) -> int:
     """
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        raise InputError(f"path file {path_file} is no regular file")
+        raise InputError(f"path file {path_file} is not a regular file")
     if status.st_uid != os.geteuid():
         raise InputError(
-            f"path file {path_file} is user {status.st_uid}'s; this process is user {os.geteuid()}'s, and uses none "
-            "but its own user's"
+            f"path file {path_file} belongs to user {status.st_uid}; this process runs as user {os.geteuid()} "
+            "and uses only path files of its own user"
         )
     return status.st_size
 
@@ -150,7 +152,7 @@ def read_contents(path_file: str | Path) -> Contents:
     except OSError as error:
         raise InputError(f"path file {path_file} cannot be read: {error.strerror}") from error
     if len(data) > MAX_BYTES:
-        raise LimitExceeded(f"path file {path_file} has more than {MAX_BYTES} bytes")
+        raise LimitExceeded(f"path file {path_file} has more bytes than the limit of {MAX_BYTES}")
     contents = Contents([], [], [])
     for number, line in enumerate(io.BytesIO(data), start=1):  # BytesIO splits lines only at 0x0A
         if is_segment_name(line[:-1].decode("latin-1")) and line.endswith(b"\n"):

@@ -55,7 +55,7 @@ def make_spool(root: Path) -> None:
         SharedMemoryError: The folder cannot be created, is not a directory of this user, or is writable by others.
 
     """
-    with os_errors_as(SharedMemoryError, f"spool {root} cannot be made"):
+    with os_errors_as(SharedMemoryError, f"spool {root} cannot be created"):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     _require_private(root)
 
@@ -63,11 +63,11 @@ def make_spool(root: Path) -> None:
 def _require_private(root: Path) -> None:
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise SharedMemoryError(f"spool {root} is no directory")
+        raise SharedMemoryError(f"spool {root} is not a directory")
     if status.st_uid != os.geteuid():
-        raise SharedMemoryError(f"spool {root} is user {status.st_uid}'s, not user {os.geteuid()}'s")
+        raise SharedMemoryError(f"spool {root} belongs to user {status.st_uid}, not to user {os.geteuid()}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise SharedMemoryError(f"spool {root} has mode {stat.S_IMODE(status.st_mode):o}: others may write it")
+        raise SharedMemoryError(f"spool {root} has mode {stat.S_IMODE(status.st_mode):o}: other users can write to it")
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def request_directory(root: Path, request_id: str | None = None) -> Iterator[Req
     """
     name = uuid4().hex if request_id is None else request_id
     if not name or name in {".", ".."} or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
-        raise InputError(f"request id {name!r} is no file name of 1 to 255 bytes")
+        raise InputError(f"request id {name!r} is not a file name of 1 to 255 bytes")
     root = absolute(root)
     make_spool(root)
     path = root / name
@@ -130,7 +130,7 @@ def require_spool(root: Path) -> None:
     _require_private(root)
     for path_file in root.glob(f"*/{PATH_FILE_NAME}"):
         if path_file.exists() and not _is_marked(path_file.parent):
-            raise InputError(f"{path_file.parent} is no request directory (mode 1700): {root} is no spool")
+            raise InputError(f"{path_file.parent} is not a request directory (mode 1700), so {root} is not a spool")
 
 
 def require_locks(folder: Path) -> None:
@@ -152,8 +152,8 @@ def require_locks(folder: Path) -> None:
 
 def _no_locks(folder: Path, error: OSError) -> SharedMemoryError:
     return SharedMemoryError(
-        f"spool {folder}: its file system has no locks (flock: {error.strerror}), which show whether a request is "
-        "alive. Mount it with locks (Lustre: -o flock), or choose another folder with --spool"
+        f"spool {folder}: the file system does not support locks (flock: {error.strerror}), which show whether "
+        "a request is alive. Mount it with locks (Lustre: -o flock), or choose another folder with --spool"
     )
 
 
@@ -216,10 +216,10 @@ def _make(path: Path) -> LivenessLock:
             undo.pop_all()
     except OSError as error:
         if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
-            raise InputError(f"request directory {path} exists") from error
+            raise InputError(f"request directory {path} already exists") from error
         if error.errno in NO_LOCKS:
             raise _no_locks(path.parent, error) from error
-        raise SharedMemoryError(f"request directory {path} cannot be made: {error.strerror}") from error
+        raise SharedMemoryError(f"request directory {path} cannot be created: {error.strerror}") from error
     return lock
 
 

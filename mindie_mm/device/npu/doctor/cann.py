@@ -48,23 +48,23 @@ def findings(machine: Machine, cann: CANN | None) -> Iterator[Finding]:
     wrong = {name: machine.variables[name] for name in _IN_FORCE if machine.variables.get(name)}
     for name, home in wrong.items():
         if not machine.exists(home):
-            advice = "source the set_env.sh of the CANN that is installed, in a new shell"
-            yield Finding("CANN", "error", f"{name} is {home}, which is not there", advice)
+            advice = "source the set_env.sh of the installed CANN in a new shell"
+            yield Finding("CANN", "error", f"{name} is {home}, which does not exist", advice)
             return
     if cann is None:
         advice = (
-            "install Ascend-cann-toolkit and the ops package of this NPU (hiascend.com/cann/download), "
-            "or use an image of quay.io/ascend/cann"
+            "install Ascend-cann-toolkit and the ops package of this NPU (hiascend.com/cann/download), or use "
+            "an image from quay.io/ascend/cann"
         )
         yield Finding("CANN", "error", f"not installed: {', '.join(f'{ASCEND}/{place}' for place in _USUAL)}", advice)
     elif not cann.in_force:
         script = _script(machine, cann.home)
         advice = f"source {script}" if script else f"source set_env.sh of {cann.home}"
-        found = f"{cann.version or 'some version'} in {cann.home}, but its environment is not set: "
+        found = f"{cann.version or 'unknown version'} in {cann.home}, but its environment is not set: "
         found += f"the loader does not find {_LIBRARY}" if wrong else f"{' and '.join(_IN_FORCE)} are not set"
-        yield Finding("CANN", "error", found, f"{advice}; a systemd unit has to do so, too")
+        yield Finding("CANN", "error", found, f"{advice}; a systemd unit must do this too")
     else:
-        yield Finding("CANN", "ok", f"{cann.version or 'of a version that it does not say'} in {cann.home}")
+        yield Finding("CANN", "ok", f"{cann.version or 'unknown version'} in {cann.home}")
 
 
 def _script(machine: Machine, home: str) -> str | None:

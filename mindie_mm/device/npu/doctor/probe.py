@@ -22,7 +22,7 @@ def main() -> None:
     # product does not.
     ones = torch.ones(16, 16, dtype=torch.float16, device=NPU().torch_device)
     if (total := (ones @ ones).sum().item()) != 16**3:
-        raise SystemExit(f"the NPU multiplies wrongly: {16**3} comes out as {total:g}")
+        raise SystemExit(f"the NPU computes wrong results: a sum of products is {total:g} instead of {16**3}")
     device = ones.device
     free_bytes, total_bytes = npu.mem_get_info(device)
     report = {

@@ -31,18 +31,20 @@ def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
     command = [sys.executable, "-P", "-m", "mindie_mm.device.npu.doctor.probe"]
     ended = programs.run(command, timeout_s)
     if ended is None:
-        advice = "npu-smi info -t health -i NPU; reset it when nothing uses it, or reboot"
-        return Finding(subject, "error", f"the NPU does not answer within {timeout_s:.0f} s", advice)
+        advice = "check npu-smi info -t health -i NPU; reset the NPU when no process uses it, or reboot"
+        return Finding(subject, "error", f"the NPU did not respond within {timeout_s:.0f} s", advice)
     if ended.status:
         return _failed(subject, ended.stderr, ended.status)
     answer = _answer(ended.stdout)
     if answer is None:
-        advice = "python -m mindie_mm.device.npu.doctor.probe; see the log of CANN, ~/ascend/log/debug/plog, and dmesg"
-        return Finding(subject, "error", "starting the NPU ends without an error, and without a word of it", advice)
+        advice = "run python -m mindie_mm.device.npu.doctor.probe; see CANN's log, ~/ascend/log/debug/plog, and dmesg"
+        return Finding(
+            subject, "error", "the process that starts the NPU exited without an error and without a result", advice
+        )
     free, total = answer["free_bytes"], answer["total_bytes"]
     found = f"{answer['count']} x {answer['name']}, {free / _GiB:.1f} of {total / _GiB:.1f} GiB free on the first"
     if free < _LITTLE * total:
-        advice = "stop what uses it (npu-smi info), or choose another with ASCEND_RT_VISIBLE_DEVICES"
+        advice = "stop the processes that use it (npu-smi info), or choose another NPU with ASCEND_RT_VISIBLE_DEVICES"
         return Finding(subject, "warning", found, advice)
     return Finding(subject, "ok", found)
 
@@ -63,5 +65,5 @@ def _failed(subject: str, stderr: str, status: int) -> Finding:
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)] or lines[-1:]
     ended = f"signal {-status}" if status < 0 else f"status {status}"
     message = errors[-1][:300] if errors else ""
-    advice = "see the log of CANN, ~/ascend/log/debug/plog, and dmesg"
-    return Finding(subject, "error", f"starting the NPU ends with {ended}: {message}", advice)
+    advice = "see CANN's log, ~/ascend/log/debug/plog, and dmesg"
+    return Finding(subject, "error", f"the process that starts the NPU exited with {ended}: {message}", advice)

@@ -82,25 +82,27 @@ def findings(machine: Machine, visible: list[int] | None, timeout_s: float = _TI
     folders = (machine.variables.get("PATH", ""), "/usr/local/bin", "/usr/local/sbin")
     program = shutil.which("npu-smi", path=os.pathsep.join(folders))
     if program is None:
-        advice = "in a container mount /usr/local/bin/npu-smi and /usr/local/dcmi"
-        yield Finding("npu health", "warning", "npu-smi is not there: neither health nor use can be told", advice)
+        advice = "in a container, mount /usr/local/bin/npu-smi and /usr/local/dcmi"
+        yield Finding(
+            "npu health", "warning", "npu-smi is not installed: the health and use of the NPUs are unknown", advice
+        )
         return
     try:
         ended = programs.run([program, "info"], timeout_s)
     except OSError as error:  # the program is for another architecture, or its loader is missing
-        yield Finding("npu health", "warning", f"npu-smi can't be run: {error}", "install the driver anew")
+        yield Finding("npu health", "warning", f"npu-smi cannot be run: {error}", "reinstall the driver")
         return
     if ended is None:
-        found = f"npu-smi info gives no answer within {timeout_s:.0f} s"
-        yield Finding("npu health", "error", found, "the driver hangs: see dmesg; reboot")
+        found = f"npu-smi info did not respond within {timeout_s:.0f} s"
+        yield Finding("npu health", "error", found, "the driver does not respond: see dmesg, then reboot")
         return
     output = f"{ended.stdout}\n{ended.stderr}"
     npus = {place: one for place, one in enumerate(parse(output)) if visible is None or place in visible}
     if not npus:
         symptom = explain(output)
-        text = " ".join(output.split())[:200] or f"nothing, and ends with {ended.status}"
-        meaning, advice = (symptom.meaning, symptom.advice) if symptom else ("", "see dmesg; install the driver anew")
-        yield Finding("npu health", "error", f"npu-smi info says: {text}{meaning and f' ({meaning})'}", advice)
+        text = " ".join(output.split())[:200] or f"no output, and exit status {ended.status}"
+        meaning, advice = (symptom.meaning, symptom.advice) if symptom else ("", "see dmesg; reinstall the driver")
+        yield Finding("npu health", "error", f"npu-smi info reports: {text}{meaning and f' ({meaning})'}", advice)
         return
     yield _health([*npus.values()])
     yield _use(npus)
@@ -113,8 +115,9 @@ def _health(npus: list[NPU]) -> Finding:
     found = ", ".join(f"NPU {one.npu} chip {one.chip} ({one.name}): {one.health}" for one in ill)
     first = ill[0]
     advice = (
-        f"npu-smi info -t health -i {first.npu} -c {first.chip} names the fault; leave it out with "
-        f"ASCEND_RT_VISIBLE_DEVICES, or, when nothing uses it, npu-smi set -t reset -i {first.npu} -c {first.chip}"
+        f"npu-smi info -t health -i {first.npu} -c {first.chip} shows the fault; leave the NPU out with "
+        f"ASCEND_RT_VISIBLE_DEVICES, or, when no process uses it, run npu-smi set -t reset -i {first.npu} -c "
+        f"{first.chip}"
     )
     # An NPU still works at Warning, but not at Alarm and Critical, or at UNKNOWN, where it has not started.
     grave = any(one.health.upper() != "WARNING" for one in ill)
@@ -129,17 +132,17 @@ def _use(npus: Mapping[int, NPU]) -> Finding:
     busy = [one for one in npus.values() if one.processes or one.used_mib > _BUSY_SHARE * one.total_mib]
     if not busy:
         free = [one.total_mib - one.used_mib for one in npus.values() if one.total_mib]
-        free_memory = (
-            f"{min(free) / 1024:.1f} GiB free on each" if free else "npu-smi does not say how much memory is free"
-        )
+        free_memory = f"{min(free) / 1024:.1f} GiB free on each" if free else "npu-smi does not report free memory"
         return Finding("npu use", "ok", f"no other process, {free_memory}")
     found = "; ".join(_occupied(one) for one in busy)
     idle = [str(place) for place, one in npus.items() if one not in busy]
     advice = (
-        "stop them" if any(one.processes for one in busy) else "a process of another container has it, or a dead one"
+        "stop these processes"
+        if any(one.processes for one in busy)
+        else "a process in another container or a dead process holds the memory"
     )
-    advice += f", or use others: {len(idle)} idle, ASCEND_RT_VISIBLE_DEVICES={','.join(idle)}" if idle else ""
-    return Finding("npu use", "warning", found, f"{advice}; else the KV cache gets what is left")
+    advice += f", or use other NPUs: {len(idle)} are idle, ASCEND_RT_VISIBLE_DEVICES={','.join(idle)}" if idle else ""
+    return Finding("npu use", "warning", found, f"{advice}; otherwise the KV cache gets only the remaining memory")
 
 
 def _occupied(one: NPU) -> str:

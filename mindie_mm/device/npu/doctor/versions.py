@@ -35,7 +35,7 @@ _DRIVERS = {
     "9.0": ("25.0", "25.2", "25.3", "25.5", "25.7", "26.0", "26.1"),
     "9.1": ("25.2", "25.3", "25.5", "25.7", "26.0", "26.1"),
 }
-_TABLE = "https://www.hiascend.com/developer/download/compatibility has pairs"
+_TABLE = "https://www.hiascend.com/developer/download/compatibility lists compatible versions"
 
 
 def findings(machine: Machine, software: Software, cann: CANN | None) -> Iterator[Finding]:
@@ -53,12 +53,14 @@ def findings(machine: Machine, software: Software, cann: CANN | None) -> Iterato
 def _torch_build(software: Software) -> Finding:
     subject, version = "torch build", _release(software.torch)
     if software.accelerator is None:
-        return Finding(subject, "ok", f"{software.torch}, for the CPU")
+        return Finding(subject, "ok", f"{software.torch}, built for the CPU")
     # _check_device_conflict in torch_npu/__init__.py checks what torch was built for, not which devices exist.
-    found = f"{software.torch} is built for {software.accelerator}; torch_npu wants the CPU build"
+    found = f"{software.torch} is built for {software.accelerator}; torch_npu needs the CPU build"
     advice = f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu"
     if software.architecture == "aarch64":  # torch_npu's README names the CPU index for aarch64 since 2.11
-        advice += "; for aarch64 PyPI has CUDA builds alone, so pin it before anything else that needs torch"
+        advice += (
+            "; PyPI has only CUDA builds for aarch64, so install this version before other packages that need torch"
+        )
     return Finding(subject, "error", found, advice)
 
 
@@ -76,13 +78,13 @@ def _torch_npu(torch_npu: str, cann: str) -> Finding:
     subject, pair = "torch_npu and CANN", f"{torch_npu} and {cann}"
     released_with = _RELEASED_WITH.get(torch_npu)
     if released_with is None:
-        return Finding(subject, "warning", f"{pair}: no release notes known here name this torch_npu", _TABLE)
+        return Finding(subject, "warning", f"{pair}: compatibility of this torch_npu is unknown", _TABLE)
     if _series(cann) == _series(released_with):
         return Finding(subject, "ok", pair)
-    found = f"{pair}: this torch_npu is released with CANN {released_with}"
+    found = f"{pair}: this torch_npu was released with CANN {released_with}"
     if _series(cann) in _COMPATIBLE:
-        return Finding(subject, "ok", f"{found}; {_series(cann)} is said to do")
-    return Finding(subject, "warning", f"{found}, and said to do with {', '.join(_COMPATIBLE)}", _TABLE)
+        return Finding(subject, "ok", f"{found}, and is documented to work with {_series(cann)}")
+    return Finding(subject, "warning", f"{found}, and is documented to work with {', '.join(_COMPATIBLE)}", _TABLE)
 
 
 def _driver(cann: CANN, version: str, driver: str, inner: str) -> Finding:
@@ -91,12 +93,12 @@ def _driver(cann: CANN, version: str, driver: str, inner: str) -> Finding:
     if _series(driver) in drivers or _suits(inner, cann.drivers):
         return Finding(subject, "ok", pair)
     if drivers:
-        found = f"{pair}: release notes of this CANN name the drivers {', '.join(drivers)}"
+        found = f"{pair}: the release notes of this CANN list the drivers {', '.join(drivers)}"
         # drvRet=87, 507899: what a driver says to a CANN that is newer than it.
         return Finding(
-            subject, "warning", found, f"update the driver (Ascend HDK), or take the CANN that suits; {_TABLE}"
+            subject, "warning", found, f"update the driver (Ascend HDK), or install a CANN that supports it; {_TABLE}"
         )
-    return Finding(subject, "warning", f"{pair}: no release notes known here name this CANN", _TABLE)
+    return Finding(subject, "warning", f"{pair}: compatibility of this CANN is unknown", _TABLE)
 
 
 def _suits(inner: str, drivers: str) -> bool:

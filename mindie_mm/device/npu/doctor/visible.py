@@ -32,13 +32,16 @@ def findings(machine: Machine) -> Iterator[Finding]:
     left, value, num = places(machine), machine.variables.get(_NAME, ""), len(machine.device_ids())
     if left is None or not num:  # without NPUs every number would be wrong, and another check reports that
         return
-    advice = f"numbers from 0 to {num - 1}, between commas, without blanks, rising; in a container they count anew"
+    advice = (
+        f"set it to numbers from 0 to {num - 1} in ascending order, separated by commas without spaces; in a "
+        "container, numbering starts at 0"
+    )
     if not left:
-        yield Finding("visible NPUs", "error", f"{_NAME} is {value!r}, which leaves none of {num}", advice)
+        yield Finding("visible NPUs", "error", f"{_NAME} is {value!r}, which selects none of the {num} NPUs", advice)
     elif len(left) < len(value.split(",")):
         counted = ", ".join(map(str, left))
-        yield Finding("visible NPUs", "warning", f"{_NAME} is {value!r}, of which CANN reads only {counted}", advice)
+        yield Finding("visible NPUs", "warning", f"{_NAME} is {value!r}, but CANN reads only {counted}", advice)
     elif left != sorted(set(left)):
-        yield Finding("visible NPUs", "warning", f"{_NAME} is {value!r}, which is not in rising order", advice)
+        yield Finding("visible NPUs", "warning", f"{_NAME} is {value!r}, which is not in ascending order", advice)
     else:
         yield Finding("visible NPUs", "ok", f"{', '.join(map(str, left))} of {num}")
