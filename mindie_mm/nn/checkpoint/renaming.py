@@ -38,7 +38,7 @@ def grouped(part: slice, queries: int, width: int) -> Change:
 
     Args:
         part: Heads to select from a group. A group has `queries` query heads, then a key head, then a value head.
-        queries: Number of query heads in a group. They share the key head.
+        queries: Number of query heads in a group. They share the key head and the value head.
         width: Number of rows of a head.
 
     """
@@ -78,7 +78,7 @@ class RenamedWeights:
 def rename(
     weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape], renamings: Sequence[Renaming]
 ) -> RenamedWeights:
-    """Convert published weights to those of a module.
+    """Convert published weights to the weights of a module.
 
     Args:
         weights: Published names and tensors.
