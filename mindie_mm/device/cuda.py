@@ -66,7 +66,7 @@ class CUDA(Device):
             aside.wait_stream(current)
             try:
                 with torch.cuda.stream(aside):
-                    work()  # libraries initialise themselves at their first call, which a graph must not record
+                    work()  # libraries initialize themselves at their first call, which a graph must not record
             finally:
                 current.wait_stream(aside)  # also after a failure, because queued work still reads its inputs
             # Graphs are launched one after another, so all live graphs share one memory pool. The pool ends with the

@@ -27,7 +27,7 @@ class Geometry:
     pooling: tuple[int, int]
     """Size of a window in patches (rows, columns)."""
     margins: tuple[int, int] = (0, 0)
-    """Number of patches at the start and end of each axis of a crop that are taken from the neighbouring crop."""
+    """Number of patches at the start and end of each axis of a crop that are taken from the neighboring crop."""
 
     @property
     def patches(self) -> int:
@@ -36,7 +36,7 @@ class Geometry:
 
     @property
     def step(self) -> int:
-        """Distance between the starts of two neighbouring crops, in pixels."""
+        """Distance between the starts of two neighboring crops, in pixels."""
         return (self.patches - sum(self.margins)) * self.patch
 
     @property
@@ -95,7 +95,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """An image in the centre of a larger area that is zero elsewhere."""
+    """An image in the center of a larger area that is zero elsewhere."""
 
     height: int
     """Height of the canvas in pixels."""

@@ -79,7 +79,7 @@ class Experts(nn.Module):
     """A mixture-of-experts layer with routed experts and, in some models, shared experts.
 
     On an accelerator, a decode step selects the experts on the device. Copying the selection to the host would
-    synchronise with the device in every layer.
+    synchronize with the device in every layer.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Experts(nn.Module):
         self._joined: tuple[Tensor, Tensor] | None = None
 
     def is_plain(self) -> bool:
-        """Return whether no expert is quantised. `join` cannot concatenate packed weights."""
+        """Return whether no expert is quantized. `join` cannot concatenate packed weights."""
         return all(type(layer) is nn.Linear for expert in self.experts for layer in expert.children())
 
     def join(self) -> None:

@@ -1,4 +1,4 @@
-"""Chameleon: images as discrete tokens of a vector quantiser, whose embeddings the decoder sees.
+"""Chameleon: images as discrete tokens of a vector quantizer, whose embeddings the decoder sees.
 
 Source: arXiv 2405.09818. Token ids, pixels and image tokens match transformers' `chameleon`.
 """
@@ -112,7 +112,7 @@ class ChameleonModel(PictureModel, PretrainedModel):
         return list(features)
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalised pixels, float32 [1, 3, height, width], on the device.
+        """Return normalized pixels, float32 [1, 3, height, width], on the device.
 
         They are contiguous like the reference's pixels. Another memory format would change rounding, and with it the
         nearest codes.

@@ -194,7 +194,7 @@ class DeepseekVLProcessor(Processor):
         arrays["pixel_values"][...] = self.squared(rgb, self.side, self.resample, self._background)
 
     def squared(self, rgb: Pixels, side: int, resample: Resample, background: tuple[int, int, int]) -> Pixels:
-        """Resize an image so that its longer side becomes `side`, and pad it to a square, centred."""
+        """Resize an image so that its longer side becomes `side`, and pad it to a square, centered."""
         scale = side / max(rgb.shape[:2])
         height, width = (max(round(length * scale), self._min_size) for length in rgb.shape[:2])
         return pad(resize(rgb, height, width, resample), side, side, background)
@@ -234,7 +234,7 @@ class DeepseekVLModel(PretrainedModel):
         return list(features)
 
     def normalized(self, item: MediaItem, name: str) -> Tensor:
-        """Return the normalised pixels of the array `name`, float32 [1, 3, side, side], on the device."""
+        """Return the normalized pixels of the array `name`, float32 [1, 3, side, side], on the device."""
         return self._normalizations[name](to_device(item.view, name, self.spec.device).unsqueeze(0))
 
 
@@ -340,9 +340,9 @@ def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """Return the normalisation settings of transformers' image processor.
+    """Return the normalization settings of transformers' image processor.
 
-    In the original, either the processor or the towers normalise.
+    In the original, either the processor or the towers normalize.
 
     Args:
         pixels: preprocessor_config.json of the original.
@@ -350,7 +350,7 @@ def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, A
         where: Checkpoint named in error messages.
 
     Raises:
-        UnsupportedCheckpoint: Images would be normalised twice or for one tower only, or the colour of the padding is
+        UnsupportedCheckpoint: Images would be normalized twice or for one tower only, or the color of the padding is
             not the mean.
 
     """

@@ -439,7 +439,7 @@ class DeepseekVL2Model(Model):
         self.module = network
         self._processor = processor
         self._rotary_width = language["qk_rope_head_dim"] if language["use_mla"] else spec.head_dim
-        # Kept on the device, because a host scalar would force a synchronisation in every step.
+        # Kept on the device, because a host scalar would force a synchronization in every step.
         self._rotary_base = torch.tensor([language["rope_theta"]], dtype=torch.float32, device=spec.device)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -449,7 +449,7 @@ class DeepseekVL2Model(Model):
         return [self._arranged(own, item) for own, item in zip(features.split(counts), items, strict=True)]
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalised pixels, float32 [tiles, 3, size, size], on the device, bit-identical to the reference."""
+        """Return normalized pixels, float32 [tiles, 3, size, size], on the device, bit-identical to the reference."""
         tiles = to_device(item.view, _TILES, self.spec.device)
         return normalize_pictures(tiles, self._processor.mean, self._processor.std)
 

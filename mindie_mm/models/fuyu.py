@@ -158,9 +158,9 @@ class FuyuModel(PretrainedModel):
         return split_features(self.module.model.vision_embed_tokens(patches), items)
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalised patches, float32 [rows * columns, patch * patch * 3], on the device.
+        """Return normalized patches, float32 [rows * columns, patch * patch * 3], on the device.
 
-        The three colours of a pixel are adjacent.
+        The three colors of a pixel are adjacent.
         """
         patches = to_device(item.view, "patches", self.spec.device)
         pixels = patches.view(len(patches), self._patch, self._patch, 3)

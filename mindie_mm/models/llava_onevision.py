@@ -188,7 +188,7 @@ class LlavaOnevisionModel(LlavaModel):
         return [torch.cat([part, rows[-1:]]) for part in parts]
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalised pixels, float32 [tiles or frames, 3, side, side], on the device."""
+        """Return normalized pixels, float32 [tiles or frames, 3, side, side], on the device."""
         kind = item.shape.kind
         return self.normalizations[kind](to_device(item.view, _PIXELS[kind], self.spec.device))
 

@@ -188,7 +188,7 @@ class MolmoProcessor(Processor):
 
     A block holds the image at two sizes, float32 [rows, columns, 3] in [0, 1]: `global_pixels` for the global crop and
     `pixels` for the other crops. The values are not stored as uint8, because the reference does not round the result of
-    the resize. The tower pads, cuts overlapping crops and normalises. The grid is the number of crops (rows, columns).
+    the resize. The tower pads, cuts overlapping crops and normalizes. The grid is the number of crops (rows, columns).
 
     Images always follow the BOS token, wherever the message places them.
     """
@@ -352,7 +352,7 @@ class VisionBackbone(nn.Module):
         self.image_projector = _Projector(width, config["intermediate_size"] // 2, config["hidden_size"])
 
     def forward(self, patches: Tensor, padding: Tensor) -> Tensor:
-        """Map normalised patches [n, patches, 588] and the result of `paddings` to features [n, cells, hidden]."""
+        """Map normalized patches [n, patches, 588] and the result of `paddings` to features [n, cells, hidden]."""
         features = self.image_vit(patches, self.layers)
         features = features + F.pad(self.pad_embed, (0, 0, 1, 0))[padding]
         windows = (
@@ -453,7 +453,7 @@ class MolmoModel(Model):
     """Model of Molmo.
 
     The original implementation counts the slots of every image from the start of the prompt, so the features of a later
-    image overwrite the features of an earlier one. `overwrite_earlier_images` in config.json reproduces this behaviour.
+    image overwrite the features of an earlier one. `overwrite_earlier_images` in config.json reproduces this behavior.
     """
 
     traits = Traits(
@@ -466,7 +466,7 @@ class MolmoModel(Model):
         self.spec = spec
         self.module = module
         self._transformer, self._vision = module.model.transformer, module.model.vision_backbone
-        # Kept on the device, because a host scalar would force a synchronisation in every step.
+        # Kept on the device, because a host scalar would force a synchronization in every step.
         self._theta = torch.tensor([config["rope_theta"]], dtype=torch.float32, device=spec.device)
         self._overwrites: bool = config["overwrite_earlier_images"]
         self._logit_scale = config["hidden_size"] ** -0.5 if config["scale_logits"] else None
@@ -495,7 +495,7 @@ class MolmoModel(Model):
         ]
 
     def patches(self, item: MediaItem) -> Tensor:
-        """Return normalised patches, float32 [crops, patches, 588], on the device.
+        """Return normalized patches, float32 [crops, patches, 588], on the device.
 
         The global crop comes first. The other crops follow row by row.
         """

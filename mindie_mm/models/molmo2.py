@@ -312,7 +312,7 @@ class Molmo2Model(PretrainedModel):
         """Pool patches [n, patches, values] to features [features, hidden].
 
         `windows` is an int64 tensor [features, patches of a window] on the host. The computation is that of
-        `Molmo2Model.get_image_features`, without its two synchronisations with the device. The reference asks the
+        `Molmo2Model.get_image_features`, without its two synchronizations with the device. The reference asks the
         device whether windows lack patches, which the host knows, and whether a window is empty, which never happens.
         """
         model, device = self.module.model, self.spec.device
@@ -335,7 +335,7 @@ class Molmo2Model(PretrainedModel):
         return features
 
     def patches(self, item: MediaItem) -> Tensor:
-        """Return normalised patches, float32 [squares, patches, patch * patch * 3], on the device.
+        """Return normalized patches, float32 [squares, patches, patch * patch * 3], on the device.
 
         The squares of an image are the whole image and then its crops. The squares of a video are its frames.
         """

@@ -118,7 +118,7 @@ class Qwen25OmniModel(Qwen2VLModel):
     def _hear(self, items: Sequence[MediaItem]) -> list[Tensor]:
         device = self.spec.device
         spectrograms = [to_device(item.view, SPECTROGRAM, device) for item in items]
-        # Indices are computed on the host. The tower would compute them on the device and synchronise in each layer.
+        # Indices are computed on the host. The tower would compute them on the device and synchronize in each layer.
         from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as theirs
 
         lengths = torch.tensor([item.shape.grid[0] for item in items])

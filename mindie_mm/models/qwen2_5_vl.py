@@ -73,7 +73,7 @@ class Qwen25VLModel(Qwen2VLModel):
 def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
     """Return the keyword arguments of the windowed tower `visual` that describe its windows.
 
-    The tower itself would reorder patches with an index on the host, which synchronises with the device each time.
+    The tower itself would reorder patches with an index on the host, which synchronizes with the device each time.
 
     Args:
         visual: The vision tower.

@@ -147,7 +147,7 @@ class PixelSettings:
         )
 
     def normalize(self, patches: torch.Tensor) -> torch.Tensor:
-        """Normalise the uint8 patches of a block for the tower.
+        """Normalize the uint8 patches of a block for the tower.
 
         The result is float32 [n, 3 * temporal * patch * patch] on the same device.
         """
@@ -155,7 +155,7 @@ class PixelSettings:
         return values if values.shape[1] == self.patch_bytes else repeat_frames(values, self.temporal_patch_size)
 
     def normalize_planes(self, planes: torch.Tensor) -> torch.Tensor:
-        """Normalise MindIE's patches, uint8 [n, 3 * temporal * patch * patch], to the same result."""
+        """Normalize MindIE's patches, uint8 [n, 3 * temporal * patch * patch], to the same result."""
         return normalize_planes(planes, self.mean, self.std, self.rescale_factor)
 
 
@@ -478,7 +478,7 @@ class Qwen2VLModel(PretrainedModel):
     def run_visual(self, items: Sequence[MediaItem]) -> Any:
         """Return the output of the vision tower, whose `pooler_output` holds the features of all items in order."""
         patches = joined([self.normalized(item) for item in items])
-        # Kept on the host, so that the tower derives sizes from the grids without synchronising with the device.
+        # Kept on the host, so that the tower derives sizes from the grids without synchronizing with the device.
         grids = torch.tensor([item.shape.grid[:3] for item in items])
         return self.module.model.visual(patches.to(self.spec.dtype), grid_thw=grids, **self.places(grids))
 
@@ -489,7 +489,7 @@ class Qwen2VLModel(PretrainedModel):
         return {"position_ids": upload(get_vision_position_ids(grids, self._merge), self.spec.device)}
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalised patches of an item of either wire.
+        """Return the normalized patches of an item of either wire.
 
         The result is float32 [patches, 3 * temporal * patch * patch] on the device.
         """

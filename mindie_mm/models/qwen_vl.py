@@ -123,7 +123,7 @@ _CHATML = """\
 class QwenVLProcessor(Processor):
     """Processor of Qwen-VL.
 
-    The block of an image holds `image`, uint8 [size, size, 3]. On MindIE's wire, an image has normalised
+    The block of an image holds `image`, uint8 [size, size, 3]. On MindIE's wire, an image has normalized
     `pixel_values`, float32 [1, 3, size, size].
     """
 
@@ -357,7 +357,7 @@ class QwenVLModel(Model):
         return list(self.module.transformer["visual"](pixels.to(self.spec.dtype)))
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalised pixels of an item of either wire, float32 [1, 3, size, size], on the device."""
+        """Return the normalized pixels of an item of either wire, float32 [1, 3, size, size], on the device."""
         if _PIXELS in item.view:
             return to_device(item.view, _PIXELS, self.spec.device)
         picture = to_device(item.view, _BYTES, self.spec.device)

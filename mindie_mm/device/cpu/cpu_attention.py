@@ -27,7 +27,7 @@ def pays() -> bool:
 
 def replace(module: nn.Module) -> None:
     """Make the bfloat16 towers of `module` use `attend` if it is faster on this processor."""
-    from transformers import AttentionInterface, AttentionMaskInterface  # late: not every process has a model
+    from transformers import AttentionInterface, AttentionMaskInterface  # imported late: not every process has a model
     from transformers.masking_utils import sdpa_mask
 
     if not pays():

@@ -28,7 +28,7 @@ def lighten(module: nn.Module) -> None:
     """Replace the activations and rotary embeddings of `module`. Rotary embeddings on other devices do not change."""
     from transformers.activations import (
         QuickGELUActivation,
-    )  # late: the import takes seconds, and not every process has a model
+    )  # imported late: the import takes seconds, and not every process has a model
 
     for parent in [*module.modules()]:
         for name, child in [*parent.named_children()]:

@@ -103,7 +103,7 @@ class NPU(Device):
         npu_layers.fuse(module)
 
     def free_bytes(self) -> int:
-        torch.zeros(1, device=self.torch_device)  # initialises the NPU, which CANN requires for the query
+        torch.zeros(1, device=self.torch_device)  # initializes the NPU, which CANN requires for the query
         return int(_npu().mem_get_info()[0])
 
     def peak_bytes(self, work: Callable[[], object]) -> int:

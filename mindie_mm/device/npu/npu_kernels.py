@@ -1,4 +1,4 @@
-"""Fused operators of torch_npu: attention over pages, cache writes, RMS normalisation and rotary embeddings.
+"""Fused operators of torch_npu: attention over pages, cache writes, RMS normalization and rotary embeddings.
 
 docs/npu.md lists the supported shapes, dtypes and layouts with their sources. A small trial at the first use of a shape
 shows whether this torch_npu, CANN and chip have an operator. If not, one line is logged, and plain torch takes its
@@ -177,7 +177,7 @@ def _try_packed(device: torch.device, dtype: torch.dtype, width: int) -> None:
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMS normalisation with `weight` [width] to `hidden` [..., width]. The statistics are in float32."""
+    """Apply RMS normalization with `weight` [width] to `hidden` [..., width]. The statistics are in float32."""
     out: Tensor = torch.ops.npu.npu_rms_norm(hidden, weight, eps)[0]
     return out
 

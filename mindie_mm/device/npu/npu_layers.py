@@ -22,7 +22,7 @@ _MAX_ROTATED = 896
 
 
 class FusedRMSNorm(nn.Module):
-    """An RMS normalisation layer with the fused operator."""
+    """An RMS normalization layer with the fused operator."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class FusedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise [..., width], which must have the dtype of the weight."""
+        """Normalize [..., width], which must have the dtype of the weight."""
         return rms_norm(hidden, self.weight, self.eps)
 
 
 def fuse(module: nn.Module) -> None:
-    """Replace the RMS normalisation, tower attention and rotary embeddings of `module` on an NPU by fused operators."""
+    """Replace the RMS normalization, tower attention and rotary embeddings of `module` on an NPU by fused operators."""
     _fuse_norms(module)
     npu_towers.pack(module)
     # The operator requires cosines up to 1, but YaRN scales them.

@@ -22,7 +22,7 @@ A large image has more windows than that. A long video has three times as many.
 
 def pack(module: nn.Module) -> None:
     """Make the towers of `module` that take packed images compute the attention of all images of a step together."""
-    from transformers import AttentionInterface, AttentionMaskInterface  # late: not every process has a model
+    from transformers import AttentionInterface, AttentionMaskInterface  # imported late: not every process has a model
     from transformers.masking_utils import flash_attention_mask
 
     AttentionInterface.register(NAME, attend)

@@ -18,7 +18,7 @@ def main() -> None:
     if reason := NPU.missing():
         raise SystemExit(reason)
     npu = torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
-    # This initialises the NPU, without which queries fail (107002). Allocation works without CANN's operators, but a
+    # This initializes the NPU, without which queries fail (107002). Allocation works without CANN's operators, but a
     # product does not.
     ones = torch.ones(16, 16, dtype=torch.float16, device=NPU().torch_device)
     if (total := (ones @ ones).sum().item()) != 16**3:
