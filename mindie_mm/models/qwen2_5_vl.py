@@ -34,7 +34,7 @@ class Qwen25VLProcessor(Qwen2VLProcessor):
     """
 
     config_name = "Qwen2_5_VLConfig"
-    image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # the same class in the first release
+    image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # the second is the class's first name
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
@@ -61,7 +61,7 @@ class Qwen25VLModel(Qwen2VLModel):
         return replace(shape, grid=(*shape.grid, _picoseconds(view["second_per_grid_t"].item())))
 
     def interval(self, shape: MediaShape) -> float:
-        """Return the distance between two steps on the time axis in positions, in float32 like the reference."""
+        """Return the distance in positions between two steps on the time axis, in float32 as in the reference."""
         if shape.kind != "video":
             return 1.0
         return float(np.float32(shape.grid[3] / PICOSECONDS) * self._tokens_per_second)

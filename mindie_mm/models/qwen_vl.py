@@ -97,7 +97,7 @@ KEYS = Keys(  # the defaults come from QWenConfig and VisionTransformer of the o
     },
 )
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
-# Prompts and answers contain these tokens, so they are decoded as text. Each is a single id.
+# Prompts and answers contain these tokens, so the tokenizer decodes them as text. Each has a single id.
 _TAGS = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
 _IMAGE = ("<img>", "</img>", "<imgpad>")
 _CHATML = """\
@@ -123,7 +123,7 @@ _CHATML = """\
 class QwenVLProcessor(Processor):
     """Processor of Qwen-VL.
 
-    The block of an image holds `image`, uint8 [size, size, 3]. On MindIE's wire, an image has normalized
+    The block of an image contains `image`, uint8 [size, size, 3]. In MindIE's wire format, an image has normalized
     `pixel_values`, float32 [1, 3, size, size].
     """
 
@@ -332,7 +332,7 @@ class QwenVLModel(Model):
         self._trained_length: int = config["seq_length"]
         self._dynamic_ntk: bool = config["use_dynamic_ntk"]
         logn: bool = config["use_logn_attn"]
-        # Computed on the host in float64 like the reference, because an NPU has no float64.
+        # These tables are computed on the host in float64 as in the reference, because an NPU has no float64.
         exponent, most = spec.head_dim / (spec.head_dim - 2), self._factor(spec.max_model_len)
         base: float = config["rotary_emb_base"]
         # float32 [most + 1], indexed by factor.
@@ -357,7 +357,7 @@ class QwenVLModel(Model):
         return list(self.module.transformer["visual"](pixels.to(self.spec.dtype)))
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalized pixels of an item of either wire, float32 [1, 3, size, size], on the device."""
+        """Return the normalized pixels of an item in either wire format, float32 [1, 3, size, size], on the device."""
         if _PIXELS in item.view:
             return to_device(item.view, _PIXELS, self.spec.device)
         picture = to_device(item.view, _BYTES, self.spec.device)
@@ -388,7 +388,7 @@ class QwenVLModel(Model):
 
 
 class QwenVL(Family):
-    """Qwen-VL (Bai et al., 2023, arXiv 2308.12966) with layers of its own."""
+    """Qwen-VL (Bai et al., 2023, arXiv 2308.12966), run by mindie_mm's own modules."""
 
     model_types = ("qwen",)
     published = "Qwen/Qwen-VL-Chat"
@@ -458,7 +458,7 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
 def _stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return the end tokens of the checkpoint.
 
-    Chat models also end at <|im_start|> and <|im_end|>.
+    Answers of chat models also stop at <|im_start|> and <|im_end|>.
     """
     end_of_text = checkpoint.config["visual"]["image_start_id"] - len(_CONTROL) - len(_TAGS)
     own = eos_token_ids(checkpoint, [end_of_text])
@@ -487,7 +487,7 @@ def fast_tokenizer(ranks: Mapping[bytes, int], checkpoint: Checkpoint) -> Any:
 
     letters = bytes_to_unicode()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    # All splits of a token into two other tokens, lowest rank first. tiktoken merges in this order without a list.
+    # List all splits of a token into two other tokens, lowest rank first. tiktoken merges in this order without a list.
     merges = [
         (spelled[token[:cut]], spelled[token[cut:]])
         for token in sorted(ranks, key=ranks.__getitem__)

@@ -18,7 +18,7 @@ from mindie_mm.shm import ArraySpec
 class OneSizeProcessor(Processor):
     """A processor that resizes every image to one size. The constructor of a subclass sets the attributes.
 
-    A block holds `pixel_values`, uint8 [1, height, width, 3].
+    A block contains `pixel_values`, uint8 [1, height, width, 3].
     """
 
     normalizations: Mapping[Kind, Normalization]

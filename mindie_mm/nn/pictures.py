@@ -16,7 +16,7 @@ from mindie_mm.nn.staging import to_device
 class PictureModel(MediaModel):
     """A mixin for models whose towers take normalized images. List this class before the other base class.
 
-    A block holds `pixel_values`, uint8 [images, height, width, 3].
+    A block contains `pixel_values`, uint8 [images, height, width, 3].
     """
 
     normalizations: Mapping[Kind, Normalization]
