@@ -44,8 +44,8 @@ _PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_v
 _GRIDS: Mapping[Kind, str] = {"image": "grid_thw", "video": "video_grid_thw"}
 _PLANES = "planes"
 _SECONDS = "second_per_grid_t"
-# Layouts of the handle words that MindIE's own processor writes. Its patches have the axes (channel, time, row,
-# column).
+# Layouts of the handle words that MindIE's own processor writes for this family. The axes of MindIE's patches are
+# (channel, time, row, column).
 _MINDIE: Mapping[Kind, Layout] = {
     "image": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["image"]))),
     "video": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["video"]), InSegment(_SECONDS, "float32"))),

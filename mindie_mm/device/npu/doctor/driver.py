@@ -24,7 +24,7 @@ def version(machine: Machine) -> str | None:
 
 
 def inner_version(machine: Machine) -> str | None:
-    """Return the internal version, such as V100R001C23SPC006B220, to which CANN's list of drivers refers, or None."""
+    """Return the internal version, such as V100R001C23SPC006B220, or None. CANN lists drivers by this version."""
     return machine.setting(_version_file(machine), "Innerversion")
 
 
@@ -50,7 +50,7 @@ def _driver(machine: Machine) -> Finding:
         folder = f"{_folder(machine)}/lib64"
         if not machine.exists(folder):
             return Finding("npu driver", "error", f"{installed}, but {folder} is not there", _DOCKER)
-        # CANN does not include it. On the host ld.so.conf.d lists its folder, but not in a container.
+        # CANN does not include this library. On the host, ld.so.conf.d lists its folder, but not in a container.
         advice = f"export LD_LIBRARY_PATH={folder}/driver:{folder}/common:$LD_LIBRARY_PATH"
         return Finding("npu driver", "error", f"{installed}, but the loader does not find {_LIBRARY}", advice)
     if machine.device_ids():
