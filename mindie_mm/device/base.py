@@ -42,7 +42,7 @@ class Device(ABC):
     def findings(cls, root: Path) -> Iterator[Finding]:
         """Report whether this machine can run the device. System files are read below `root`.
 
-        Yields nothing if the device is absent.
+        Yield nothing if the device is absent.
         """
         yield from ()
 
@@ -58,7 +58,8 @@ class Device(ABC):
     def multiplies(self, dtype: torch.dtype) -> bool:
         """Return whether the device has instructions for products in `dtype`.
 
-        Without such instructions, products are several times slower than in float32. Products of an 8-bit dtype fail.
+        Without such instructions, products are several times slower than in float32, and products
+        of an 8-bit dtype fail.
         """
         return dtype != torch.float8_e4m3fn
 
@@ -92,7 +93,7 @@ class Device(ABC):
     def record(cls, work: Callable[[], object]) -> Callable[[], object]:
         """Record the kernels that `work` launches. Return a function that launches all of them on the same memory.
 
-        The device must have `records`. The recorded kernels may or may not run during the recording.
+        This method requires `records`. The recorded kernels may or may not run during the recording.
 
         Raises:
             RuntimeError: `work` waits for the device, which cannot be recorded, or there is not enough memory.

@@ -16,7 +16,7 @@ from mindie_mm.errors import DeviceError, os_errors_as
 from mindie_mm.settings import cgroup
 
 _MiB, _GiB = 2**20, 2**30
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 
 # For cgroup version 2 and version 1: the files with a group's limit and usage, and the key in memory.stat for memory
 # that counts as used but that the kernel can reclaim.
@@ -94,7 +94,7 @@ def keep_freed(kept_bytes: int = _GiB) -> None:
     """
     with suppress(AttributeError):
         library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, 32 * _MiB)  # the maximum of glibc
+        library.mallopt(_M_MMAP_THRESHOLD, 32 * _MiB)  # the maximum that glibc accepts
         library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
 
 

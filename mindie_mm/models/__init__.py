@@ -42,7 +42,7 @@ def _own_names() -> set[str]:
 
 
 def _entries() -> Mapping[str, EntryPoint]:
-    """Return the families of other packages, by name. Reads the metadata of all packages, which is slow."""
+    """Return the families of other packages, by name. This is slow, because it reads the metadata of all packages."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 

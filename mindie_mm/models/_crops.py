@@ -50,7 +50,7 @@ class Geometry:
         return self._cells(self.patches, self.patches)
 
     def canvas(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return height and width in pixels of the canvas from which `rows` x `columns` crops are cut."""
+        """Return the height and width in pixels of the canvas from which `rows` x `columns` crops are cut."""
         return rows * self.step + self.shared, columns * self.step + self.shared
 
     def cells(self, rows: int, columns: int) -> tuple[int, int]:
@@ -71,14 +71,14 @@ class Geometry:
     def canvas_windows(self, rows: int, columns: int) -> Tensor:
         """Return the patches of each window on the canvas of `rows` x `columns` crops.
 
-        The result has the form of that of `square_windows`. Patches are numbered crop after crop.
+        The result has the same form as in `square_windows`. Patches are numbered crop after crop.
         """
         (row, y), (column, x) = self._owners(rows), self._owners(columns)
         crop = row.unsqueeze(1) * columns + column
         return self._windows(crop * self.patches**2 + y.unsqueeze(1) * self.patches + x)
 
     def _owners(self, crops: int) -> tuple[Tensor, Tensor]:
-        """Return for each patch along one axis of a canvas its crop and its index in that crop."""
+        """Return the crop of each patch along one axis of a canvas, and the index of the patch in that crop."""
         window, before = self.step // self.patch, self.margins[0]
         patches = torch.arange(crops * window + sum(self.margins))
         crop = ((patches - before) // window).clamp(0, crops - 1)
@@ -155,7 +155,7 @@ def choose_tiling(height: int, width: int, tile: int, max_tiles: int) -> tuple[i
 
     Args:
         height: Height of the image in pixels, without the margins of its crops. May be zero or negative.
-        width: Width of the image in pixels, with the same restriction.
+        width: Width of the image in pixels, also without the margins.
         tile: Side of a tile in pixels.
         max_tiles: Maximum number of tiles.
 

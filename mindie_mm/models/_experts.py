@@ -63,7 +63,7 @@ class Gate(nn.Module):
         return weights * self.factor, chosen
 
     def _ranked(self, scores: Tensor) -> Tensor:
-        """Return the scores by which experts are chosen. Experts of dropped groups have minus infinity."""
+        """Return the scores by which experts are chosen. Scores in dropped groups are minus infinity."""
         if self.method == "greedy":
             return scores
         ranked = scores + self.e_score_correction_bias.float() if self.method == "noaux_tc" else scores
@@ -124,7 +124,7 @@ class Experts(nn.Module):
     # chosen experts, [T, count, width], and differ only by rounding.
 
     def sorted(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """Run expert after expert. The host waits for the number of rows of each expert."""
+        """Run one expert after another. The host waits for the number of rows of each expert."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = flat.new_zeros(len(self.experts)).scatter_add_(0, flat, torch.ones_like(flat)).tolist()

@@ -345,7 +345,7 @@ def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, A
     In the original code, either the processor or the towers normalize images.
 
     Args:
-        pixels: preprocessor_config.json of the original.
+        pixels: Contents of the original preprocessor_config.json.
         towers: Parameters of each tower, by the prefix of its settings. The images of the first tower are padded.
         where: Path of the checkpoint, for messages.
 
@@ -375,7 +375,10 @@ def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, A
 
 
 def original_pixels(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return preprocessor_config.json. Raise UnsupportedCheckpoint if it is not in deepseek-ai's layout."""
+    """Return the contents of preprocessor_config.json.
+
+    Raise UnsupportedCheckpoint if it is not in deepseek-ai's layout.
+    """
     pixels = checkpoint.json("preprocessor_config.json")
     if "image_size" not in pixels:
         raise UnsupportedCheckpoint(f"{checkpoint.path}: preprocessor_config.json is missing, or has no image_size")
@@ -396,7 +399,8 @@ def translate(
         checkpoint: Checkpoint in deepseek-ai's layout, which `check_original` has checked.
         model_type: model_type in transformers.
         towers: Configurations of the towers, by their names in config.json.
-        pixels: preprocessor_config.json of the result. Settings that the original code hard-codes may be missing.
+        pixels: Contents of the translated preprocessor_config.json. Settings that the original code hard-codes may be
+            missing.
         renamings: Renamings from the names in transformers to the published names of the weights.
 
     Raises:

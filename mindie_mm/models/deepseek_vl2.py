@@ -190,7 +190,7 @@ class DeepseekVL2Processor(Processor):
                 )
         token = checkpoint.token_id(settings["image_token"])
         bos = checkpoint.special_token("bos_token")
-        # The original also prefers the BOS token of the tokenizer.
+        # The original code also prefers the BOS token of the tokenizer.
         self._bos = config["language_config"]["bos_token_id"] if bos is None else checkpoint.token_id(bos)
         self.placeholders = {"image": Placeholder((), token, ())}
 
@@ -452,7 +452,7 @@ class DeepseekVL2Model(Model):
     def normalized(self, item: MediaItem) -> Tensor:
         """Return normalized pixels, float32 [tiles, 3, size, size], on the device.
 
-        They equal the reference's bit for bit.
+        The pixels equal the reference's bit for bit.
         """
         tiles = to_device(item.view, _TILES, self.spec.device)
         return normalize_pictures(tiles, self._processor.mean, self._processor.std)
@@ -556,7 +556,10 @@ def _check_kind(checkpoint: Checkpoint) -> None:
 
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json, completed with defaults. Raise UnsupportedCheckpoint for unsupported settings."""
+    """Return the contents of config.json, completed with defaults.
+
+    Raise UnsupportedCheckpoint for unsupported settings.
+    """
     _check_kind(checkpoint)
     where = f"{checkpoint.path}/config.json"
     config = KEYS.complete(checkpoint.config, where)

@@ -1,8 +1,8 @@
 """Florence-2: an encoder-decoder that receives an image as the cells of a coarse grid and their mean.
 
 Source: arXiv 2311.06242. Token ids, pixels and logits match transformers' `florence2`. The prompt is a task in the
-form of a question or an instruction. The tokens <loc_0> to <loc_999> are locations in prompts and answers. Callers
-convert these tokens to boxes.
+form of a question or an instruction. In prompts and answers, the tokens <loc_0> to <loc_999> denote
+locations, which callers convert to boxes.
 
 Checkpoints may have the layout of transformers, or the layout of Microsoft's repositories and of models fine-tuned from
 them. The second layout is translated in memory by the rules of transformers'
@@ -114,7 +114,7 @@ _GENERATION_DEFAULTS: Mapping[str, Any] = {
     "diversity_penalty": None,
     "num_beams": None,
 }
-"""Generation settings that the original keeps in text_config, with their defaults."""
+"""Generation settings that the original layout has in text_config, with their defaults."""
 _OTHER_KEYS = (
     # Settings for training the original model.
     *(f"text_config.{key}dropout" for key in ("", "activation_", "attention_", "classif_", "classifier_")),
@@ -165,7 +165,7 @@ _RENAMINGS = (
     Renaming(r"lm_head\.weight", "language_model.lm_head.weight"),
 )
 _LOGITS_BIAS = "language_model.final_logits_bias"
-"""A weight of the original that transformers' class lacks."""
+"""Weight of original checkpoints that transformers' class lacks."""
 _CHAT_TEMPLATE = (
     "{% if messages | length != 1 %}"
     "{{ raise_exception('this model answers one message, and remembers none before it') }}{% endif %}"

@@ -177,7 +177,7 @@ class Fuyu(PretrainedFamily):
     processor = FuyuProcessor
     module_name = "FuyuForCausalLM"
     model_class = FuyuModel
-    # The default of transformers 4. transformers 5 sets this value in a class that does not read it, and uses 10000.
+    # The default is from transformers 4. transformers 5 sets it in a class that does not read it, and uses 10,000.
     default_theta = 25_000.0
 
 

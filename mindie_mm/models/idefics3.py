@@ -126,7 +126,7 @@ class Idefics3Processor(Processor):
         return self._size if len(self._size) == 2 else resized(height, width, self._size[0])
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the number of tiles (rows, columns) of an image resized to `size`; (0, 0) if it is not split."""
+        """Return the number of tiles (rows, columns) of an image resized to `size`, or (0, 0) if it is not split."""
         height, width = whole_tiles(*size, self.side)
         rows, columns = height // self.side, width // self.side
         return (rows, columns) if self._splitting and rows * columns > 1 else (0, 0)

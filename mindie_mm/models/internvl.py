@@ -277,8 +277,8 @@ class InternVLProcessor(Processor):
     def _sample(self, total: int, count: int) -> list[int]:
         """Return the ascending indices of about `count` of `total` frames.
 
-        The first index is `initial_shift`. If that is True, the first index is the middle of the first of `count` equal
-        parts.
+        The first index is `initial_shift`. If `initial_shift` is True, the first index is the middle of the first of
+        `count` equal parts.
         """
         indices = stepped(total, count, total / count / 2 if self._shift is True else self._shift)
         if not indices:
@@ -413,7 +413,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedCheckpoint for settings of the original that transformers' layout cannot express."""
+    """Raise UnsupportedCheckpoint for original settings that transformers' layout cannot express."""
     served = {
         "select_layer": -1,
         "ps_version": "v2",
@@ -513,7 +513,7 @@ def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
             f"{checkpoint.path} has no {files}; take the missing files from the repository that the checkpoint was "
             f"made of, or {_CONVERTED}"
         )
-    from transformers import Qwen2Tokenizer  # slow to import
+    from transformers import Qwen2Tokenizer  # imported late, because it is slow to import
 
     checkpoint.check_tokenizer()
     try:

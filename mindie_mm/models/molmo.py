@@ -568,7 +568,7 @@ class Molmo(Family):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        from transformers import PreTrainedTokenizerFast  # slow to import
+        from transformers import PreTrainedTokenizerFast  # imported late, because it is slow to import
 
         # AutoTokenizer would look up the class by model_type, which transformers does not support.
         checkpoint.tokenizer_json()
@@ -598,7 +598,10 @@ class Molmo(Family):
 
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json, completed with defaults. Raise UnsupportedCheckpoint for unsupported settings."""
+    """Return the contents of config.json, completed with defaults.
+
+    Raise UnsupportedCheckpoint for unsupported settings.
+    """
     where = f"{checkpoint.path}/config.json"
     config = KEYS.complete(checkpoint.config, where)
     config["num_key_value_heads"] = config["num_key_value_heads"] or config["num_attention_heads"]

@@ -204,7 +204,7 @@ class Molmo2Processor(Processor):
         """Return the ascending int32 indices of the frames to sample from a video with frame rate `fps`.
 
         Raises:
-            InputError: The options cannot be met by this video.
+            InputError: This video cannot satisfy the options.
             LimitExceeded: The options ask for more frames than the model accepts.
 
         """

@@ -34,7 +34,7 @@ class Qwen25VLProcessor(Qwen2VLProcessor):
     """
 
     config_name = "Qwen2_5_VLConfig"
-    image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # the second is the class's first name
+    image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # two names of the same class
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
@@ -81,7 +81,7 @@ def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str,
         device: Device of the window indices. The bounds of the windows stay on the host, where the tower reads them.
 
     """
-    from transformers.vision_utils import get_vision_window_index  # slow to import
+    from transformers.vision_utils import get_vision_window_index  # imported late, because it is slow to import
 
     index, bounds = get_vision_window_index(grids, visual.spatial_merge_size, visual.window_size, visual.patch_size)
     return {"window_index": upload(index, device), "cu_window_seqlens": bounds}

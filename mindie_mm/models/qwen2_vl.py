@@ -486,7 +486,7 @@ class Qwen2VLModel(PretrainedModel):
 
     def places(self, grids: Tensor) -> dict[str, Tensor]:
         """Return the tower's keyword arguments for the positions of patches. `grids` is int64 [items, 3]."""
-        from transformers.vision_utils import get_vision_position_ids  # slow to import
+        from transformers.vision_utils import get_vision_position_ids  # imported late, because it is slow to import
 
         return {"position_ids": upload(get_vision_position_ids(grids, self._merge), self.spec.device)}
 

@@ -42,7 +42,7 @@ from mindie_mm.shm.mindie import SegmentsView
 _BYTES = "image"
 _PIXELS = "pixel_values"
 _MINDIE: Mapping[Kind, Layout] = {"image": Layout((InSegment(_PIXELS, "float32"),))}
-_HEAD_WIDTH = 128  # of the resampler; the same in all checkpoints
+_HEAD_WIDTH = 128  # width of the resampler's heads in all checkpoints
 _TOWER_EPS = 1e-6
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -166,7 +166,7 @@ class QwenVLProcessor(Processor):
 
 
 def resize_grid(table: Tensor, count: int) -> Tensor:
-    """Resize a table [n, width] over a square grid to [count, width], float32. `n` and `count` must be squares."""
+    """Resize a table [n, width] over a square grid to [count, width], float32. `n` and `count` must be square numbers."""
     side, target = math.isqrt(len(table)), math.isqrt(count)
     grid = table.float().view(1, side, side, -1).permute(0, 3, 1, 2)
     if side != target:
@@ -436,7 +436,10 @@ class QwenVL(Family):
 
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json, completed with defaults. Raise UnsupportedCheckpoint for unsupported settings."""
+    """Return the contents of config.json, completed with defaults.
+
+    Raise UnsupportedCheckpoint for unsupported settings.
+    """
     where = f"{checkpoint.path}/config.json"
     config = KEYS.complete(checkpoint.config, where)
     visual, width = config["visual"], config["hidden_size"]

@@ -99,7 +99,7 @@ def paged_attention(
             and kernels.attends(query, *cached, paged.num_sequences, paged.longest)
         ):
             return kernels.attend(query, *cached, paged.rows, scaling)
-    match paged.prefills, paged.decodes:  # a single part needs no output buffer
+    match paged.prefills, paged.decodes:  # a batch with a single part needs no output buffer
         case [prefill], []:
             return _prefill(query, key, value, cached, prefill, scaling, sliding_window)
         case [], [decode]:
@@ -125,7 +125,7 @@ def _prefill(
     scaling: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """Attend from query [heads, n, head_dim] to key and value [kv_heads, n, head_dim] and to earlier pages.
+    """Compute attention from query [heads, n, head_dim] to key and value [kv_heads, n, head_dim] and to earlier pages.
 
     Return [n, heads, value_head_dim].
     """
@@ -163,7 +163,7 @@ def _prefill(
 def _decode(
     query: Tensor, keys: Tensor, values: Tensor, decode: Decode, scaling: float, sliding_window: int | None
 ) -> Tensor:
-    """Attend from query [heads, S, head_dim] to the pages. Return [S, heads, value_head_dim]."""
+    """Compute attention from query [heads, S, head_dim] to the pages. Return [S, heads, value_head_dim]."""
     count, kv_heads = query.shape[1], keys.shape[2]
     # Treat query heads that share a key-value head as several queries of one head, so that no keys are copied.
     query = query.transpose(0, 1).reshape(count, kv_heads, -1, query.shape[-1])

@@ -46,7 +46,7 @@ class Placeholder:
     marker: str | None = None
     """Text that represents one item in a rendered prompt: a control token or plain text.
 
-    None means the spelling of `token`.
+    None means the text of `token`.
     """
     caption: tuple[str, str] = ("", "")
     """Text before and after an item in a prompt without a template.
@@ -76,7 +76,7 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan for turning one media item into arrays in shared memory. It is made before anything is allocated."""
+    """A plan for turning one media item into arrays in shared memory. The plan is made before anything is allocated."""
 
     num_features: int
     """Number of features of the item, which is also the number of its placeholder ids."""
@@ -160,7 +160,7 @@ class Processor(ABC):
         """
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        """Return the spelling of an item in the prompt, or None if the family has no such item.
+        """Return the spelling of an item in the prompt, or None if no item can have these features and this grid.
 
         This method also validates requests with precomputed embeddings. By default, every item of a kind has
         `max_tokens` features and no grid.
@@ -299,7 +299,7 @@ class PretrainedFamily(Family):
     @classmethod
     def module_class(cls) -> type[Any]:
         """Return the transformers class named `module_name`."""
-        import transformers  # late: its layers take seconds to import, and a tokenizer process never needs them
+        import transformers  # imported late: takes seconds, and tokenizer processes do not need it
 
         found: type[Any] = getattr(transformers, cls.module_name)
         return found
@@ -308,12 +308,12 @@ class PretrainedFamily(Family):
     def config_class(cls) -> type[Any]:
         """Return the configuration class of `module_class`.
 
-        The layers are imported only if transformers maps none of the family's model types to a configuration.
+        The modeling code is imported only if transformers maps none of the family's model types to a configuration.
         """
         from transformers import CONFIG_MAPPING  # imported late, as above
 
         found: type[Any]
-        for model_type in reversed(cls.model_types):  # the last model type is the one of `module_name`
+        for model_type in reversed(cls.model_types):  # the last model type belongs to `module_name`
             if model_type in CONFIG_MAPPING:
                 found = CONFIG_MAPPING[model_type]
                 return found

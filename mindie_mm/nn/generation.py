@@ -67,7 +67,7 @@ class GenerationRules:
         self.eos_token_ids = _ids(stated("eos_token_id"))
         """Tokens that end an answer."""
         self.forced_eos_token_ids = _ids(stated("forced_eos_token_id"))
-        """Tokens that may end an answer of the maximum length. If empty, every token may end it."""
+        """Tokens that may end an answer of the maximum length. If empty, any token may."""
         forced_bos = stated("forced_bos_token_id")
         self._rules = rules.LogitsProcessorList()
         if size := stated("no_repeat_ngram_size"):
@@ -89,7 +89,7 @@ class GenerationRules:
         Args:
             row: Logits, float32 [vocabulary].
             output_ids: Tokens of the answer so far.
-            last: Whether the next token is the last one that the answer may have.
+            last: Whether the next token is the last token that the answer may have.
 
         """
         scores = row.unsqueeze(0)

@@ -56,7 +56,7 @@ class Layout:
             arrays: Array of each field.
 
         Raises:
-            LimitExceeded: A shape, or the integers of an `InWord` field, do not fit into one handle word.
+            LimitExceeded: A shape or the integers of an `InWord` field do not fit into one handle word.
 
         """
         for field in self.fields:

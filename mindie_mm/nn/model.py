@@ -195,7 +195,7 @@ class Model(MediaModel):
     """A loaded decoder-only model. Each family implements its tower, positions and layers."""
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
-        """Return the positions of a prompt of `length` tokens. By default they are the token indices."""
+        """Return the positions of a prompt of `length` tokens. By default, they are the token indices."""
         return Positions(torch.arange(length).unsqueeze(0))
 
     def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:

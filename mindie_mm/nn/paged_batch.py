@@ -1,7 +1,7 @@
 """A flat batch of sequences over a paged KV cache.
 
-A flat batch concatenates the tokens of all its sequences. The decoder of transformers receives it as a batch of one,
-[1, T].
+A flat batch concatenates the tokens of all its sequences. The decoder of transformers receives this batch as a batch of
+size one, [1, T].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PagedCache:
     values: tuple[Tensor, ...]
     """Values of each layer, [blocks + 1, block_size, kv_heads, value_head_dim]."""
     block_size: int
-    """Tokens in a block."""
+    """Number of tokens in a block."""
 
     @classmethod
     def allocate(
@@ -77,7 +77,7 @@ class Chunk:
     """Consecutive tokens of one sequence in a flat batch."""
 
     start: int
-    """Index of the first token in its sequence. It equals the number of tokens that the cache already has."""
+    """Index of the first token in its sequence. It equals the number of its tokens that the cache already has."""
     stop: int
     """Index after the last token."""
     blocks: Sequence[int]
@@ -110,7 +110,7 @@ class Decode:
         self.rows = rows
         """int64 [S]."""
         self.blocks = blocks
-        """Blocks of all sequences, padded to the same number with the cache's padding block. int64 [S * blocks]."""
+        """KV blocks of all sequences, padded to the same number with the padding block, int64 [S * blocks]."""
         self._lengths = lengths.view(-1, 1, 1, 1)
         self._num_slots = num_slots
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
@@ -118,8 +118,8 @@ class Decode:
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the attention mask [S, 1, 1, slots] of the rows over the token slots of their KV blocks.
 
-        All layers share the mask. It is bool, except on the CPU. There it has `dtype` and is added to the scores,
-        because the CPU kernel would convert a bool mask in every layer.
+        All layers share the mask. On accelerators, the mask is bool. On the CPU, it has `dtype` and is added to the
+        scores, because the CPU kernel would convert a bool mask in every layer.
         """
         key = sliding_window, dtype
         if key not in self._masks:
@@ -141,7 +141,7 @@ class PagedBatch:
 
         Args:
             chunks: Chunks in the order of their tokens in the batch.
-            cache: The KV cache. Without one, every chunk is a whole sequence.
+            cache: The KV cache. None means that every chunk is a whole sequence.
             device: Where the model runs.
 
         """
@@ -174,7 +174,7 @@ class PagedBatch:
 
     @cached_property
     def decodes(self) -> list[Decode]:
-        """The chunks of one new token each, grouped by similar context length."""
+        """The chunks that have one new token each, grouped by similar context length."""
         groups: dict[int, list[tuple[int, Chunk]]] = {}
         for chunk, row in self._placed():
             if self._is_decode(chunk):
@@ -205,7 +205,7 @@ class GraphBatch(PagedBatch):
             cache: The KV cache.
             slots: Index of each new token in the flattened cache, int64 [S].
             blocks: Blocks of each sequence, int64 [S, n], padded with the cache's padding block.
-            lengths: Number of tokens of each sequence with the new one, int64 [S].
+            lengths: Number of tokens of each sequence, including the new token, int64 [S].
 
         """
         self.cache = cache

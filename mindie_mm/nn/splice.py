@@ -77,7 +77,7 @@ class MediaItem:
 
     @property
     def stop(self) -> int:
-        """The index after the last one in `slots`."""
+        """One more than the last index in `slots`."""
         return int(self.slots[-1]) + 1
 
     def features_in(self, start: int, stop: int) -> tuple[int, int]:
@@ -125,7 +125,8 @@ def read_media(
 ) -> list[MediaItem]:
     """Attach the media items of one sequence.
 
-    The handle words of an item are in its first placeholder positions. Its other positions contain the placeholder id.
+    The handle words of an item are in its first placeholder positions. The other placeholder positions contain the
+    placeholder id.
 
     Args:
         ids: Token ids and handle words, int64 [T].
@@ -136,8 +137,8 @@ def read_media(
         The items in the order of the ids.
 
     Raises:
-        CorruptReference: A negative id is not a handle word, or handle words are not in an item's first placeholder
-            positions.
+        CorruptReference: A negative id is not a handle word, or an item's handle words are not in its first
+            placeholder positions.
         StaleReference: A block was freed or reused.
         SegmentMissing: An arena or a segment does not exist.
         FeatureCountMismatch: An item has more or fewer placeholders than features. The message gives both numbers.
@@ -198,7 +199,7 @@ def splice(hidden: Tensor, splices: Sequence[Splice], *, add: bool = False) -> T
     Args:
         hidden: Hidden states, [T, width], changed in place.
         splices: Features with their rows. Only the first `width` columns of the features are used.
-        add: Whether to add instead of overwriting.
+        add: Whether to add features instead of overwriting rows.
 
     Returns:
         `hidden`.

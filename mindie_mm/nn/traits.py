@@ -28,7 +28,7 @@ class Traits:
     max_items: Mapping[Kind, int] = field(default_factory=dict)
     """Processor: maximum number of items of a kind in one prompt. Kinds that are not listed have no limit."""
     mixes_kinds: bool = True
-    """Processor: whether one prompt may hold items of several kinds."""
+    """Processor: whether one prompt may contain items of several kinds."""
     mindie_layouts: Mapping[Kind, Layout] = field(default_factory=dict)
     """Processor and model: layout of the handle words of each kind of item in MindIE's wire format.
 

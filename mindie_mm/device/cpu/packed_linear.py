@@ -1,6 +1,6 @@
 """Linear layers with weights in the layout that oneDNN multiplies fastest.
 
-PyTorch multiplies float32 on the CPU with MKL, which uses a slower path on processors of other makers than Intel.
+PyTorch multiplies float32 on the CPU with MKL, which uses a slower path on processors from makers other than Intel.
 There, weights packed for oneDNN are up to 2.2 times as fast. On Intel processors, packing only adds the overhead of the
 call. A trial decides whether weights are packed (docs/decisions/0020-cpu-speed.md).
 """

@@ -46,7 +46,7 @@ class NPU(Device):
     name: ClassVar[str] = "npu"
     memory_share: ClassVar[float] = 0.9
     measure_s: ClassVar[float] = 10.0
-    kv_block_size: ClassVar[int] = 128  # the minimum of fused attention
+    kv_block_size: ClassVar[int] = 128  # the minimum for fused attention
     kernels: ClassVar[Kernels] = NPUKernels()
     has_bitsandbytes: ClassVar[bool] = False
 

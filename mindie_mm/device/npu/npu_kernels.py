@@ -249,7 +249,7 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
         operator: Name of the operator.
         device: The NPU.
         dtype: The dtype of the tensors.
-        shape: Sizes for the trial of this operator, which is in `_TRIALS`.
+        shape: Sizes for the operator's trial in `_TRIALS`.
 
     Raises:
         DeviceError: The device no longer computes after the trial.

@@ -232,7 +232,7 @@ class Checkpoint:
         return token["content"] if isinstance(token, dict) else token
 
     def require_special_token(self, *names: str) -> str:
-        """Return the text of the special token under the first of the keys `names` that tokenizer_config.json has.
+        """Return the text of a special token, under the first of the keys `names` that tokenizer_config.json has.
 
         Raises:
             UnsupportedCheckpoint: tokenizer_config.json has none of the keys.
@@ -281,7 +281,7 @@ def tokenizer_length(described: Mapping[str, Any]) -> int:
 def _require_utf8(root: Path) -> None:
     """Raise UnsupportedCheckpoint if the name of the directory is not UTF-8.
 
-    Libraries that read the directory need this.
+    Libraries that read the directory require UTF-8.
     """
     name = os.fsencode(root)
     if str(root).encode(errors="replace") != name:

@@ -43,7 +43,7 @@ def eos_token_ids(checkpoint: Checkpoint, default: Collection[int] = ()) -> tupl
 
 
 def _stated(checkpoint: Checkpoint) -> Iterator[int]:
-    """Yield the ids in the first configuration that has any."""
+    """Yield the ids from the first configuration file or section that has any."""
     config = checkpoint.config
     texts = [text for name in _TEXT_MODELS if isinstance(text := config.get(name), Mapping)]
     for source in (checkpoint.json("generation_config.json"), config, *texts):

@@ -94,7 +94,7 @@ def _incomplete(root: Path, names: list[str]) -> str | None:
 
 
 def _download(root: Path) -> str:
-    """Return advice if a path that does not exist may be the name of a repository, or an empty string."""
+    """Return advice for a missing path that may be the name of a repository, or otherwise an empty string."""
     # The settings made the path absolute, so recover the relative path that the user may have given.
     relative = str(root).removeprefix(f"{working_directory()}/")
     if not _REPOSITORY.fullmatch(relative):

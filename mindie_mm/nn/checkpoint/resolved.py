@@ -39,7 +39,7 @@ def settle(checkpoint: Checkpoint, config: Any, default_theta: float | None = No
 def _settle_theta(stated: Mapping[str, Any], text: Any, default_theta: float) -> None:
     """Set the rotary frequencies from text_config, else from the top level of config.json, else from the default.
 
-    In transformers 4 the default was in the class of the text model's configuration. If text_config has no value,
+    In transformers 4, the default was in the class of the text model's configuration. If text_config has no value,
     transformers 5 uses 10000 (or another value) and ignores the top level.
     """
     own = stated.get("text_config") or {}
@@ -59,7 +59,8 @@ def _stated(config: Mapping[str, Any], name: str) -> Any:
 def _settle_ties(stated: Mapping[str, Any], config: Any) -> None:
     """Copy tie_word_embeddings from text_config if the top level does not set it.
 
-    transformers 4 read it from the text model's configuration. transformers 5 reads it from the whole model's.
+    transformers 4 read it from the text model's configuration. transformers 5 reads it from the configuration of the
+    whole model.
     """
     own = (stated.get("text_config") or {}).get("tie_word_embeddings")
     if own is not None and stated.get("tie_word_embeddings") is None:
@@ -81,7 +82,7 @@ def _check_layered_rope(checkpoint: Checkpoint, text: Any) -> None:
 
 
 def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
-    """Replace dynamic rotary frequencies by the default ones, or raise UnsupportedCheckpoint if they can differ.
+    """Replace dynamic rotary frequencies by default frequencies, or raise UnsupportedCheckpoint if they can differ.
 
     Dynamic frequencies depend on the longest position in a batch, so one sequence of a flat batch would affect
     another. They equal the default frequencies up to `max_position_embeddings`, and no sequence is longer. However,

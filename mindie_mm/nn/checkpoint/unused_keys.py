@@ -26,7 +26,7 @@ def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], A
 
     Args:
         stated: The contents of config.json.
-        resolve: Function that makes a transformers configuration from such contents. It may change its argument.
+        resolve: Function that builds a transformers configuration from such contents. It may change its argument.
 
     """
     with _silent():

@@ -31,7 +31,10 @@ _ROW_MAJOR = 0
 _LARGEST = 127
 """The int8 value that represents the scale of a row."""
 _CPU_BLOCK = 32
-"""Number of outputs that bitsandbytes' AVX512-BF16 kernel computes at once. A layer must have a multiple of it."""
+"""Number of outputs that bitsandbytes' AVX512-BF16 kernel computes at once.
+
+A layer must have a multiple of this number.
+"""
 
 
 class PackedWeight(ABC):
@@ -61,7 +64,7 @@ class _Weight4bit(PackedWeight):
         self._compute_dtype = compute_dtype
 
     def _check_sizes(self) -> None:
-        """Raise ValueError if a tensor is too short for the shape. bitsandbytes would read out of bounds."""
+        """Raise ValueError if a tensor is too short for the shape, because bitsandbytes would read out of bounds."""
         state, size = self._state, math.prod(self.shape)
         needed = {"numbers": (self._data.numel() * self._data.itemsize, -(-size // 2))}
         needed["absmax"] = (state.absmax.numel(), num_blocks := -(-size // state.blocksize))

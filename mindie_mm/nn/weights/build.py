@@ -92,7 +92,7 @@ def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | 
 
 
 def check_weight_files(checkpoint: Checkpoint, *, own_layers: bool) -> None:
-    """Check how the weights are stored, without reading them. The check does not depend on the device.
+    """Check how the weights are stored, without reading the weights. The check does not depend on the device.
 
     Args:
         checkpoint: Where the weights are. A checkpoint in its authors' layout must already be translated.

@@ -39,7 +39,7 @@ class Scaling:
     """The layout of the scales of a checkpoint's weights."""
 
     suffix: str
-    """Suffix that turns the name of a weight into that of its scales."""
+    """Suffix that turns the name of a weight into the name of its scales."""
     block: tuple[int, int] | None
     """Rows and columns that share a scale. None if each row, or the whole weight, has one scale."""
 
@@ -79,7 +79,7 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
-    """Return whether the weights must and can be dequantized to run on `device`. Log a warning if so."""
+    """Return whether the weights must and can be dequantized to run on `device`. If so, log a warning."""
     settings = quantization(checkpoint)
     if settings is None or scaling(checkpoint) is None:
         return False

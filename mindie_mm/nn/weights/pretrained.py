@@ -149,7 +149,8 @@ def load_pretrained(
         default_theta: As in `settle`.
 
     Returns:
-        The module, and the sizes of its text model. With tensor parallelism the sizes are those of this rank's share.
+        The module, and the sizes of its text model. With tensor parallelism, the sizes are the sizes of this rank's
+        share.
 
     Raises:
         UnsupportedCheckpoint: As in `load_module`, except that several ranks may share the weights if there is a plan.

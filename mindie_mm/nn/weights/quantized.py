@@ -22,7 +22,7 @@ _PACKAGES: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes_4bit": {"bitsandbytes": "bitsandbytes>=0.50"},
     "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes>=0.50"},
 }
-"""Modules that each method needs, with their pip requirements. transformers checks the requirements of others."""
+"""Modules that each method needs, with their pip requirements. transformers itself checks other methods."""
 _INSTEAD = "Or serve the checkpoint that is not quantised, or one in FP8 or quantised by bitsandbytes"
 
 
@@ -59,7 +59,7 @@ def is_quantized(checkpoint: Checkpoint) -> bool:
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return transformers' name for the quantization method. bitsandbytes has two: one for 4 and one for 8 bits."""
+    """Return transformers' name for the quantization method. bitsandbytes has one name for 4 and one for 8 bits."""
     for bits in ("4bit", "8bit"):
         if settings.get(f"load_in_{bits}") or settings.get(f"_load_in_{bits}"):
             return f"bitsandbytes_{bits}"
@@ -160,7 +160,7 @@ def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
 def refuse_mindie(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedCheckpoint for weights that MindIE's tools quantized.
 
-    They declare the method in their own form.
+    These tools declare it in their own way.
     """
     stated = checkpoint.config.get("quantize")
     files = sorted(file.name for file in checkpoint.path.glob("quant_model_description*.json"))

@@ -53,7 +53,7 @@ class NPU:
 
 
 def parse(text: str) -> list[NPU]:
-    """Parse the table of `npu-smi info`. Return the chips in the order of their indices in programs."""
+    """Parse the table of `npu-smi info`. Return the chips in the order in which CANN numbers them."""
     npus: dict[tuple[int, int], NPU] = {}
     above: tuple[int, str, str] | None = None
     for line in text.splitlines():

@@ -39,7 +39,7 @@ _TABLE = "https://www.hiascend.com/developer/download/compatibility has pairs"
 
 
 def findings(machine: Machine, software: Software, cann: CANN | None) -> Iterator[Finding]:
-    """Report on each of these pairs of which both parts are installed."""
+    """Report on each pair if both of its parts are installed."""
     if software.torch_npu:
         yield _torch_build(software)
         yield _torch(software.torch, software.torch_npu)
