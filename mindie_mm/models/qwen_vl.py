@@ -166,7 +166,7 @@ class QwenVLProcessor(Processor):
 
 
 def resize_grid(table: Tensor, count: int) -> Tensor:
-    """Resize a table [n, width] over a square grid to [count, width], float32. `n` and `count` must be square numbers."""
+    """Resize a table [n, width] over a square grid to [count, width], float32. Both `n` and `count` must be squares."""
     side, target = math.isqrt(len(table)), math.isqrt(count)
     grid = table.float().view(1, side, side, -1).permute(0, 3, 1, 2)
     if side != target:
