@@ -1,4 +1,4 @@
-"""Shared parts of the families that place images on a canvas and cut it into tiles."""
+"""Shared parts of the families that place images on a canvas and cut the canvas into tiles."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def check_stated(stated: Mapping[str, Any], config: Any, where: str) -> None:
 class AnyresProcessor(Processor):
     """Base class of the processors that place images on a canvas.
 
-    A block holds `pixel_values`, uint8 [tiles, side, side, 3], the whole image first. The grid is the (height, width)
-    of the original image in pixels.
+    A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The first tile is the whole image. The grid is the
+    size (height, width) of the original image in pixels.
     """
 
     config_name: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Audio clips as log-mel spectrograms, shared by several families."""
+"""Log-mel spectrograms of audio clips, shared by several families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chameleon: images as discrete tokens of a vector quantiser, whose embeddings the decoder sees.
+"""Chameleon: images as discrete tokens of a vector quantizer. The decoder receives their embeddings.
 
 Source: arXiv 2405.09818. Token ids, pixels and image tokens match transformers' `chameleon`.
 """
@@ -117,9 +117,9 @@ class ChameleonModel(PictureModel, PretrainedModel):
         return list(features)
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalised pixels, float32 [1, 3, height, width], on the device.
+        """Return normalized pixels, float32 [1, 3, height, width], on the device.
 
-        They are contiguous like the reference's pixels. Another memory format would change rounding, and with it the
+        The pixels are contiguous as in the reference. Another memory format would change the rounding, and thereby the
         nearest codes.
         """
         return super().normalized(item).contiguous()
@@ -143,5 +143,5 @@ class Chameleon(PretrainedFamily):
     @classmethod
     def module_class(cls) -> type[Any]:
         base = super().module_class()
-        # With 16-bit weights, the nearest of thousands of codes would change, and with it the tokens of an image.
+        # With 16-bit weights, the nearest codes would change, and thereby the tokens of an image.
         return type(base.__name__, (base,), {"_keep_in_fp32_modules_strict": {"vqmodel"}})

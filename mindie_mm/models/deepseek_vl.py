@@ -2,8 +2,8 @@
 
 Source: arXiv 2403.05525. Token ids, pixels and logits match transformers' `deepseek_vl`.
 
-Checkpoints may have the layout of transformers or that of deepseek-ai, whose model_type is multi_modality. The latter
-is translated in memory by the rules of transformers' convert_deepseek_vl_weights_to_hf.py.
+Checkpoints may have the layout of transformers or the layout of deepseek-ai, whose model_type is multi_modality. The
+second layout is translated in memory by the rules of transformers' convert_deepseek_vl_weights_to_hf.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SIGLIPS: Mapping[str, Mapping[str, Any]] = {
     "siglip_so400m_patch14_384": {"width": 1152, "layers": 27, "heads": 16, "patch_size": 14, "mlp_ratio": 3.7362},
     "siglip_so400m_patch14_224": {"width": 1152, "layers": 27, "heads": 16, "patch_size": 14, "mlp_ratio": 3.7362},
 }
-"""Sizes of the towers, by name. Sizes stated in the parameters of a tower take precedence."""
+"""Sizes of the towers, by name. Sizes that config.json states for a tower take precedence."""
 _IMAGE_TAG = "<image_placeholder>"
 
 
@@ -108,12 +108,12 @@ and assist the user with a variety of tasks using natural language.
 {%- if add_generation_prompt %}Assistant:{% endif %}"""
 """deepseek-ai's conversation format `deepseek`.
 
-For messages of several parts, it follows transformers' conversion script.
+For messages with several parts, the template follows transformers' conversion script.
 """
 
 
 class DeepseekVLProcessor(Processor):
-    """Processor of DeepSeek-VL. A block holds `pixel_values`, uint8 [side, side, 3]."""
+    """Processor of DeepSeek-VL. A block contains `pixel_values`, uint8 [side, side, 3]."""
 
     config_name: ClassVar[str] = "DeepseekVLConfig"
     image_type: ClassVar[str] = "DeepseekVLImageProcessor"
@@ -194,15 +194,15 @@ class DeepseekVLProcessor(Processor):
         arrays["pixel_values"][...] = self.squared(rgb, self.side, self.resample, self._background)
 
     def squared(self, rgb: Pixels, side: int, resample: Resample, background: tuple[int, int, int]) -> Pixels:
-        """Resize an image so that its longer side becomes `side`, and pad it to a square, centred."""
+        """Resize an image so that its longer side becomes `side`, and center it on a padded square."""
         scale = side / max(rgb.shape[:2])
         height, width = (max(round(length * scale), self._min_size) for length in rgb.shape[:2])
         return pad(resize(rgb, height, width, resample), side, side, background)
 
     def read_side(self, name: str, expected: Any) -> int:
-        """Return the side in pixels of the square that the setting `name` asks for.
+        """Return the side in pixels of the square that the setting `name` specifies.
 
-        Raise UnsupportedCheckpoint if it is not the side that the tower expects.
+        Raise UnsupportedCheckpoint if the tower expects a different side.
         """
         size = Size.read(self.settings[name], self.where).fixed
         if size != (expected, expected) or self._min_size > expected:
@@ -234,7 +234,7 @@ class DeepseekVLModel(PretrainedModel):
         return list(features)
 
     def normalized(self, item: MediaItem, name: str) -> Tensor:
-        """Return the normalised pixels of the array `name`, float32 [1, 3, side, side], on the device."""
+        """Return the normalized pixels of the array `name`, float32 [1, 3, side, side], on the device."""
         return self._normalizations[name](to_device(item.view, name, self.spec.device).unsqueeze(0))
 
 
@@ -340,17 +340,17 @@ def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """Return the normalisation settings of transformers' image processor.
+    """Return the normalization settings of transformers' image processor.
 
-    In the original, either the processor or the towers normalise.
+    In the original code, either the processor or the towers normalize images.
 
     Args:
-        pixels: preprocessor_config.json of the original.
+        pixels: Contents of the original preprocessor_config.json.
         towers: Parameters of each tower, by the prefix of its settings. The images of the first tower are padded.
-        where: Checkpoint named in error messages.
+        where: Path of the checkpoint, for messages.
 
     Raises:
-        UnsupportedCheckpoint: Images would be normalised twice or for one tower only, or the colour of the padding is
+        UnsupportedCheckpoint: Images would be normalized twice or for one tower only, or the color of the padding is
             not the mean.
 
     """
@@ -377,7 +377,10 @@ def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, A
 
 
 def original_pixels(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return preprocessor_config.json. Raise UnsupportedCheckpoint if it is not in deepseek-ai's layout."""
+    """Return the contents of preprocessor_config.json.
+
+    Raise UnsupportedCheckpoint if it is not in deepseek-ai's layout.
+    """
     pixels = checkpoint.json("preprocessor_config.json")
     if "image_size" not in pixels:
         raise UnsupportedCheckpoint(f"{checkpoint.path}: preprocessor_config.json is missing, or has no image_size")
@@ -392,13 +395,14 @@ def translate(
     pixels: Mapping[str, Any],
     renamings: Sequence[Renaming],
 ) -> Checkpoint:
-    """Translate a checkpoint from deepseek-ai's layout into that of transformers.
+    """Translate a checkpoint from deepseek-ai's layout into the layout of transformers.
 
     Args:
-        checkpoint: Checkpoint in deepseek-ai's layout, already checked by `check_original`.
+        checkpoint: Checkpoint in deepseek-ai's layout, which `check_original` has checked.
         model_type: model_type in transformers.
         towers: Configurations of the towers, by their names in config.json.
-        pixels: preprocessor_config.json of the result. It may leave out settings that the original hard-codes.
+        pixels: Contents of the translated preprocessor_config.json. Settings that the original code hard-codes may be
+            missing.
         renamings: Renamings from the names in transformers to the published names of the weights.
 
     Raises:
@@ -425,7 +429,7 @@ def translate(
         "tie_word_embeddings": language.get("tie_word_embeddings", False),
     }
     generation = dict(checkpoint.json("generation_config.json"))
-    # The original stops at the tokenizer's end token. language_config keeps Llama's default, a different token.
+    # The original code stops at the tokenizer's end token. language_config has Llama's default, a different token.
     if generation.get("eos_token_id") is None:
         eos = tokenizers_eos(checkpoint)
         generation["eos_token_id"] = (
@@ -441,7 +445,7 @@ def translate(
 
 
 def _framed(described: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a tokenizer.json that adds BOS and EOS to a text as tokenizer_config.json asks.
+    """Return a tokenizer.json that adds BOS and EOS to a text as tokenizer_config.json specifies.
 
     The original tokenizer class reads these settings from tokenizer_config.json only.
     """

@@ -1,10 +1,12 @@
-"""Florence-2: an encoder-decoder that sees an image as the cells of a coarse grid and their mean.
+"""Florence-2: an encoder-decoder that receives an image as the cells of a coarse grid and their mean.
 
-Source: arXiv 2311.06242. Token ids, pixels and logits match transformers' `florence2`. The prompt is a task,
-put into words. Locations in prompts and answers are the tokens <loc_0> to <loc_999>. Callers convert them to boxes.
+Source: arXiv 2311.06242. Token ids, pixels and logits match transformers' `florence2`. The prompt is a task in the
+form of a question or an instruction. In prompts and answers, the tokens <loc_0> to <loc_999> denote
+locations, which callers convert to boxes.
 
-Checkpoints may have the layout of transformers or that of Microsoft's repositories and models fine-tuned from them. The
-latter is translated in memory by the rules of transformers' convert_florence2_original_pytorch_to_hf.py.
+Checkpoints may have the layout of transformers, or the layout of Microsoft's repositories and of models fine-tuned from
+them. The second layout is translated in memory by the rules of transformers'
+convert_florence2_original_pytorch_to_hf.py.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ _TASKS_ON_INPUT = {
     "<REGION_TO_DESCRIPTION>": "What does the region {input} describe?",
     "<REGION_TO_OCR>": "What text is in the region {input}?",
 }
-"""The same for tasks with an input, which is the text next to the task name."""
+"""Prompts of tasks that have an input, by task name. The input is the text before and after the task name."""
 _ORIGINAL_KEYS = frozenset({"dim_embed", "image_pos_embed", "visual_temporal_embedding"})
 """Settings of the tower that only the original layout has. Their presence identifies that layout."""
 _VISION_DEFAULTS: Mapping[str, Any] = {
@@ -79,7 +81,7 @@ _VISION_DEFAULTS: Mapping[str, Any] = {
     "projection_dim": 1024,
     "image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"],
 }
-"""Defaults of the original tower. transformers has different ones."""
+"""Defaults of the original tower. transformers has different defaults."""
 _TEXT_KEYS = (
     "vocab_size",
     "max_position_embeddings",
@@ -112,13 +114,13 @@ _GENERATION_DEFAULTS: Mapping[str, Any] = {
     "diversity_penalty": None,
     "num_beams": None,
 }
-"""Generation settings that the original keeps in text_config, with their defaults."""
+"""Generation settings that the original layout has in text_config, with their defaults."""
 _OTHER_KEYS = (
-    # Settings of the original's training.
+    # Settings for training the original model.
     *(f"text_config.{key}dropout" for key in ("", "activation_", "attention_", "classif_", "classifier_")),
     *(f"text_config.{key}" for key in ("decoder_layerdrop", "encoder_layerdrop", "init_std")),
     *("vision_config.drop_path_rate", "vision_config.enable_checkpoint"),
-    # The original code reads none of these. encoder_layers sets its number of layers.
+    # The original code reads none of these keys. encoder_layers sets its number of layers.
     *(f"text_config.{key}" for key in ("add_bias_logits", "add_final_layer_norm", "normalize_before")),
     *("text_config.num_hidden_layers", "vision_config.tie_word_embeddings"),
 )
@@ -142,7 +144,7 @@ _ADDED_TOKENS = (
     *(f"<{slash}{name}>" for name in _PAIRED[5:] for slash in ("", "/")),
     "<and>",
 )
-"""Tokens that the original processor adds to BART's tokenizer, in this order and with this misspelt "description"."""
+"""Tokens that the original processor adds to BART's tokenizer, in this order and with the misspelled "desciption"."""
 _TOWER = r"model\.vision_tower\."
 _BLOCK = rf"{_TOWER}(blocks\.\d+\.\d+\.(spatial|channel)_block)\."
 _ATTENTION = r"(window_attn|channel_attn)"
@@ -163,7 +165,7 @@ _RENAMINGS = (
     Renaming(r"lm_head\.weight", "language_model.lm_head.weight"),
 )
 _LOGITS_BIAS = "language_model.final_logits_bias"
-"""A weight of the original that transformers' class lacks."""
+"""Weight of original checkpoints that transformers' class lacks."""
 _CHAT_TEMPLATE = (
     "{% if messages | length != 1 %}{{ raise_exception('this model accepts only one message, without earlier "
     "turns') }}{% endif %}{% if messages[0].content is string %}{{ messages[0].content }}{% else %}{% for "
@@ -230,7 +232,7 @@ class Florence2Model(PictureModel, Seq2SeqModel):
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         items = super().read(ids)
-        # The placeholder's id may lie beyond the embedding table. Such an id is valid only in the slot of an image.
+        # The placeholder id may be beyond the embedding table. Such an id is valid only as an image's placeholder.
         beyond = np.flatnonzero(ids >= self.spec.vocab_size)
         if len(stray := np.setdiff1d(beyond, [slot for item in items for slot in item.slots])):
             raise TokenOutOfRange(f"token id {ids[stray[0]]} is not in [0, {self.spec.vocab_size})")
@@ -333,13 +335,13 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
         **{key: value for key, value in checkpoint.config.items() if key not in ("vision_config", "text_config")},
         "architectures": ["Florence2ForConditionalGeneration"],
         "vision_config": tower,
-        # Encoder and decoder always share their embeddings. tie_word_embeddings only decides about the head.
+        # Encoder and decoder always share their embeddings. tie_word_embeddings only concerns the head.
         "text_config": {"model_type": "bart", "vocab_size": 51289, "tie_word_embeddings": True, **known},
         "tie_word_embeddings": text.get("tie_word_embeddings", True),
         "image_token_id": tokenizer_length(described),
     }
-    # The original generates with the settings in text_config. It ignores generation_config.json and the token ids at
-    # the top level of config.json, which are wrong in re-saved checkpoints.
+    # The original code generates with the settings in text_config. It ignores generation_config.json and the token ids
+    # at the top level of config.json, which are wrong in re-saved checkpoints.
     generation = {key: text.get(key, value) for key, value in _GENERATION_DEFAULTS.items()}
     files = {
         "generation_config.json": {key: value for key, value in generation.items() if value is not None},
@@ -353,7 +355,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _vision_config(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Translate the original vision_config into that of transformers.
+    """Translate the original vision_config into the vision_config of transformers.
 
     Raise UnsupportedCheckpoint for settings that transformers cannot express.
     """

@@ -37,14 +37,14 @@ _DEFAULTS: Mapping[str, Any] = {
     "pan_and_scan_min_ratio_to_activate": 1.2,
 }
 _TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
-"""Spellings of special tokens that the tokenizer does not name."""
+"""Texts of special tokens, for tokenizers that do not name these tokens."""
 
 
 class Gemma3Processor(Processor):
     """Processor of Gemma 3.
 
-    A block holds `pixel_values`, uint8 [1 + crops, side, side, 3], the whole image first. The grid is (crops,), or
-    empty if there are no crops.
+    A block contains `pixel_values`, uint8 [1 + crops, side, side, 3]. The whole image comes before its crops. The grid
+    is (crops,), or empty if there are no crops.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -123,12 +123,12 @@ class Gemma3Processor(Processor):
     def crops(self, height: int, width: int) -> list[tuple[slice, slice]]:
         """Return the rows and columns of each crop of an image.
 
-        The crops lie along the longer side. Their number is about the ratio of the sides.
+        The crops divide the longer side. Their number is about the ratio of the sides.
         """
         long, short = max(height, width), min(height, width)
         if not self._scanning or long / short < self._ratio:
             return []
-        # At least two crops. If these turn out smaller than the minimum, the image has none.
+        # There are at least two crops. If they would be smaller than the minimum, the image is not cropped.
         count = min(math.floor(long / short + 0.5), long // self._least)
         count = min(max(count, 2), self._most_crops)
         step = math.ceil(long / count)
@@ -176,7 +176,7 @@ class Gemma3Model(LlavaModel):
         return split_features(self.module.model.get_image_features(self.pixels(items)).pooler_output, items)
 
     def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """Return a span for each run of image tokens. Each whole image and each crop is a run."""
+        """Return a span for each run of adjacent image tokens. The whole image and each crop are separate runs."""
         if not items:
             return None
         slots = np.concatenate([item.slots for item in items])

@@ -1,4 +1,4 @@
-"""Idefics3: an image as tiles, which the prompt names by row and column, followed by the whole image.
+"""Idefics3: an image as tiles, each of which the prompt labels with its row and column, followed by the whole image.
 
 Source: arXiv 2408.12637. Token ids, pixels and logits match transformers' `idefics3`.
 """
@@ -42,8 +42,8 @@ DEFAULTS: Mapping[str, Any] = {
 class Idefics3Processor(Processor):
     """Processor of Idefics3.
 
-    A block holds `pixel_values`, uint8 [tiles, side, side, 3]. The grid is the number of tiles (rows, columns), without
-    the tile of the whole image. It is (0, 0) for an image that is not split.
+    A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The grid is the number of tiles (rows, columns), not
+    counting the tile of the whole image. It is (0, 0) for an image that is not split.
     """
 
     config_name: ClassVar[str] = "Idefics3Config"
@@ -53,7 +53,7 @@ class Idefics3Processor(Processor):
         "fake_image_token": "<fake_token_around_image>",
         "global_image_token": "<global-img>",
     }
-    """Spellings of special tokens that the tokenizer does not name."""
+    """Texts of special tokens."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
@@ -82,7 +82,7 @@ class Idefics3Processor(Processor):
             )
 
     def max_tokens(self, kind: Kind) -> int:
-        # A square of any size takes the most tiles.
+        # A square image of any size has the most tiles.
         rows, columns = self._grid(self._resized(1, 1))
         return (rows * columns + 1) * self.tile_features
 
@@ -128,7 +128,7 @@ class Idefics3Processor(Processor):
         return self._size if len(self._size) == 2 else resized(height, width, self._size[0])
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the number of tiles (rows, columns) of an image resized to `size`; (0, 0) if it is not split."""
+        """Return the number of tiles (rows, columns) of an image resized to `size`, or (0, 0) if it is not split."""
         height, width = whole_tiles(*size, self.side)
         rows, columns = height // self.side, width // self.side
         return (rows, columns) if self._splitting and rows * columns > 1 else (0, 0)
@@ -142,7 +142,7 @@ class Idefics3Processor(Processor):
         return [(self.config.image_token_id,) * self.tile_features] * tiles
 
     def _spelled(self, checkpoint: Checkpoint, name: str) -> str:
-        # The reference hard-codes these spellings.
+        # The reference hard-codes these texts.
         return self.tokens[name]
 
 
@@ -169,7 +169,7 @@ def tile_side(settings: Mapping[str, Any], where: str) -> int:
 
 
 def resized(height: int, width: int, longest_edge: int) -> tuple[int, int]:
-    """Return height and width of an image whose longer side becomes `longest_edge` and whose shorter side is even.
+    """Return the height and width of a resized image. Its longer side is `longest_edge`, and its shorter side is even.
 
     If the longer side then exceeds `MOST_PIXELS`, the image is scaled down to that length.
     """
@@ -185,7 +185,7 @@ def _scaled(height: int, width: int, longest_edge: int, multiple: int = 1) -> tu
 
 
 def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
-    """Return height and width as multiples of `side`.
+    """Round height and width to multiples of `side`.
 
     The longer side is rounded up. The shorter side is scaled in proportion and then rounded up.
     """

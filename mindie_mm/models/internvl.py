@@ -2,8 +2,8 @@
 
 Source: arXiv 2504.10479. Token ids, pixels and logits match transformers' `internvl`.
 
-Checkpoints may have the layout of transformers or that of OpenGVLab, whose model_type is internvl_chat. The latter is
-translated in memory by the rules of transformers' convert_internvl_weights_to_hf.py.
+Checkpoints may have the layout of transformers or the layout of OpenGVLab, whose model_type is internvl_chat. The
+second layout is translated in memory by the rules of transformers' convert_internvl_weights_to_hf.py.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _SPELLED = {
     "end_image_token": "</img>",
     "video_token": "<video>",
 }
-"""Spellings of special tokens in OpenGVLab's layout.
+"""Texts of special tokens in OpenGVLab's layout.
 
-The original has the first three. The fourth occurs in prompt texts only and is replaced before they are encoded.
+The original tokenizer has the first three. The fourth occurs only in texts, and is replaced before they are encoded.
 """
 _CHAT_DEFAULTS: Mapping[str, Any] = {
     "select_layer": -1,
@@ -87,7 +87,7 @@ _VISION_DEFAULTS: Mapping[str, Any] = {
     "norm_type": "rms_norm",
     "layer_norm_eps": 1e-6,
 }
-"""Defaults of the original tower. transformers has different ones."""
+"""Defaults of the original tower. transformers has different defaults."""
 _INTERNLM2 = "InternLM2ForCausalLM"
 _TEXT_MODELS = {
     "Qwen2ForCausalLM": "qwen2",
@@ -95,7 +95,7 @@ _TEXT_MODELS = {
     "LlamaForCausalLM": "llama",
     _INTERNLM2: "llama",
 }
-"""model_type in transformers of the supported language models, by class name in the original layout."""
+"""transformers' model_type of each supported language model, by the name of its class in the original layout."""
 _INTERNLM2_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 103168,
     "hidden_size": 4096,
@@ -110,7 +110,7 @@ _INTERNLM2_DEFAULTS: Mapping[str, Any] = {
 """Defaults of the InternLM2 configuration class."""
 _ATTENTION_KEYS = {"attn_implementation", "_attn_implementation", "_attn_implementation_autoset"}
 _CHATML = ("internvl2_5", "internlm2-chat", "Hermes-2")
-"""Conversation templates of the original that enclose turns in <|im_start|> and <|im_end|>."""
+"""Conversation templates of the original code that enclose turns in <|im_start|> and <|im_end|>."""
 _TURN_END = "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -171,7 +171,7 @@ _INTERNLM2_RENAMINGS = (
 
 
 class InternVLProcessor(Processor):
-    """Processor of InternVL. A block holds `pixel_values`, uint8 [tiles, side, side, 3]. The grid is (tiles,)."""
+    """Processor of InternVL. A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The grid is (tiles,)."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = _translated(checkpoint)
@@ -277,8 +277,8 @@ class InternVLProcessor(Processor):
     def _sample(self, total: int, count: int) -> list[int]:
         """Return the ascending indices of about `count` of `total` frames.
 
-        The first index is `initial_shift`. If that is True, the first index is the middle of the first of `count` equal
-        parts.
+        The first index is `initial_shift`. If `initial_shift` is True, the first index is the middle of the first of
+        `count` equal parts.
         """
         indices = stepped(total, count, total / count / 2 if self._shift is True else self._shift)
         if not indices:
@@ -337,7 +337,7 @@ class InternVL(PretrainedFamily):
     module_name = "InternVLForConditionalGeneration"
     model_class = InternVLModel
     unused_weights = ("language_model.model.layers.*.rotary_emb.inv_freq",)
-    # Settings of the original's training and of its attention kernel.
+    # Settings for training the original model, and for its attention kernel.
     other_keys = tuple(
         f"vision_config.{key}" for key in ("attention_dropout", "drop_path_rate", "dropout", "use_flash_attn")
     )
@@ -402,9 +402,9 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
     stated = generation.get("eos_token_id")
     ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
     files = {
-        # The original always ends an answer at the end of the turn.
+        # The original code always ends an answer at the end of the turn.
         "generation_config.json": {**generation, "eos_token_id": [*ends, *({ids[_TURN_END]} - {*ends})]},
-        # The original preprocesses images with constants and reads no preprocessor files.
+        # The original code hard-codes its preprocessing settings and reads no preprocessor files.
         "processor_config.json": {"image_processor": None},
         "preprocessor_config.json": {"image_processor_type": "GotOcr2ImageProcessor", **pixels, **bounds},
         "video_preprocessor_config.json": pixels,
@@ -415,7 +415,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedCheckpoint for settings of the original that transformers' layout cannot express."""
+    """Raise UnsupportedCheckpoint for original settings that transformers' layout cannot express."""
     served = {
         "select_layer": -1,
         "ps_version": "v2",
@@ -440,7 +440,7 @@ def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: s
 
 
 def _vision_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Translate the original vision_config into that of transformers.
+    """Translate the original vision_config into the vision_config of transformers.
 
     Raise UnsupportedCheckpoint for settings that transformers cannot express.
     """
@@ -496,7 +496,7 @@ def _language_renamings(language: Mapping[str, Any], text: Mapping[str, Any]) ->
 
 
 def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return tokenizer.json, or convert a Qwen2 tokenizer from vocab.json and merges.txt.
+    """Return the contents of tokenizer.json, or convert a Qwen2 tokenizer from vocab.json and merges.txt.
 
     Raise UnsupportedCheckpoint if neither is possible.
     """
@@ -514,7 +514,7 @@ def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} has no {files}; copy the missing files from the original repository, or {_CONVERTED}"
         )
-    from transformers import Qwen2Tokenizer  # slow to import
+    from transformers import Qwen2Tokenizer  # imported late, because it is slow to import
 
     checkpoint.check_tokenizer()
     try:

@@ -83,7 +83,7 @@ class _Normalizing(Protocol):
 
 
 class LlavaModel(PictureModel, PretrainedModel):
-    """Model of LLaVA, and base class of models that are built alike.
+    """Model of LLaVA, and base class of models with the same structure.
 
     `module` is a `LlavaForConditionalGeneration` of transformers, or a class with the same parts.
     """

@@ -1,7 +1,7 @@
 """Qwen3-VL: the patches of Qwen2-VL, outputs of several tower layers in the decoder, and frame times as text.
 
 Source: arXiv 2511.21631. Token ids, grids and pixels match transformers' `qwen3_vl`. In the prompt, each
-temporal patch of a video is a run of its own, preceded by its time in seconds.
+temporal patch of a video has a separate run of placeholders, preceded by its time in seconds.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         times = [index / fps for index in indices]
         times += times[-1:] * (-len(times) % temporal)
         groups = zip(times[::temporal], times[temporal - 1 :: temporal], strict=True)
-        # Formatted as text first, so that tenths are rounded as in the reference.
+        # The mean is formatted as text first, so that tenths are rounded as in the reference.
         return (*patches, *(int(f"{(first + last) / 2:.1f}".replace(".", "")) for first, last in groups))
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
@@ -149,9 +149,9 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return self.plan(Media(kind, data), data, {}).num_features
 
     def worst_case(self, kind: Kind) -> Data:
-        """Return data that takes `max_tokens`.
+        """Return the data of an item that takes `max_tokens` tokens.
 
-        For a video, this is either many frames that are too elongated to shrink in proportion, or few large frames.
+        A video has either many frames that are too elongated to shrink in proportion, or a few large frames.
         """
         if kind == "image":
             return super().worst_case(kind)
@@ -233,7 +233,7 @@ class Qwen3VL(PretrainedFamily):
     kinds = ("image", "video")
     processor = Qwen3VLProcessor
     module_name = "Qwen3VLForConditionalGeneration"
-    default_theta = 5_000_000.0  # the default of transformers 4; that of transformers 5 is a tenth of it
+    default_theta = 5_000_000.0  # the default of transformers 4; transformers 5 has a tenth of this value
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Qwen3VLModel:

@@ -140,7 +140,7 @@ def test_a_json_schema_is_the_same_as_structured_outputs() -> None:
     wanted = StructuredOutputs(json="{}")
     assert SamplingParams(json_schema="{}").structure == SamplingParams(structured_outputs=wanted).structure == wanted
     assert SamplingParams().structure is None
-    with pytest.raises(InputError, match="json_schema and structured_outputs; give one"):
+    with pytest.raises(InputError, match="json_schema and structured_outputs cannot be used together"):
         SamplingParams(json_schema="{}", structured_outputs=wanted).check(100)
     with pytest.raises(InputError, match="determines the end of the output"):
         SamplingParams(structured_outputs=StructuredOutputs(regex="a"), ignore_eos=True).check(100)

@@ -1,7 +1,7 @@
 """Errors for paths that are not checkpoint directories, and for damaged files in a checkpoint directory.
 
-Downloads fail in a few typical ways. Git leaves pointers in place of large files. A cache has folders in a layout of
-its own. Other programs use other formats. Each message names the file and says what to do.
+A folder may be unusable for a few typical reasons. Git-LFS leaves pointers in place of large files. The Hugging Face
+cache has a folder layout of its own. Other programs use other formats. Each message names the file and says what to do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindie_mm.settings.paths import working_directory
 POINTER = b"version https://git-lfs.github.com/spec/"
 """Beginning of the file that Git-LFS leaves in place of a large file."""
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-"""Pattern of a repository name on the Hugging Face Hub, owner/name. A relative path may match it too."""
+"""Pattern of a repository name on the Hugging Face Hub, owner/name. A relative path may also match."""
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 """Pattern of a repository's folder in the Hugging Face cache."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -66,7 +66,7 @@ def check_adapter(root: Path) -> None:
 
 
 def no_checkpoint(root: Path) -> UnsupportedCheckpoint:
-    """Return the error for a path that is not a directory with a config.json, with advice on the path to give."""
+    """Return the error for a path that is not a directory with a config.json. The error says which path to give."""
     message = f"{root} is not a checkpoint directory: it has no config.json"
     if root.is_file():
         return UnsupportedCheckpoint(f"{root} is not a checkpoint directory: {_file(root)}")
@@ -96,8 +96,8 @@ def _incomplete(root: Path, names: list[str]) -> str | None:
 
 
 def _download(root: Path) -> str:
-    """Return advice if a path that does not exist may be the name of a repository, or an empty string."""
-    # Settings make the path absolute, so recover the relative one that may have been given.
+    """Return advice for a missing path that may be the name of a repository, or otherwise an empty string."""
+    # The settings made the path absolute, so recover the relative path that the user may have given.
     relative = str(root).removeprefix(f"{working_directory()}/")
     if not _REPOSITORY.fullmatch(relative):
         return ""

@@ -1,4 +1,4 @@
-"""Detection of quantised checkpoints, and checks that this installation can run them."""
+"""Detection of quantized checkpoints, and checks that this installation can run them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PACKAGES: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes_4bit": {"bitsandbytes": "bitsandbytes>=0.50"},
     "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes>=0.50"},
 }
-"""Modules that each method needs, with their pip requirements. transformers checks other methods itself."""
+"""Modules that each method needs, with their pip requirements. transformers itself checks other methods."""
 _INSTEAD = "Alternatively, use the unquantised checkpoint, or one in FP8 or quantised with bitsandbytes"
 
 
 def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the quantisation settings in the form of transformers' `quantization_config`. None if not quantised.
+    """Return the quantization settings in the form of transformers' `quantization_config`, or None if there are none.
 
     Older tools store the settings in other places: compressed-tensors in `compression_config`, AutoGPTQ in
     quantize_config.json, AutoAWQ in quant_config.json, and NVIDIA's ModelOpt in hf_quant_config.json.
@@ -54,12 +54,12 @@ def _is_off(settings: Mapping[str, Any]) -> bool:
 
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint declares its weights as quantised."""
+    """Return whether the checkpoint declares its weights as quantized."""
     return quantization(checkpoint) is not None
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return transformers' name of the quantisation method. bitsandbytes has one name for each number of bits."""
+    """Return transformers' name for the quantization method. bitsandbytes has one name for 4 and one for 8 bits."""
     for bits in ("4bit", "8bit"):
         if settings.get(f"load_in_{bits}") or settings.get(f"_load_in_{bits}"):
             return f"bitsandbytes_{bits}"
@@ -67,17 +67,17 @@ def method_of(settings: Mapping[str, Any]) -> str:
 
 
 def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
-    """Check that quantised weights can run on `device`.
+    """Check that quantized weights can run on `device`.
 
     Raises:
-        UnsupportedCheckpoint: A package or an operator is missing, or transformers does not know the method. It would
-            load packed weights of an unknown method as plain weights.
+        UnsupportedCheckpoint: A package or an operator is missing, or transformers does not support the method. It
+            would load packed weights of an unknown method as if they were not quantized.
 
     """
     if (settings := quantization(checkpoint)) is None:
         return
     check_method(checkpoint)
-    from transformers.quantizers.auto import AutoHfQuantizer  # late, like all modelling code of transformers
+    from transformers.quantizers.auto import AutoHfQuantizer  # imported late, like all modeling code of transformers
 
     method = method_of(settings)
     refused = f"{checkpoint.path} is quantised with {method!r}, which cannot run here"
@@ -95,10 +95,10 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
 
 
 def check_method(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if transformers does not know the quantisation method, or a package is missing."""
+    """Raise UnsupportedCheckpoint if transformers does not support the quantization method, or a package is missing."""
     if (settings := quantization(checkpoint)) is None:
         return
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING  # late, as above
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING  # imported late, as above
 
     method = method_of(settings)
     if method not in AUTO_QUANTIZER_MAPPING:
@@ -124,10 +124,10 @@ def missing_packages(method: str) -> list[str]:
 def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype: torch.dtype) -> None:
     """Run each kind of layer in `module` on one row.
 
-    An installed package may lack an operator for this device or dtype.
+    This test is needed because an installed package may lack an operator for this device or dtype.
 
     Raises:
-        UnsupportedCheckpoint: A layer cannot run. The message names it.
+        UnsupportedCheckpoint: A layer cannot run. The message names the layer.
 
     """
     tried = set()
@@ -150,7 +150,7 @@ def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype:
 
 
 def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
-    """Raise UnsupportedCheckpoint if layers other than transformers' own cannot use the quantised weights."""
+    """Raise UnsupportedCheckpoint if layers other than transformers' own cannot use the quantized weights."""
     refuse_quantized(checkpoint)
     settings = quantization(checkpoint)
     if settings is not None and method_of(settings) == "bitsandbytes_4bit":  # 8 bits need no package
@@ -158,7 +158,10 @@ def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
 
 
 def refuse_mindie(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint for weights quantised by MindIE's tools, which declare it in a form of their own."""
+    """Raise UnsupportedCheckpoint for weights that MindIE's tools quantized.
+
+    These tools declare it in their own way.
+    """
     stated = checkpoint.config.get("quantize")
     files = sorted(file.name for file in checkpoint.path.glob("quant_model_description*.json"))
     if stated in (None, "", "float") and not files:
@@ -171,7 +174,7 @@ def refuse_mindie(checkpoint: Checkpoint) -> None:
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if only layers of transformers can run the quantisation method."""
+    """Raise UnsupportedCheckpoint if only layers of transformers can run the quantization method."""
     if (settings := quantization(checkpoint)) is None:
         return
     method = method_of(settings)

@@ -12,7 +12,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.folder_errors import check_link, check_pointer
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
-"""Names of a single file with all weights. The suffix .index.json gives the name of the index of several files."""
+"""Names of a file with all weights. If there are several files, their index has the additional suffix .index.json."""
 _MOST_HEADER_BYTES = 100_000_000
 """Largest header that safetensors reads."""
 _OTHER_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
@@ -22,7 +22,8 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
     """Return the files of a checkpoint's weights, in order. Read their headers, but no weights.
 
     Raises:
-        UnsupportedCheckpoint: There are no files, or one is missing, truncated, or without a weight of the index.
+        UnsupportedCheckpoint: There are no weight files. A file is missing or truncated. A file lacks a weight that the
+            index assigns to it.
 
     """
     for name in _NAMES:
@@ -37,7 +38,7 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _indexed(checkpoint: Checkpoint, index: str) -> Mapping[str, str]:
-    """Return the file of each weight in an index, or nothing if there is no index."""
+    """Return the file name of each weight in an index, or {} if there is no index."""
     weights = checkpoint.json(index).get("weight_map", {})
     if not isinstance(weights, dict) or not all(isinstance(shard, str) for shard in weights.values()):
         raise UnsupportedCheckpoint(f"{checkpoint.path / index}: weight_map does not have a file for each weight")
@@ -103,7 +104,7 @@ def _check(file: Path) -> Sequence[str] | None:
 
 
 def _check_torch(file: Path) -> None:
-    """Raise UnsupportedCheckpoint unless torch.save wrote `file`: a complete zip, or a pickle before torch 1.6."""
+    """Raise UnsupportedCheckpoint unless `file` is a complete zip file or a pickle, the format before PyTorch 1.6."""
     with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
         start = opened.read(8)
         is_whole = zipfile.is_zipfile(opened)

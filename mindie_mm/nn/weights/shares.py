@@ -1,7 +1,7 @@
-"""Tensor parallelism of a text model over the ranks of torch.distributed, by the plans of transformers.
+"""Tensor parallelism of a text model over the ranks of torch.distributed, according to transformers' plans.
 
-A plan names the layers that are split by columns or rows. Their `forward` sums or gathers the results of the ranks.
-Attention on a rank sees only that rank's heads. Every rank holds the whole tower.
+A plan lists the layers whose weights are split by columns or rows. The `forward` methods of these layers sum or gather
+the results of the ranks. Each rank computes the attention of its own heads only. Every rank has the whole tower.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DECODER_PLAN: Mapping[str, str] = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-"""Plan for a decoder with these layers. transformers has it for Llama, but not for some similar models."""
+"""Plan for a decoder with these layers. transformers has this plan for Llama, but not for some similar models."""
 
 
 def num_shares() -> int:
@@ -84,7 +84,7 @@ def shared(
     def on_our_mesh(_: type[Any], config: Any, device_map: None = None) -> tuple[Any, object, Any]:
         return config, device.torch_device, TransformersDeviceMesh(mesh, mesh)
 
-    # The original method always takes the accelerator that torch finds, even with --device cpu.
+    # The original method always uses the accelerator that PyTorch finds, even with --device cpu.
     namespace = {"prepare_distribute_model": classmethod(on_our_mesh), "__module__": cls.__module__}
     return type(cls.__name__, (cls,), namespace), {"distributed_config": DistributedConfig(tp_size=shares)}
 
@@ -92,7 +92,7 @@ def shared(
 def localize(module: nn.Module) -> None:
     """Replace the DTensor weights of linear layers by this rank's local tensors.
 
-    A DTensor is converted at every call, which costs more than the call of a small layer.
+    PyTorch converts a DTensor at every call of a layer. The conversion takes longer than a small layer.
     """
     from torch.distributed.tensor import DTensor
 

@@ -24,7 +24,7 @@ def version(machine: Machine) -> str | None:
 
 
 def inner_version(machine: Machine) -> str | None:
-    """Return the internal version, such as V100R001C23SPC006B220, to which CANN's list of drivers refers, or None."""
+    """Return the internal version, such as V100R001C23SPC006B220, or None. CANN lists drivers by this version."""
     return machine.setting(_version_file(machine), "Innerversion")
 
 

@@ -1,4 +1,4 @@
-"""The check of HCCL's requirements with more than one NPU: free ports, and a user in /etc/passwd."""
+"""The check of HCCL's requirements if there are several NPUs: free ports, and a user in /etc/passwd."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _IPV4 = "/proc/sys/net/ipv4"
 
 
 def findings(machine: Machine, num_visible: int) -> Iterator[Finding]:
-    """Report a user without a name, and whether the ports are free and reserved.
+    """Report whether the user has a name, and whether the ports are free and reserved.
 
-    Yield nothing if only one NPU is visible, because HCCL is not used then.
+    Yield nothing if only one NPU is visible, because HCCL is used only with several NPUs.
     """
     if num_visible < 2:
         return
     yield from _user()
-    ranges = machine.variables.get("HCCL_HOST_SOCKET_PORT_RANGE")  # takes precedence over the base port
+    ranges = machine.variables.get("HCCL_HOST_SOCKET_PORT_RANGE")  # takes precedence over HCCL_IF_BASE_PORT
     base = machine.variables.get("HCCL_IF_BASE_PORT", str(_BASE))
     if ranges == "auto":
         yield Finding("HCCL ports", "ok", "chosen by the system (HCCL_HOST_SOCKET_PORT_RANGE)")

@@ -13,13 +13,14 @@ from mindie_mm.device.npu.doctor import programs
 from mindie_mm.device.npu.doctor.machine import Machine
 from mindie_mm.device.npu.doctor.symptoms import explain
 
-_TIMEOUT_S = 30.0  # it waits for the driver, which may have hung
+_TIMEOUT_S = 30.0  # npu-smi waits for the driver, which may have hung
 _BUSY_SHARE = 0.25
-"""Share of used memory above which an NPU counts as busy. An idle 910B uses 5 % of its 64 GiB."""
+"""Share of used memory above which an NPU counts as busy. On an idle 910B, 5 % of 64 GiB are used."""
 
+# Excerpt of the table of `npu-smi info`:
 # | 0     910B3               | OK            | 91.0        36                0    / 0             |
 # | 0                         | 0000:41:00.0  | 0           0    / 0          3401 / 65536         |
-# and, between horizontal lines,
+# A line about a process, between horizontal lines:
 # | 2       0                 | 1333928       |                          | 37709                   |
 _NPU = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|")
 _CHIP = re.compile(r"^\|\s*(\d+)(?:\s+\d+)?\s*\|\s*[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:\S+\s*\|(.*)\|")
@@ -52,7 +53,7 @@ class NPU:
 
 
 def parse(text: str) -> list[NPU]:
-    """Parse the table of `npu-smi info`. Return the chips in the order in which programs number them."""
+    """Parse the table of `npu-smi info`. Return the chips in the order in which CANN numbers them."""
     npus: dict[tuple[int, int], NPU] = {}
     above: tuple[int, str, str] | None = None
     for line in text.splitlines():
@@ -64,7 +65,7 @@ def parse(text: str) -> list[NPU]:
             above = (int(found[1]), found[2], found[3])
         elif (found := _CHIP.match(line)) and above:
             usages = [(int(u), int(t)) for u, t in _USAGE.findall(found[2])]
-            used, total = max(usages, key=lambda one: one[1], default=(0, 0))  # "NA / NA" if it does not answer
+            used, total = max(usages, key=lambda one: one[1], default=(0, 0))  # "NA / NA" if the chip does not answer
             npus[above[0], int(found[1])] = NPU(above[0], int(found[1]), above[1], above[2], used, total)
             above = None
     return [npus[key] for key in sorted(npus)]
@@ -74,7 +75,7 @@ def findings(machine: Machine, visible: list[int] | None, timeout_s: float = _TI
     """Report the health and use of NPUs.
 
     Args:
-        machine: Where npu-smi is searched.
+        machine: Machine whose PATH is searched for npu-smi.
         visible: Indices of the NPUs that are visible to this process. None means all.
         timeout_s: Time limit for npu-smi in seconds.
 
@@ -119,7 +120,8 @@ def _health(npus: list[NPU]) -> Finding:
         f"ASCEND_RT_VISIBLE_DEVICES, or, when no process uses it, run npu-smi set -t reset -i {first.npu} -c "
         f"{first.chip}"
     )
-    # An NPU still works at Warning, but not at Alarm and Critical, or at UNKNOWN, where it has not started.
+    # An NPU with the health Warning still works. With Alarm or Critical it does not, and with UNKNOWN it has not
+    # started.
     grave = any(one.health.upper() != "WARNING" for one in ill)
     return Finding("npu health", "error" if grave else "warning", found, advice)
 
@@ -127,7 +129,7 @@ def _health(npus: list[NPU]) -> Finding:
 def _use(npus: Mapping[int, NPU]) -> Finding:
     """Report busy NPUs. The keys of `npus` are indices for ASCEND_RT_VISIBLE_DEVICES.
 
-    A card with two chips has two indices. A container has its own numbering.
+    A card with two chips has two indices. In a container, the indices begin at 0.
     """
     busy = [one for one in npus.values() if one.processes or one.used_mib > _BUSY_SHARE * one.total_mib]
     if not busy:

@@ -13,8 +13,8 @@ from mindie_mm.device.npu.doctor import driver
 from mindie_mm.device.npu.doctor.cann import CANN
 from mindie_mm.device.npu.doctor.machine import Machine, Software
 
-# Version of CANN with which each torch_npu was released. Sources: COMPATIBILITY.md of gitcode.com/Ascend/pytorch, and
-# the release notes of TorchNPU 26.2.0 (docs/zh/release_notes, October 2026).
+# Version of CANN with which each version of torch_npu was released. Sources: COMPATIBILITY.md of
+# gitcode.com/Ascend/pytorch, and the release notes of TorchNPU 26.2.0 (docs/zh/release_notes, October 2026).
 _RELEASED_WITH = {
     "2.10.0": "9.0.0",
     "2.10.0.post4": "9.1.0",
@@ -26,9 +26,9 @@ _RELEASED_WITH = {
     "2.13.0": "9.2.0",
     "2.14.0": "9.2.0",
 }
-# Series of CANN that work with TorchNPU 7.3 to 26.2 (all of the above), from the same release notes.
+# Series of CANN that work with TorchNPU 7.3 to 26.2, which are all versions above. Source: the same release notes.
 _COMPATIBLE = ("8.5", "9.0", "9.1", "9.2")
-# Series of drivers for each series of CANN. Source: release notes of CANN 8.5.0 and 9.1.1 (hiascend.com,
+# Series of drivers that work with each series of CANN. Source: release notes of CANN 8.5.0 and 9.1.1 (hiascend.com,
 # gitcode.com/cann).
 _DRIVERS = {
     "8.5": ("25.0", "25.2", "25.3", "25.5", "25.7", "26.0", "26.1"),
@@ -39,7 +39,7 @@ _TABLE = "https://www.hiascend.com/developer/download/compatibility lists compat
 
 
 def findings(machine: Machine, software: Software, cann: CANN | None) -> Iterator[Finding]:
-    """Report each pair of which both parts are installed."""
+    """Report on each pair if both of its parts are installed."""
     if software.torch_npu:
         yield _torch_build(software)
         yield _torch(software.torch, software.torch_npu)
@@ -102,9 +102,10 @@ def _driver(cann: CANN, version: str, driver: str, inner: str) -> Finding:
 
 
 def _suits(inner: str, drivers: str) -> bool:
-    """Return whether CANN's list contains the driver's internal version, such as V100R001C23SPC006B220.
+    """Return whether CANN's list of drivers contains the internal version of this driver.
 
-    The list has single versions and ranges, such as [V100R001C15],[V100R001C18,V100R001C23].
+    An internal version is V100R001C23SPC006B220, for example. The list has single versions and ranges, such as
+    [V100R001C15],[V100R001C18,V100R001C23].
     """
     if not (counted := _counted(inner)):
         return False
@@ -118,11 +119,11 @@ def _counted(inner: str) -> tuple[int, ...]:
 
 
 def _release(version: str) -> str:
-    """Return the release, such as 2.10.0 for 2.10.0.post4 and for 2.10.0+cpu."""
+    """Return the release part of a version, such as 2.10.0 for 2.10.0.post4 and for 2.10.0+cpu."""
     found = re.match(r"\d+(\.\d+)*", version)
     return found.group() if found else version
 
 
 def _series(version: str) -> str:
-    """Return the series, such as 9.1 for 9.1.0 and for 9.1.RC1."""
+    """Return the series of a version, such as 9.1 for 9.1.0 and for 9.1.RC1."""
     return ".".join(_release(version).split(".")[:2])
