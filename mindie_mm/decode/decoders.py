@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 _CLOSED = "the decoders are closed"
 
 _MAX_REPLY_BYTES = 2**20
-"""Maximum size of a reply in bytes. It stops a compromised decoder from filling the tokenizer's memory."""
+"""Maximum size of a reply in bytes. It prevents a compromised decoder from filling the tokenizer's memory."""
 
 _HANG_S = 60.0
-"""Time in seconds after which a decoder hangs if it has a job but uses no CPU time.
+"""Time in seconds after which a decoder that has a job, but uses no CPU time, is considered to hang.
 
 Such a decoder is killed within twice this time. `limit_processor_time` kills a decoder that uses too much CPU time.
 """
@@ -179,7 +179,7 @@ class Decoders:
                 self._nursery.kill(process.pid)
 
     def _hand_out(self) -> None:
-        for process in sorted(self._processes, key=lambda process: process.kept_for is None):  # first the reserved ones
+        for process in sorted(self._processes, key=lambda process: process.kept_for is None):  # reserved decoders first
             if process.job is None and not process.killed and (job := self._queue.next(process.kept_for)) is not None:
                 self._send(process, job)
 

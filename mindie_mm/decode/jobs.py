@@ -21,7 +21,7 @@ _FAULTS_OF_THE_ITEM = {
     signal.SIGSYS,
     signal.SIGTRAP,
 }
-"""Signals that indicate a fault in the decoder. Other processes or the kernel's OOM killer send other signals."""
+"""Signals that indicate a fault in the decoder. Other signals, such as that of the OOM killer, have other causes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +29,7 @@ class Group:
     """Items of one request. Groups take turns, so that a request with many items does not delay other requests."""
 
     keeps_decoder: bool = False
-    """True to reserve a decoder that has planned an item of this group for the group, until `Decoders.let_go`."""
+    """True if a decoder that has planned an item of this group stays reserved for it until `Decoders.let_go`."""
 
 
 @dataclass(slots=True, eq=False)

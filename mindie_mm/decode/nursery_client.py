@@ -23,8 +23,8 @@ from mindie_mm.settings.environment import single_threaded
 _log = logging.getLogger(__name__)
 
 ANSWER_LIMIT_S = 30.0
-"""Maximum time in seconds to wait for an answer of the nursery. After that, it is killed. It normally answers within
-milliseconds."""
+"""Maximum time in seconds to wait for an answer of the nursery. After that, the nursery is killed. It normally answers
+within milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +101,7 @@ class NurseryClient:
         return NewDecoder(pid, channel, scratch, status)
 
     def kill(self, pid: int) -> None:
-        """Kill a decoder if it is running. If the nursery does not answer in time, the nursery is killed too."""
+        """Kill a decoder if it is running. If the nursery does not answer in time, the nursery is killed, too."""
         if (status := self._statuses.get(pid)) is not None:
             self._tell(Kill(pid))
             self.expect(status)

@@ -97,7 +97,7 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
     key = keys[0]
     if key in _TEXTS:
         return _parse_text(part, key, where, strict=strict)
-    kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # a bare source has its kind declared
+    kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # for a bare source, `declared` is its kind
     if declared is not None and _SOURCES.get(declared) != kind:
         raise InputError(f"{where}.type is {declared!r}, but the item holds {key!r}")
     options = {name: value for name, value in part.items() if name not in {"type", key}}

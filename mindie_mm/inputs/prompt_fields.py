@@ -50,7 +50,10 @@ def template_variables(
 
 
 def refused_fields(given: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Return the names of fields in `given` that `fields` contains, except fields with a value that `fields` allows."""
+    """Return the names of the fields in `given` whose value is not allowed. `fields` lists the allowed values.
+
+    Fields that `fields` does not contain may have any value.
+    """
     return [
         name for name, value in given.items() if name in fields and not any(_same(value, one) for one in fields[name])
     ]

@@ -52,8 +52,8 @@ def pass_over(
         foreign: Further keys to refuse, because other servers use them as options.
 
     Raises:
-        InputError: A key is an option of another kind of item, resembles an option, or is in `foreign`. If `strict`
-            is set: there is an unknown key.
+        InputError: A key is refused. If `strict` is not set, it is an option of another kind of item, resembles an
+            option, or is in `foreign`.
 
     """
     for key in map(str, keys):

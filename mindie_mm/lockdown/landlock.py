@@ -33,7 +33,7 @@ def forbid_all() -> None:
     The thread must have set `no_new_privs`.
 
     Raises:
-        OSError: As in `abi`.
+        OSError: In the same cases as `abi`.
 
     """
     abi()  # raises if Landlock is missing

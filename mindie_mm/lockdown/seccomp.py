@@ -29,8 +29,8 @@ FREE = (
 )
 """System calls that are allowed with any arguments.
 
-None of these calls has a path as an argument. glibc 2.33 to 2.36 implements fstat() with newfstatat, which has a path
-and is therefore forbidden. `os.fstat` fails with these versions.
+None of these calls has a path argument. glibc 2.33 to 2.36 implements fstat() with newfstatat, which has a path
+argument and is therefore forbidden. `os.fstat` fails with these versions.
 """
 SENDING = ("write", "writev", "sendmsg", "sendto")
 """System calls that are allowed only for the descriptors that the caller lists."""
@@ -61,7 +61,7 @@ def allow_decoding(writable: Iterable[int]) -> None:
         writable: Descriptors that may be written to.
 
     Raises:
-        OSError: As in `available`.
+        OSError: In the same cases as `available`.
 
     """
     available()

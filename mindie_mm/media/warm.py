@@ -26,7 +26,7 @@ _RATE = 16_000
 
 
 def warm_up() -> None:
-    """Decode and resize media and compute a spectrogram on a single thread. This imports all modules that they need.
+    """Decode and resize media, and compute a spectrogram, on one thread. This imports all modules for these tasks.
 
     A locked-in process (`mindie_mm.lockdown`) cannot import modules, open files or start threads. Call this function
     before the process is locked in, or in the process that it is forked from. The function changes the process

@@ -36,7 +36,7 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 """Maximum size of a message in bytes: the largest value of the 4-byte length."""
 
 CLOSE_TIMEOUT_S = 2.0
-"""Maximum time in seconds to wait on closing until the peer has read all messages. Then the channel is aborted."""
+"""Maximum time in seconds that `close` waits until the peer has read all messages, before it aborts the channel."""
 
 PATIENCE_S = 2.0
 """Maximum time in seconds that a worker may take to exit before it gets SIGTERM, and again before it gets SIGKILL."""
@@ -68,7 +68,7 @@ _sockets: WeakSet[socket.socket] = WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the channels in a forked process. If it kept a copy open, the peer would not notice the parent's death."""
+    """Close the channels in a forked process, whose copies would prevent peers from noticing the parent's death."""
     for sock in list(_sockets):
         if sock.fileno() >= 0:
             os.close(sock.detach())  # uvloop does not allow `sock.close()`

@@ -62,7 +62,7 @@ class Starter:
         self._failing_since_s = math.inf
         """Time of the first failed attempt since the process last ran, as returned by time.monotonic."""
         self._is_hopeless = False
-        """True if the last attempt failed with an InputError, such as for a missing checkpoint. No restart can help."""
+        """True if the last attempt failed with an InputError, such as a missing checkpoint. Restarting cannot help."""
 
     def patience_s(self, wait_s: float = RESTART_WAIT_S) -> float:
         """Return how many seconds a request should wait for the process. Return 0 if a restart cannot succeed.

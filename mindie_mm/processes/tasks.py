@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 
 _INLINE_BYTES = 2**20
-"""Maximum number of bytes to hash or copy on an event loop. So many bytes block the loop for less than 0.5 ms."""
+"""Maximum number of bytes to hash or copy on an event loop. This takes less than 0.5 ms."""
 
 
 @asynccontextmanager
@@ -38,7 +38,7 @@ async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def gather_in_order(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of `works`, in order. If works fail, raise the exception of the first one in this order.
+    """Return the results of `works`, in order. If several works fail, raise the exception of the first.
 
     The exception that is raised does not depend on which work fails earliest. Later works are canceled.
     """
@@ -145,5 +145,5 @@ async def in_thread(work: Callable[[], T], give_up: Callable[[], object] | None 
 
 
 async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """Run `work`, which processes `num_bytes` bytes, and return its result. Use a thread for many bytes."""
+    """Run `work`, which processes `num_bytes` bytes, and return its result. Use a thread if `num_bytes` is large."""
     return work() if num_bytes <= _INLINE_BYTES else await in_thread(work)

@@ -67,9 +67,9 @@ class EngineConfig:
     """Size of the KV cache in bytes. The cache is never larger than needed for max_num_seqs requests of maximum
     length. Default: the rest of memory_share."""
     measure_s: Annotated[float, Meta(ge=0)] | None = None
-    """Approximate time in seconds for measuring, at startup, how much memory the largest step needs. Sizes that would
-    take longer are extrapolated. 0 skips the measurement and reserves no memory for the step. Default: 0.5 on the CPU,
-    else 10."""
+    """Approximate time in seconds for measuring, at startup, how much memory the largest step needs. For sizes that
+    would take longer, the memory is extrapolated. 0 skips the measurement and reserves no memory for the step. Default:
+    0.5 on the CPU, else 10."""
     kv_block_size: Count | None = None
     """Number of tokens in one block of the KV cache. Default: 128 on an NPU, else 16."""
     encoder_cache_bytes: CountOrNone = 256 * MiB
@@ -276,7 +276,7 @@ class ServiceConfig:
     """Host from which media may be fetched. Its subdomains are included. Repeat the option for several hosts. Default:
     any public host."""
     allow_private_media: bool = False
-    """Fetch media from private addresses too, such as 10.0.0.1 or localhost."""
+    """Fetch media from private addresses, too, such as 10.0.0.1 or localhost."""
 
     def __post_init__(self) -> None:
         require(self)

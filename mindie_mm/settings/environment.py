@@ -88,7 +88,7 @@ def keep_backends_out() -> None:
 
 
 def limit_spinning() -> None:
-    """Let OpenMP threads of this process and its children sleep soon at a barrier, unless the user has set a variable.
+    """Let OpenMP threads of this process and its children sleep soon at a barrier, unless the user has set this.
 
     GNU OpenMP reads GOMP_SPINCOUNT when torch loads the library. By default, a waiting thread spins for milliseconds.
     If other programs share the CPUs, a spinning thread takes CPU time from the thread that it waits for.
@@ -131,9 +131,9 @@ def restart_in_utf8() -> None:
 
 
 def text_of(name: str, text: str) -> str:
-    """Decode a text from the command line or a variable. It contains surrogates if the original is not UTF-8.
+    """Decode a text from the command line or a variable. The text contains surrogates if it was not UTF-8.
 
-    Raise InputError if the original is neither in UTF-8 nor in the locale's encoding. The message states `name`, but
+    Raise InputError if the text was neither in UTF-8 nor in the locale's encoding. The message states `name`, but
     not the text, which may be a secret.
     """
     if _is_utf8(text):

@@ -53,7 +53,7 @@ def require(settings: Any) -> None:
 
 
 def complete_paths(settings: Any) -> None:
-    """Make the paths in a settings object absolute, from its `__post_init__`. Raise the same errors as `absolute`."""
+    """Make the paths in a settings object absolute. Its `__post_init__` calls this. Raise the errors of `absolute`."""
     hints = get_type_hints(type(settings))
     for field in fields(settings):
         value = getattr(settings, field.name)

@@ -221,8 +221,8 @@ class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
 
         Args:
             segments: Segments by array name.
-            integers: Small integer arrays by name, whose values the handle words encode themselves. The view presents
-                these values as int64 arrays.
+            integers: Small integer arrays by name, whose values are encoded in the handle words themselves. The view
+                presents these values as int64 arrays.
 
         Raises:
             MindieMMError: In the same cases as `get_data_from_shm`.

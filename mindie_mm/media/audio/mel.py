@@ -1,8 +1,8 @@
 """Log-mel spectrograms, equal to those of the torch implementation in transformers' WhisperFeatureExtractor.
 
-The steps follow Whisper (arXiv 2212.04356, section 2.2): Hann windows, power, mel filters, log10, a minimum of 8 below
-the maximum of the clip, and (x + 4) / 4. The feature extractor pads each clip with silence to 30 s or more. This module
-computes only the part of the silence that the caller requests.
+The steps follow Whisper (arXiv 2212.04356, section 2.2): Hann windows, power, mel filters, log10, clamping to at
+least the maximum of the clip minus 8, and (x + 4) / 4. The feature extractor pads each clip with silence to 30 s or
+more. This module computes only the part of the silence that the caller requests.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Threads:
     """
 
     def __init__(self, name: str) -> None:
-        """Create an object without threads. `name` is the name of its later threads."""
+        """Create an object without threads. `name` is the name for all its threads."""
         self._name = name
         self._lock = threading.Lock()
         self._waiting: list[_Work] = []

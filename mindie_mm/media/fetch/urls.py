@@ -1,6 +1,6 @@
 """Parsing of media sources that are texts: URL schemes, paths of `file:` URLs, `data:` URLs and bare base64.
 
-This module is separate from the decoding modules, because the main process of the service does not import those.
+The main process of the service imports this module, but not the modules for decoding.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class _Source(io.BytesIO):
     """
 
     def __init__(self, data: bytes, began: float) -> None:
-        """Wrap `data`. `began` is the value of `time.thread_time()` when the container began to be opened."""
+        """Wrap `data`. `began` is the value of `time.thread_time()` before the container was opened."""
         super().__init__(data)
         self._num_bytes = len(data)
         self._began = began

@@ -42,7 +42,7 @@ _COUNTED = (
 )
 """Elements to count: name in error messages, ID of the parent element, ID of the element, and maximum number."""
 _BY_CHANCE = 192
-"""For elements with the limit `MAX_PLACES`, one more match is allowed for each such number of bytes of the file.
+"""For elements with the limit `MAX_PLACES`, the limit is raised by 1 for each 192 bytes of the file.
 
 The IDs of these elements have one byte, so that media data contain an ID by chance once in 256 bytes.
 """
@@ -205,7 +205,7 @@ def _check_flv(data: bytes) -> None:
 
 
 def _amf_values(data: bytes, place: int) -> Iterator[bool]:
-    """Yield True for each value with a name and False for each other value: the value at `place` and all inside it."""
+    """Yield whether a value has a name, first for the value at `place`, then for each value inside it."""
     unnamed: list[int | None] = [1]  # number of values left in each open array; None for an object, which names values
     while unnamed and place < len(data):
         if (left := unnamed[-1]) is None:

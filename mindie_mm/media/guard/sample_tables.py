@@ -96,7 +96,7 @@ def may_be_turned(data: bytes) -> bool:
 
 
 def _stated_samples(data: bytes, spans: Sequence[Span]) -> int:
-    """Return the number of samples that tables state. Each sample has at least one byte of data or in its table."""
+    """Return the number of samples that tables state. Each sample takes at least one byte of data or of its table."""
     stated = sum(_number(data, place + 4) for place in _places(data, b"trun", spans))
     stated += sum(_number(data, place + 8) for place in _places(data, b"stz2", spans))
     for place in _places(data, b"stsz", spans):

@@ -17,7 +17,7 @@ Color = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Target size of a resize: a fixed height and width, or the length of the shorter side."""
+    """Target size for resizing: a fixed height and width, or the length of the shorter side."""
 
     height: int | None = None
     width: int | None = None
@@ -165,7 +165,7 @@ def check_output_size(output_size: tuple[int, int] | None, side: int, where: str
 
 
 def check_settings(config: Mapping[str, Any], needed: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedCheckpoint if a value in a configuration differs from `needed`. It may be missing or null."""
+    """Raise UnsupportedCheckpoint if a value in a configuration differs from `needed`. Missing and null values pass."""
     for name, value in needed.items():
         if (found := config.get(name)) is not None and found != value:
             raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}, only {value!r} is served")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 _IDR, _SPS = 5, 7
 _AVCC = 1
-"""First byte of the extradata if a length precedes each NAL unit, as in MP4 and Matroska. Others use start codes."""
+"""First byte of the extradata in formats like MP4, in which a length precedes each NAL unit instead of a start code."""
 _START_CODE = b"\0\0\1"
 _MAX_UNITS = 64
-"""Maximum number of NAL units of a packet to inspect. They include the first slice of the picture."""
+"""Maximum number of NAL units of a packet to inspect. The first slice of the picture is one of them."""
 _MOST_UNITS = 2**10
 """Maximum number of NAL units in a packet. A packet with more units does not count as complete."""
 _VP8_START, _JPEG_START = b"\x9d\x01\x2a", b"\xff\xd8"
@@ -23,10 +23,11 @@ _WITH_CHROMA = frozenset({100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 13
 
 
 def is_whole(packet: memoryview, codec: str, extradata: bytes | None) -> bool:
-    """Return whether a packet of `codec` looks complete. In a broken download, zeros or other data may replace parts.
+    """Return whether a packet of `codec` looks complete.
 
-    For H.264 and HEVC in MP4 and Matroska, the lengths of the NAL units must add up to the size of the packet. For
-    other codecs, only the beginning of the packet is checked.
+    In a broken download, zeros or other data may replace parts of a packet. For H.264 and HEVC in MP4 and Matroska, the
+    lengths of the NAL units must add up to the size of the packet. For other codecs, only the beginning of the packet
+    is checked.
     """
     if codec in ("h264", "hevc"):
         width = _length_bytes(codec, extradata)

@@ -325,7 +325,7 @@ def _num_missing(stream: VideoStream, container: str, num_packets: int, data: by
 
 
 def _decoded(data: bytes, max_pixels: int, num_packets: int) -> tuple[int, NDArray[np.int64] | None]:
-    """Decode all frames and return their number and times. If a time is missing or out of order, times are None.
+    """Decode all frames and return their number and times. If a time is missing or out of order, the times are None.
 
     Raises:
         MediaError: The video is broken.

@@ -56,7 +56,7 @@ def comes_sampled(video: Video, options: MediaOptions) -> bool:
 
 
 def check_asked(video: Video, options: MediaOptions) -> None:
-    """Raise InputError if `fps` is given for a video without a frame rate, or `num_frames` is more than it has."""
+    """Raise InputError if `fps` is given for a video without a frame rate, or if `num_frames` is too high."""
     if options.fps is not None and video.fps is None:
         what = (
             "frames handed in without a rate: sample_fps is what they were sampled at"

@@ -1,4 +1,4 @@
-"""Decoding of frames that are far apart. Decoding of each frame starts at the last keyframe before it."""
+"""Decoding of frames that are far apart. For each frame, decoding starts at the last keyframe before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindie_mm.media.guard.container import packets_of
 CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """FFmpeg's names of the containers in which seeking is exact."""
 LEAST_SPARED = 8
-"""Number of frames. Seeking, which flushes the decoder, pays off if it skips more frames than this."""
+"""Number of skipped frames above which seeking pays off, although it flushes the decoder."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

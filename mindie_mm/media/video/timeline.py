@@ -38,7 +38,7 @@ _ONE_FRAME_EACH = frozenset(
 _LONGEST_TAIL = 32
 """Maximum number of packets that may be damaged or missing at the end of a video.
 
-They may also be at most a tenth of all packets.
+A second limit is a tenth of all packets.
 With a higher limit, a large missing part of a video would not be noticed.
 """
 _LONGEST_PAUSE_S = 10.0

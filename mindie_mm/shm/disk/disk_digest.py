@@ -19,7 +19,9 @@ from mindie_mm.shm.format.layout import DISK_PAGE, OFFSET, PUBLISHED, SIZE, STAT
 
 
 def combined(head: bytes, blocks: Iterable[bytes]) -> str:
-    """Return the digest of a file in hexadecimal: the XXH3-128 of its head, followed by the digests of its blocks.
+    """Return the digest of a file in hexadecimal.
+
+    It is the XXH3-128 of the concatenation of the head of the file and the digests of its blocks.
 
     Args:
         head: All bytes of the file before the first block.

@@ -1,4 +1,4 @@
-"""Writer that writes batches of blocks to a file in the background, while the caller fills the next batch."""
+"""Background writer of batches of blocks. While it writes a batch to the file, the caller fills the next batch."""
 
 from __future__ import annotations
 

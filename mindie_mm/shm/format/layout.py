@@ -104,7 +104,7 @@ def require_own(status: os.stat_result) -> None:
 
 @contextmanager
 def needing_proc() -> Iterator[None]:
-    """Raise SharedMemoryError if the body fails because /proc is not mounted, as in a chroot. A context manager."""
+    """Raise SharedMemoryError if the `with` block fails because /proc is not mounted, as in a chroot."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -21,11 +21,11 @@ class LivenessLock:
     """
 
     def __init__(self, descriptor: int, *, needed: bool = True) -> None:
-        """Lock the open file and take ownership of its descriptor. If this raises, the caller keeps the descriptor.
+        """Lock the open file and take ownership of its descriptor. If the call raises, the caller keeps the descriptor.
 
         Args:
             descriptor: The open file.
-            needed: Whether to raise OSError if the file system has no locks. If False, `held` is True there, too.
+            needed: Whether to raise OSError if the file system has no locks. If False, the lock then counts as held.
 
         Raises:
             BlockingIOError: Another process holds the lock.

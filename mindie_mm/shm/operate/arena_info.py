@@ -48,7 +48,7 @@ class BlockInfo:
     num_bytes: int
     """Size of the block in bytes, a multiple of the page size."""
     pieces: Pieces
-    """Location of the block. Offsets start at the data region. Empty if the table's entries are damaged."""
+    """Extents of the block, with offsets from the start of the data region. Empty if the table is damaged."""
     arrays: Mapping[str, ArraySpec]
     """Arrays by name. Empty if the header cannot be read, for example while it is being written."""
     request: str
@@ -78,7 +78,7 @@ class ArenaInfo:
     """Number of bytes in blocks that have not been freed."""
     blocks: tuple[BlockInfo, ...]
     stats: ArenaStats | None
-    """Counters of the owner. None if the header is damaged."""
+    """Counters that the owner keeps. None if the header is damaged."""
 
     @property
     def name(self) -> str:
@@ -139,7 +139,7 @@ def arena_files() -> list[tuple[int, Path]]:
     This function does not open the files. `opened` checks whether a file is an arena and belongs to this user.
     """
     with os_errors_as(SharedMemoryError, f"{SHM_DIRECTORY} cannot be read"):
-        names = sorted(os.listdir(SHM_DIRECTORY))  # noqa: PTH208 - no Path for each of thousands of other files
+        names = sorted(os.listdir(SHM_DIRECTORY))  # noqa: PTH208 - a Path for each of thousands of files is slow
     matches = [(_FILE_NAME.fullmatch(name), name) for name in names]
     return [(int(match[1], 16), SHM_DIRECTORY / name) for match, name in matches if match]
 

@@ -225,7 +225,7 @@ def _why_orphaned(block: BlockInfo, *, paths_are_ours: bool) -> Cause | None:
 
 
 def _has_same_paths(owner: Owner, here: Owner) -> bool:
-    """Return whether paths refer to the same files for both processes. In a container or chroot they do not.
+    """Return whether paths refer to the same files for both processes. Other containers and chroots differ.
 
     Return False if this cannot be determined.
     """
@@ -238,7 +238,7 @@ def _has_same_paths(owner: Owner, here: Owner) -> bool:
 
 
 def _is_gone(path: str) -> bool:
-    """Return whether a path does not exist. Raise OSError if this cannot be determined, such as without permission."""
+    """Return whether a path does not exist. Raise OSError if this cannot be determined."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -26,7 +26,7 @@ _MAX_PIECES = 1024
 
 
 class _Filling(NamedTuple):
-    """Record of a block that is being filled. If the writer drops the block, `sweep` frees the space by this record."""
+    """Record of a block that is being filled. If the writer drops the block, `sweep` still frees its space."""
 
     block: weakref.ref[Block]
     entry: int
@@ -146,8 +146,8 @@ class Inventory:
 
         Blocks that are being filled stay, unless their writer has dropped them. By default, this method reads the
         release words only if the doorbell was rung or a block was dropped. With `unasked`, it always reads the release
-        words, and also frees the blocks whose lease has expired. It then finds a block whose release word was written
-        by a process that died before it rang the doorbell.
+        words, and also frees the blocks whose lease has expired. This also finds a block whose release word was
+        written by a process that died before it rang the doorbell.
         """
         dropped = [held for held in self._filling.values() if held.block() is None]
         if not (unasked or dropped or self._table.rung):

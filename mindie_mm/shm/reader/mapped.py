@@ -55,8 +55,8 @@ class MappedArena:
             arena: Number of the arena. None for a file on disk, whose blocks cannot be freed.
 
         Raises:
-            SegmentMissing: The file does not exist, is not an arena or is damaged. In /dev/shm, also if the file
-                belongs to another user.
+            SegmentMissing: The file does not exist, is not an arena or is damaged, or a file in /dev/shm belongs to
+                another user.
             SharedMemoryError: The file cannot be mapped.
 
         """
@@ -104,8 +104,7 @@ class MappedArena:
 
         Returns:
             The mapping, or None if the file is on disk, has been removed or cannot be mapped. If the file has been
-            removed, this object may be closed already. A later cleanup that unregisters the memory would then never
-            run.
+            removed, this object may be closed already. A cleanup that unregisters the memory would then never run.
 
         """
         if self._on_disk or not self.is_intact():
