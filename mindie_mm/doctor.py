@@ -1,4 +1,4 @@
-"""Checks of a machine before it serves, with advice for each problem."""
+"""Checks whether a machine can run the service, with advice for each problem."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ MIN_OPEN_FILES = 1024
 
 
 def examine(configuration: Configuration, root: Path = Path("/")) -> Iterator[Finding]:
-    """Check everything that serving `configuration` needs. Yield one finding at a time.
+    """Check everything that a service with `configuration` needs. Yield a finding after each check.
 
-    `root` is the folder in which to look for drivers and libraries of accelerators.
+    `root` is the folder that is searched for drivers and libraries of accelerators.
     """
     config, service = configuration.worker, configuration.service
     for message in misspelt_variables():
@@ -66,23 +66,23 @@ def _libraries() -> Finding:
 
 
 def _devices(config: EngineConfig, root: Path) -> Iterator[Finding]:
-    """Yield a finding about the device that `config` asks for, then the findings of each kind of device."""
+    """Yield a finding about the device that `config` selects, then the findings of each kind of device."""
     report = {kind: list(kind.findings(root)) for kind in KINDS}
     broken = [kind.name for kind, findings in report.items() if any(one.status == "error" for one in findings)]
     device, chosen = _device(config.device, config.tensor_parallel, broken)
     yield device
-    if device.status != "error":  # a broken library must not be loaded here
+    if device.status != "error":  # do not load a broken library
         yield from _dtype(chosen, config.dtype)
     for kind, findings in report.items():
         for one in findings:
-            # An error of a device that is not chosen does not prevent the start.
+            # An error of a device that is not selected does not prevent the service from starting.
             spared = one.status == "error" and kind.name != chosen
             yield replace(one, status="warning") if spared else one
 
 
 def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, str]:
     """Return a finding about the device that `name` selects, and its resolved name. `broken` are kinds with errors."""
-    usable = [kind for kind in KINDS if kind.name not in broken]  # a broken library must not even be loaded
+    usable = [kind for kind in KINDS if kind.name not in broken]  # do not even load a broken library
     missing = dict.fromkeys(broken, "see below") | {kind.name: reason for kind in usable if (reason := kind.missing())}
     absent = "; ".join(f"no {one}: {reason}" for one, reason in missing.items())
     chosen = next(kind.name for kind in KINDS if kind.name not in missing) if name == "auto" else name
@@ -90,9 +90,7 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
         return Finding("device", "error", absent, f"see what is said of {chosen} below"), chosen
     try:
         device = open_device(chosen)
-        torch_device = torch.empty(
-            1, device=device.torch_device
-        ).device  # starts the device, which reports some errors only then
+        torch_device = torch.empty(1, device=device.torch_device).device  # initializes the device, to find errors
         free = device.free_bytes() / GiB
     except (MindieMMError, RuntimeError) as error:
         return Finding("device", "error", absent, str(error)), chosen
@@ -107,7 +105,7 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
 
 
 def _dtype(device: str, name: str) -> Iterator[Finding]:
-    """Yield a warning if `device` has no instructions for the dtype `name`. `auto` always chooses a fast dtype."""
+    """Yield a warning if `device` has no instructions for the dtype `name`. `auto` always selects a fast dtype."""
     dtype = getattr(torch, name, None)
     if isinstance(dtype, torch.dtype) and not open_device(device).multiplies(dtype):
         message = SLOW_DTYPE.format(dtype=name, device=device)
@@ -137,7 +135,7 @@ def _shared_memory(config: WorkerConfig) -> Finding:
     space = ShmSpace.now()
     if why := space.why_no_file():
         return Finding("shared memory", "error", f"no file can be made in {SHM_DIRECTORY}", why)
-    if (free := space.free_bytes) is None:  # `_memory` checks the host's memory instead
+    if (free := space.free_bytes) is None:  # in this case `_memory` checks the host's memory
         return Finding(
             "shared memory", "ok", f"{SHM_DIRECTORY} has no size limit, {needed / MiB:.0f} MiB will be reserved"
         )
@@ -166,7 +164,7 @@ def _memory(config: WorkerConfig) -> Finding:
 
 def _open_files(_: WorkerConfig) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < MIN_OPEN_FILES:  # the service raises its soft limit to the hard one
+    if hard < MIN_OPEN_FILES:  # the service raises its soft limit to the hard limit
         return Finding("open files", "warning", f"{soft} of at most {hard}", f"ulimit -Hn {MIN_OPEN_FILES} or more")
     return Finding("open files", "ok", f"{soft} of at most {hard}")
 
@@ -183,7 +181,7 @@ def _decoders() -> Finding:
 
 
 def _spool(config: ServiceConfig) -> Finding:
-    """Check that the spool can be written and locked, or created if it is missing. Do not create it."""
+    """Check that the spool can be written and locked, or that it can be created. Do not create the spool."""
     spool = (config.spool or default_spool()).absolute()
     advice = "set --spool to a folder that only the service's user may write"
     try:

@@ -79,8 +79,7 @@ class Ranks:
         return result
 
     def owners(self, costs: Sequence[int]) -> list[int]:
-        """Assign work to ranks so that costs are balanced, and return a rank for each cost. All ranks get the same
-        result.
+        """Return a rank for each item, so that costs are balanced. All ranks get the same result.
 
         Args:
             costs: Cost of each item.
