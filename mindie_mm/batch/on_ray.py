@@ -38,7 +38,7 @@ _CHECK = (
     "RAY_AUTH_TOKEN here"
 )
 _DEATHS = 2
-"""Number of actors that may die at a row before the row is not tried again."""
+"""Number of times that actors may die at a row. After that, the row is skipped."""
 _MOST_BLOCKS = 10_000
 """Maximum number of Ray's blocks, because its driver keeps data for each block. If there are more chunks, they share
 blocks."""
@@ -142,7 +142,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 def put_lists(run: Run, folder: Path, lists: Mapping[int, Iterable[bytes]], writer: str) -> None:
     """Write the gathered inputs to a node's `folder`, unless the folder has them.
 
-    The folder may hold files of an earlier run. Each actor of the node may do this at the same time.
+    The folder may contain files of an earlier run. Actors of the node may call this function at the same time.
 
     Args:
         run: Run that the inputs belong to.

@@ -93,7 +93,7 @@ def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = Non
         while not ended.wait(interval_s or pause_s):
             print_now()
 
-    printing = Thread(target=print_often, daemon=True)  # a separate thread, because a row may take long
+    printing = Thread(target=print_often, daemon=True)  # a separate thread, because a row may take a long time
     printing.start()
     try:
         yield show

@@ -100,7 +100,7 @@ def run_batch(
 
 
 def _require_apart(inputs: Sequence[str], folder: Path) -> None:
-    """Raise InputError if an input lies in the output folder, where files of the run may replace it."""
+    """Raise InputError if an input is in the output folder, where files of the run may replace it."""
     output = Path(os.path.realpath(folder))
     for given in inputs:
         if not is_stream(given) and Path(os.path.realpath(given)).is_relative_to(output):

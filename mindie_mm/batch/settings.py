@@ -62,7 +62,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = False
     """Whether a longer row is shortened instead: the oldest text and whole media items are removed."""
     limit: int | None = None
-    """Maximum number of rows to take, or None for all."""
+    """Maximum number of rows to tokenize, or None for all."""
     shard_bytes: int = 256 * MiB
     """Total size of the blocks in bytes at which a shard ends."""
     shard_rows: int = 128

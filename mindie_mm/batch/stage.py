@@ -148,7 +148,7 @@ def _require_listed(record: Record, folder: Path) -> None:
     """Raise StorageError if the file of a media folder's row was removed after the folder was listed."""
     for item in parse(record, folder, "").items or ():
         source = item.source if isinstance(item, Media) else None
-        # A name with an escaped byte, such as \\xe9, belongs to a file that exists under its unescaped name.
+        # A name with an escaped byte, such as \xe9, belongs to a file that exists under its unescaped name.
         if isinstance(source, str) and "\\x" not in source and not os.path.lexists(source):
             raise StorageError(f"{source} was removed while the run read {folder}. Restore the file")
 

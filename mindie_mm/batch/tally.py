@@ -122,7 +122,7 @@ class Tally:
         self._show(self._of_limit(self.done), self._of_limit(self._earlier))
 
     def _share(self, chunk: Chunk, rows: int) -> float:
-        """Return which share of the whole input this number of rows of a chunk is."""
+        """Return the share of the whole input that a number of rows of a chunk has."""
         return self._shares[chunk.file] * (chunk.stop - chunk.start) * rows / chunk.num_rows
 
     def _of_limit(self, done: Progress) -> Progress:

@@ -25,7 +25,7 @@ def versions(more: Sequence[str] = ()) -> dict[str, str]:
     Packages that are not installed are left out. FFmpeg's libraries are listed separately, because PyAV may use those
     of the system.
     """
-    import av  # late, because listing and checking a run's files need no decoder
+    import av  # imported late, because listing and checking a run's files do not need a decoder
 
     found = {}
     for name in (*_PACKAGES, *more):

@@ -168,7 +168,7 @@ def _mode(path: Path, what: str) -> int:
 )
 @click.option("--count", type=click.IntRange(min=1), metavar="N", help="Stop after N samples.  [default: at Ctrl-C]")
 def watch(*, interval: float, count: int | None) -> None:
-    """Show the arenas live, or print a line per sample if standard output is not a terminal. Ctrl-C exits."""
+    """Show the arenas live, or print a line per sample if standard output is not a terminal. Stop with Ctrl-C."""
     try:
         _watch_live(interval, count) if sys.stdout.isatty() else _watch_lines(interval, count)
     except KeyboardInterrupt:

@@ -64,9 +64,9 @@ def command(
 ) -> None:
     """Tokenize and preprocess the rows of INPUT, for `mindie-mm generate` or for training.
 
-    INPUT is a .jsonl or .parquet file, a .tar file in WebDataset format, a folder of media, a pipe with JSON lines, or
-    - for JSON lines from standard input. A row is a List[Dict], an object with `inputs` or `messages`, or an object
-    with text and media.
+    INPUT is a .jsonl or .parquet file, a .tar file in WebDataset format, a folder of media, or JSON lines from a pipe
+    or from standard input (-). A row is a List[Dict], an object with `inputs` or `messages`, or an object with text and
+    media.
 
     Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 if interrupted, 3
     if the run is not finished for another reason. Run the same command again to continue.

@@ -251,7 +251,7 @@ class BaseEngine(ABC):
         ]
 
     def _constrain(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
-        """Set logits of tokens that may not be drawn to minus infinity. Logits: float32 [sequences, vocabulary]."""
+        """Set the logits of forbidden tokens to minus infinity. `logits` are float32 [sequences, vocabulary]."""
         constraints = {row: one.constraint for row, one in enumerate(sequences) if one.constraint is not None}
         if not constraints:
             return

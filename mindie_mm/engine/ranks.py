@@ -49,7 +49,7 @@ class Ranks:
         return default_num_threads()
 
     def open_device(self, name: str) -> Device:
-        """Open a device as `device.open_device` does. Raise DeviceError if there are fewer devices than ranks."""
+        """Open a device like `device.open_device`. Raise DeviceError if there are fewer devices than ranks."""
         return open_device(name)
 
     def broadcast(self, kind: Any, make: Callable[[], T]) -> T:

@@ -99,7 +99,7 @@ class Runner:
         )
 
     def _begun(self, scheduled: Scheduled) -> list[int]:
-        """Return a list of the block that the step begins and does not fill, or an empty list."""
+        """Return the block that the step begins but does not fill, in a list that may be empty."""
         size, stop = self._cache.block_size, scheduled.stop
         last = (stop - 1) // size
         partly = stop % size and scheduled.start <= last * size

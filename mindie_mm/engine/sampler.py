@@ -48,7 +48,7 @@ def sample(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tup
 
 
 _Weights = list[tuple[int, NDArray[np.int64], float | NDArray[np.floating]]]
-"""Entries of a row, its token ids, and one value for all of these ids or one value per id."""
+"""Tuples of a row, its token ids, and either one value for all of these ids or one value per id."""
 
 
 def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tuple[int, ...]) -> None:

@@ -199,7 +199,7 @@ class Scheduler(BaseScheduler):
         return self._take(sequence, stop, budget)
 
     def _comes_soon(self, sequence: Sequence, num_shared: int, budget: _Budget) -> bool:
-        """Return whether blocks that this step fills would save at least half of the sequence's work."""
+        """Return whether this step fills blocks that would save the sequence at least half of its work."""
         if sequence.params.prompt_logprobs is not None:
             return False
         further = sequence.keys[num_shared:]
@@ -221,7 +221,7 @@ class Scheduler(BaseScheduler):
         return Scheduled(sequence, start, stop)
 
     def _stop(self, sequence: Sequence, start: int, budget: _Budget) -> int:
-        """Return up to which token the budgets allow to compute the sequence from `start`."""
+        """Return the end of the range of tokens from `start` that the budgets allow."""
         stop = min(sequence.num_tokens, start + max(budget.tokens, 0))
         items = self._uncached(sequence, start, stop)
         if items and (fitting := budget.tower.num_fitting(items)) < len(items):

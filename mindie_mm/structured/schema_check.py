@@ -152,7 +152,7 @@ def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
 def _tried(grammars: Grammars, wanted: StructuredOutputs) -> tuple[str, float]:
     """Compile and try `wanted` in a fork of this process. Return the error, or "", and the CPU time in seconds.
 
-    The fork also protects this process from crashes of the compiler, such as a stack overflow or a lack of memory.
+    The fork protects this process from crashes of the compiler, such as a stack overflow or a lack of memory.
 
     Raises:
         TimeoutError: The machine was too busy to check the description.

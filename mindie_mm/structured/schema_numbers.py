@@ -18,7 +18,7 @@ _INT64_MAX = 2**63 - 1
 _LARGEST = 2**63 - 1024
 """Largest float64 that fits in an int64. llguidance computes ranges in int64, and negates their bounds."""
 _MOST = 2**31 - 1
-"""Replacement for any larger limit of a length. No answer is so long."""
+"""Replacement for any larger limit of a length. No answer is that long."""
 _MAX_DIVISOR = 2**32 // 10
 """Largest supported value of multipleOf. llguidance divides digit by digit in 32 bits."""
 _NINETEEN_DIGITS = 10**18
@@ -107,8 +107,8 @@ def _rewrite_bounds(schema: dict[str, Any]) -> None:
     _rewrite_bound(schema, "minimum", "exclusiveMinimum", 1, integers)
     _rewrite_bound(schema, "maximum", "exclusiveMaximum", -1, integers)
     _require_range(schema, given)
-    # Add a second bound to a single large bound. For a single bound, llguidance computes the largest number with as many
-    # digits, which would not fit in an int64.
+    # Add a second bound to a single large bound. Otherwise llguidance computes the largest number with as many digits,
+    # which does not fit in an int64.
     if _is_number(low := schema.get("minimum")) and low >= _NINETEEN_DIGITS:
         schema.setdefault("maximum", _INT64_MAX if integers else _LARGEST)
     if _is_number(high := schema.get("maximum")) and high <= -_NINETEEN_DIGITS:

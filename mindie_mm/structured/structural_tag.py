@@ -25,7 +25,7 @@ class _Part:
 
     text: str
     regular: bool = False
-    """Whether the part may be used in a terminal, too."""
+    """Whether the part may be used in a terminal as well as in a rule."""
     open: bool = False
     """Whether the part may end with text of any length, which could match text of the next part."""
     letters: str = ""

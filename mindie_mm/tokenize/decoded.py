@@ -85,7 +85,7 @@ class _RequestMedia(RequestMedia):
         self._group = Group()
         self._files = ExitStack()
         self._sources: dict[PlannedItem, tuple[Item, Parcel] | Embeddings] = {}
-        """Sources of the items. Embeddings do not need a decoder."""
+        """Source data of the planned items. Embeddings do not need a decoder."""
 
     async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
         self._group.keeps_decoder = sum(map(len, prompts)) == 1

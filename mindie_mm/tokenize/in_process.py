@@ -47,7 +47,7 @@ class _RequestMedia(RequestMedia):
         self._wire = wire
         self._caps = caps
         self._data: dict[PlannedItem, Data] = {}
-        """Sources of the items."""
+        """Source data of the planned items."""
 
     async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
         return [self._plan_prompt(media) for media in prompts]

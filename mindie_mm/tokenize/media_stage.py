@@ -46,7 +46,7 @@ class MediaStage(ABC):
 
     @abstractmethod
     def request(self) -> AbstractAsyncContextManager[RequestMedia]:
-        """Return a context for the media of one request. On exit, it closes their files."""
+        """Return a context manager for the media of one request. On exit, it closes the files of the media."""
 
     @abstractmethod
     def close(self) -> None:

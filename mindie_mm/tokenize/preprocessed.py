@@ -34,7 +34,7 @@ class Preprocessed:
         return nbytes <= self._capacity_bytes
 
     def copy(self, digest: bytes, arrays: _Arrays) -> bool:
-        """Copy the arrays cached under `digest` into the entries of `arrays` with the same names. False on a miss."""
+        """Copy the arrays cached under `digest` into `arrays`, by name. Return False if there are none."""
         with self._lock:
             kept = self._items.get(digest)
             if kept is None:

@@ -40,7 +40,7 @@ class _Waiter:
 class Room:
     """The queue of requests that need memory in an arena.
 
-    A request gets blocks for all its items at once, or waits in order of arrival. A waiting request does not have
+    A request gets blocks for all its items at once, or waits in order of arrival. While it waits, it does not have
     blocks.
 
     Later requests may overtake the first request in the queue if the free memory suffices for them but not for the
@@ -82,8 +82,8 @@ class Room:
         """Wait for the request's turn and for enough memory. Return a block for each item in `all_specs`.
 
         Raises:
-            ArenaFull: The arena had too little free memory within the maximum time. LimitExceeded, SharedMemoryError:
-                See `try_take`.
+            ArenaFull: The arena had too little free memory within the maximum time.
+            LimitExceeded, SharedMemoryError: See `try_take`.
 
         """
         nbytes = self.arena.require(all_specs, path_file)

@@ -163,7 +163,7 @@ class DiskWire(Wire):
 
 
 class MindIEWire(Wire):
-    """A wire with one shared-memory segment per array, and the words of the family's MindIE layout. Without digests."""
+    """A wire with a shared-memory segment per array, the words of the family's MindIE layout, and no digests."""
 
     def __init__(self, layouts: Mapping[Kind, Layout]) -> None:
         """Create a wire. `layouts` must have every kind of media that the model supports."""

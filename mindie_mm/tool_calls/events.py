@@ -40,7 +40,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """Event at the end of a complete call, whose arguments are a JSON object. A truncated call has no end.
+    """Event at the end of a complete call with valid arguments. A truncated call does not have this event.
 
     Strings within the arguments are not checked. They may contain control characters or unknown escapes.
     """

@@ -25,9 +25,9 @@ class JsonCallParser(ToolCallParser, ABC):
 
     tool_names = re.compile(".+", re.DOTALL)
     call_tags: ClassVar[tuple[str, str]] = ("", "")
-    """Texts before and after a call in a forced answer."""
+    """Texts before and after a call in the grammar."""
     arguments_key: ClassVar[str] = "arguments"
-    """Key of the arguments in a forced answer."""
+    """Key of the arguments in the grammar."""
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:

@@ -11,7 +11,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.schemas import keyword
 
 MAX_CALLS = 8
-"""Maximum number of calls in a forced answer. Without a limit, a small model repeats its call until max_tokens."""
+"""Maximum number of calls that a grammar allows. Without a limit, a small model repeats its call until max_tokens."""
 
 # This is the style of json.dumps. With flexible whitespace, a small model may write only whitespace.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -20,7 +20,8 @@ class ToolCallParser(Scanner, ABC):
     """A parser that separates calls from content while text arrives.
 
     Text that may be the beginning of a call is held back. It becomes content if it is not a call. The arguments of a
-    call are sent as JSON while they arrive. The result does not depend on the pieces in which the text arrives.
+    call are sent as JSON while they arrive. To send a text means to append an event to the result of `push`. The pieces
+    in which the text arrives do not affect the answer that the events describe.
 
     A subclass defines the `openings` of its calls. Its method `calls` parses the text after an opening.
     """
@@ -90,7 +91,7 @@ class ToolCallParser(Scanner, ABC):
             parallel: Whether the answer may have several calls.
             one_of: Names of the tools that may be called.
             added_tokens: Ids of the added tokens of the vocabulary. Literals in a grammar never match an added token.
-            with_text: Whether calls are optional and may be surrounded by text. This requires an opening that is an
+            with_text: Whether calls are optional and may have text around them. This requires an opening that is an
                 added token, because text cannot contain added tokens.
 
         Raises:

@@ -263,7 +263,7 @@ def pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def partial(text: str, start: int, literals: tuple[str, ...]) -> int:
-    """Return the length of the longest end of `text`, after `start`, with which one of the literals begins."""
+    """Return the length of the longest suffix of `text`, after `start`, that is the beginning of a literal."""
     for length in range(min(len(text) - start, max(map(len, literals)) - 1), 0, -1):
         if any(literal.startswith(text[-length:]) for literal in literals):
             return length

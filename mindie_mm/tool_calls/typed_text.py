@@ -29,9 +29,9 @@ class TypedTextParser(ToolCallParser, ABC):
     """
 
     tags_of_argument: ClassVar[tuple[str, str]]
-    """Texts before and after a value in a forced answer. They may contain `{name}` and `{is_string}`."""
+    """Texts before and after a value in the grammar. They may contain `{name}` and `{is_string}`."""
     excluded: ClassVar[tuple[str, ...]]
-    """Texts that a string in a forced answer must not contain."""
+    """Texts that the grammar does not allow in a string."""
 
     @classmethod
     def arguments_rule(cls, tool: Tool, rules: Rules) -> str:

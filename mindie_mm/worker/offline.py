@@ -171,7 +171,7 @@ class _Asked:
     task: asyncio.Task[None] = field(init=False)
     answer: Line | None = None
     failure: MindieMMError | None = None
-    """Failure of the engine because of which the row has no answer. The row may be the cause."""
+    """Engine failure that left the row without an answer. The row may be the cause."""
 
 
 class _Asking:

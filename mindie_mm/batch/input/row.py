@@ -270,7 +270,7 @@ def _text_file(record: Files) -> str:
 
 
 def _located_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Media:
-    """Replace the name in `media` with the bytes of the row's file of that name, which may omit the folder."""
+    """Replace the name in `media`, with or without a folder, with the bytes of the row's file of that name."""
     for name, data in files.items():
         if media.source in (name, name.rpartition("/")[2]):
             return replace(media, source=data)

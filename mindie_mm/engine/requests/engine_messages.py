@@ -38,7 +38,7 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     media."""
     params: SamplingParams
     asked_s: float = msgspec.field(default_factory=time.monotonic)
-    """Time at which the client received the request, by time.monotonic, whose clock is common to all processes."""
+    """Time at which the client received the request, by time.monotonic. All processes of a machine share this clock."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

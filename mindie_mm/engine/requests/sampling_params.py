@@ -90,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return room if self.max_tokens is None else min(room, self.max_tokens)
 
     def stating(self, **stated: Any) -> SamplingParams:
-        """Return a copy with the settings that a request gives. Settings of None are not changed.
+        """Return a copy with the settings that a request gives. Arguments that are None are ignored.
 
         An explicit `max_tokens` sets `cut_max_tokens` to False.
         """

@@ -128,7 +128,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     lifeline.before_end(collect)  # if the parent is dead, no other process collects arenas of dead tokenizers
     with arena:
         faults.point("arena-made")
-        with suppress(asyncio.CancelledError):  # SIGTERM
+        with suppress(asyncio.CancelledError):  # SIGTERM cancels the task
             asyncio.run(_run(channel, setup, arena))
 
 

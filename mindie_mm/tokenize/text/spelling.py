@@ -4,9 +4,9 @@ Before a prompt is assembled, the first character of any such spelling is replac
 occurs nowhere else. Every control token that the prompt still spells is intended. `Rendered.restore` gives the original
 characters.
 
-This is true for a template that writes each of the user's strings unchanged, or without surrounding whitespace. Other
-templates can still produce a control token from a user's text: if they split a string and join the pieces, change its
-letters, or begin a token and complete it with the user's number or with a name that the template looks for, such as
+The escapes work with a template that writes each of the user's strings unchanged, or without surrounding whitespace.
+Other templates can still produce a control token from a user's text: if they split a string and join the pieces, change
+its letters, or begin a token and complete it with the user's number or with a name that the template looks for, such as
 "object".
 """
 
