@@ -42,7 +42,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, folder: str, cursor_path: st
 
 
 def _reports(stage: Stage, cursor: RowCursor, job: Job) -> Iterator[Report]:
-    """Process a job and yield its reports. Report failed rows at once, and other rows at intervals."""
+    """Process a job and yield its reports. Report failed rows immediately, and other rows at intervals."""
     steps, sent_s = list[Step](), time.monotonic()
     for report in stage.run(job.chunk, job.doomed):
         if isinstance(report, Finished):

@@ -32,7 +32,7 @@ PATIENCE = timedelta(minutes=2)
 a collective operation cannot receive the error. In this case the failed rank ends, and all other ranks are ended."""
 LOADING_PATIENCE = timedelta(hours=2)
 """Value of `PATIENCE` while weights are loaded, because the ranks may need different times."""
-_FOREVER = timedelta(days=365)  # an idle engine waits for its next message
+_FOREVER = timedelta(days=365)  # for an idle engine, which waits for its next message
 _INLINE = 504
 """Maximum number of bytes of a message that are sent together with the message's length."""
 

@@ -110,7 +110,7 @@ class Grammars:
             raise InputError(f"{wanted.noun} cannot be served: {constraint.error}")
 
     def refused(self, constraints: abc.Sequence[Constraint], vocab_size: int) -> NDArray[np.bool_]:
-        """Return the tokens that may not come next, bool [constraints, vocab_size].
+        """Return which tokens are not allowed next, bool [constraints, vocab_size].
 
         The row of a constraint with an error does not refuse any token.
         """

@@ -40,8 +40,8 @@ class _Waiter:
 class Room:
     """The queue of requests that need memory in an arena.
 
-    A request gets blocks for all its items at once, or waits in order of arrival. While it waits, it does not have
-    blocks.
+    A request gets the blocks for all its items together. Requests that have to wait do so in order of arrival, and do
+    not have blocks while they wait.
 
     Later requests may overtake the first request in the queue if the free memory suffices for them but not for the
     first request. Once they have taken as many bytes as the first request needs, none may overtake it.

@@ -156,8 +156,8 @@ class Tokenizer:
             messages: Messages as in OpenAI's chat API.
             shm_name_save_path: As in `tokenize`.
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
-            template_kwargs: More variables for the template. `tools` may contain Python functions, which transformers
-                describes by their docstrings.
+            template_kwargs: More variables for the template. `tools` may contain Python functions, whose descriptions
+                transformers takes from their docstrings.
 
         Returns:
             int64 [T] on the CPU, as `tokenize` returns it.

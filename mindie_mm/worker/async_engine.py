@@ -126,7 +126,7 @@ class AsyncEngine:
             InputError: A sampling setting is invalid.
             ProcessDied: The engine died during the request, or the engine is closed.
             NoProcess: No engine accepts requests (`wait_until_up`).
-            MindieMMError: The engine refused the request or failed to compute it. StaleReference is an example.
+            MindieMMError: The engine refused the request or failed to compute it, for example with StaleReference.
 
         """
         assert request_id not in self._requests, request_id
@@ -193,7 +193,7 @@ class AsyncEngine:
         """Wait until the engine accepts requests.
 
         Raises:
-            NoProcess: The engine is not up after `wait_s` seconds. The wait is shorter after failed restarts
+            NoProcess: The engine is not up after `wait_s` seconds, or after a shorter time if restarts have failed
                 (`Starter.patience_s`).
             ProcessDied: The engine is closed.
 

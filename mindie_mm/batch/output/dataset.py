@@ -146,7 +146,7 @@ class Dataset(Sequence[Sample]):
         _datasets.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without open files. The receiving process opens its own."""
+        """Return the state without open files. The receiving process opens the files itself."""
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THE_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

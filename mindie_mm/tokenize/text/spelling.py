@@ -1,8 +1,8 @@
 """Escaping of control tokens that a user's text spells, so that they differ from intended control tokens.
 
 Before a prompt is assembled, the first character of any such spelling is replaced with a private-use character that
-occurs nowhere else. Every control token that the prompt still spells is intended. `Rendered.restore` gives the original
-characters.
+occurs nowhere else. Every control token that the prompt still spells is intended. `Rendered.restore` contains the
+original characters.
 
 The escapes work with a template that writes each of the user's strings unchanged, or without surrounding whitespace.
 Other templates can still produce a control token from a user's text: if they split a string and join the pieces, change
@@ -21,7 +21,7 @@ from typing import Any
 from mindie_mm.errors import InputError
 
 _FREE = range(0xE000, 0x110000)
-"""Code points of characters that may replace others. Those for private use come first."""
+"""Code points of characters that may replace others. Private-use characters come first."""
 _FIELDS = re.compile("[%{]")
 """Characters that may begin a field in a template's format string."""
 
