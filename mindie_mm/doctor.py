@@ -1,4 +1,4 @@
-"""Checks of a machine before it serves, with advice for each problem."""
+"""Checks of whether a machine can run the service, with advice for each problem."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ MIN_OPEN_FILES = 1024
 
 
 def examine(configuration: Configuration, root: Path = Path("/")) -> Iterator[Finding]:
-    """Check everything that serving `configuration` needs. Yield one finding at a time.
+    """Check everything that the service needs to run with `configuration`. Yield the findings one by one.
 
-    `root` is the folder in which to look for drivers and libraries of accelerators.
+    `root` is the root of the file system in which to look for drivers and libraries of accelerators.
     """
     config, service = configuration.worker, configuration.service
     for message in misspelt_variables():
@@ -66,23 +66,26 @@ def _libraries() -> Finding:
 
 
 def _devices(config: EngineConfig, root: Path) -> Iterator[Finding]:
-    """Yield a finding about the device that `config` asks for, then the findings of each kind of device."""
+    """Yield a finding about the device in `config`, and then the findings about each kind of device."""
     report = {kind: list(kind.findings(root)) for kind in KINDS}
     broken = [kind.name for kind, findings in report.items() if any(one.status == "error" for one in findings)]
     device, chosen = _device(config.device, config.tensor_parallel, broken)
     yield device
-    if device.status != "error":  # a broken library must not be loaded here
+    if device.status != "error":  # do not load a broken library
         yield from _dtype(chosen, config.dtype)
     for kind, findings in report.items():
         for one in findings:
-            # An error of a device that is not chosen does not prevent the start.
+            # The service can start despite an error of a device that it does not use.
             spared = one.status == "error" and kind.name != chosen
             yield replace(one, status="warning") if spared else one
 
 
 def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, str]:
-    """Return a finding about the device that `name` selects, and its resolved name. `broken` are kinds with errors."""
-    usable = [kind for kind in KINDS if kind.name not in broken]  # a broken library must not even be loaded
+    """Return a finding about the device that `name` selects, and the name of this device. `name` may be auto.
+
+    `broken` contains the names of the kinds of devices that have errors.
+    """
+    usable = [kind for kind in KINDS if kind.name not in broken]  # do not load a broken library
     missing = dict.fromkeys(broken, "see below") | {kind.name: reason for kind in usable if (reason := kind.missing())}
     absent = "; ".join(f"no {one}: {reason}" for one, reason in missing.items())
     chosen = next(kind.name for kind in KINDS if kind.name not in missing) if name == "auto" else name
@@ -92,7 +95,7 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
         device = open_device(chosen)
         torch_device = torch.empty(
             1, device=device.torch_device
-        ).device  # starts the device, which reports some errors only then
+        ).device  # creating a tensor starts the device, which reports some errors only then
         free = device.free_bytes() / GiB
     except (MindieMMError, RuntimeError) as error:
         return Finding("device", "error", absent, str(error)), chosen
@@ -109,7 +112,7 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
 
 
 def _dtype(device: str, name: str) -> Iterator[Finding]:
-    """Yield a warning if `device` has no instructions for the dtype `name`. `auto` always chooses a fast dtype."""
+    """Yield a warning if `device` has no instructions for the dtype `name`. `auto` never needs a warning."""
     dtype = getattr(torch, name, None)
     if isinstance(dtype, torch.dtype) and not open_device(device).multiplies(dtype):
         message = SLOW_DTYPE.format(dtype=name, device=device)
@@ -117,7 +120,7 @@ def _dtype(device: str, name: str) -> Iterator[Finding]:
 
 
 def checkpoint_finding(config: WorkerConfig) -> Finding:
-    """Check the checkpoint's files, except for the values of its weights. Load no weights."""
+    """Check the checkpoint's files without loading its weights."""
     try:
         checkpoint = Checkpoint.open(config.model)
         family = family_of(checkpoint, config.family)
@@ -193,7 +196,7 @@ def _decoders() -> Finding:
 
 
 def _spool(config: ServiceConfig) -> Finding:
-    """Check that the spool can be written and locked, or created if it is missing. Do not create it."""
+    """Check that the spool can be written to and locked. If it is missing, check that it can be created."""
     spool = (config.spool or default_spool()).absolute()
     advice = "set --spool to a folder that only the service's user may write"
     try:

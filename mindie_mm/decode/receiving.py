@@ -1,4 +1,4 @@
-"""Decoder's end of a channel that carries descriptors (`mindie_mm.processes.ipc.Channel.send_with`)."""
+"""The decoder's end of a channel through which files can be sent (`mindie_mm.processes.ipc.Channel.send_with`)."""
 
 from __future__ import annotations
 

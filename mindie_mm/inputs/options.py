@@ -1,4 +1,4 @@
-"""Parsing of the options of media items, with limits for each kind of item."""
+"""Parsing of the options of media items."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _MAX_SAMPLING_RATE = 768_000
 
 
 def parse_options(kind: Kind, given: Mapping[str, Any], where: str, *, strict: bool) -> MediaOptions:
-    """Parse the options of an item, that is, its keys other than the source. Ignore keys as `pass_over` does.
+    """Parse the options of an item, that is, all its keys except the source. Pass unknown keys to `pass_over`.
 
     Raises:
-        InputError: The kind of the item does not take an option, or a value is wrong.
+        InputError: Items of this kind do not have one of the options, or a value is invalid.
 
     """
     allowed = _OPTIONS[kind]

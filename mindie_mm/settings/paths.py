@@ -1,7 +1,7 @@
-"""Absolute paths, resolved when the caller passes them.
+"""Conversion of relative paths to absolute paths, at the time when the caller passes them.
 
-A script may change its working directory at any time, as Hydra does, and so may another thread. Worker processes that
-restart later start in the new directory.
+A script may change its working directory at any time, as Hydra does. If a worker process is restarted after that, it
+starts in the new directory.
 """
 
 from __future__ import annotations

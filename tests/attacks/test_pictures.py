@@ -35,7 +35,7 @@ def test_too_many_pixels_of_a_request_are_refused(attacked: Attacked) -> None:
     message = attacked.refused(
         body, "media item 6 (image): the request's images and frames have at least 1252421632 pixels"
     )
-    assert message.endswith("; the limit is 1073741824")
+    assert message.endswith("; the limit is 1073741824 (--max-request-pixels)")
 
 
 @pytest.mark.parametrize(("make", "message"), pictures.OF_FORMATS.values(), ids=pictures.OF_FORMATS.keys())

@@ -1,8 +1,8 @@
-"""Fetching of media over HTTP, restricted to public addresses.
+"""Fetching of media over HTTP from public addresses only.
 
-A name is resolved once per connection, and every address that it resolves to must be public. The socket is opened only
-to an address that was checked, so a DNS record that changes after the check has no effect. Each redirect is checked
-like the first URL (`http_url.py`).
+A host name is resolved once per connection, and all its addresses must be public. The socket connects only to an
+address that has been checked, so a DNS record that changes after the check has no effect. Each redirect is checked like
+the first URL (`http_url.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from mindie_mm.processes.tasks import in_thread
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 1 << 16
 
-# Python's is_global accepts these networks, but they may lead to any IPv4 address or into the cloud of the machine.
+# Python's is_global accepts these networks, but their addresses may lead to any IPv4 address, or to internal services
+# of a cloud.
 _CLOSED = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -73,16 +74,16 @@ async def fetch(
 
     Args:
         url: An http or https URL.
-        max_bytes: Maximum size of the body in bytes, as sent and as decoded.
+        max_bytes: Maximum size of the body in bytes, both as sent and after decoding.
         timeout_s: Maximum duration in seconds, including redirects.
         connect_timeout_s: Maximum time in seconds to open a connection.
-        read_timeout_s: Maximum time in seconds in which the server sends nothing.
+        read_timeout_s: Maximum time in seconds between two pieces of data from the server.
         max_redirects: Maximum number of redirects.
         allowed_domains: Allowed hosts, including their subdomains. If empty, every host is allowed.
         allow_private: Whether to allow addresses that are not public.
-        spend: Called with the size in bytes of each chunk, and with the bytes that decoding adds. An exception from it
-            ends the fetch.
-        request: Request on whose behalf the URL is fetched. Its concurrent name lookups are limited.
+        spend: Function that is called with the size of each chunk in bytes, and with the number of bytes that decoding
+            adds. It can raise an exception to abort the fetch.
+        request: Id of the request that needs the URL. The number of its concurrent name lookups is limited.
 
     Raises:
         MediaError: The URL is not allowed or cannot be fetched.
@@ -98,7 +99,7 @@ async def fetch(
             asyncio.timeout(timeout_s),
             aiohttp.ClientSession(
                 connector=connector,
-                trust_env=False,  # a proxy would connect in our place, and no address could be checked
+                trust_env=False,  # a proxy would connect on our behalf, so that no address could be checked
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 headers={"Accept-Encoding": "identity", "User-Agent": "mindie_mm"},
@@ -149,11 +150,11 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callabl
 
 
 LOOKUPS = Threads("lookup")
-"""Threads for name lookups, shared by all fetches, because their number is limited per process."""
+"""Threads for name lookups. All fetches share them, because the number of threads is limited per process."""
 
 
 class _Resolver(AbstractResolver):
-    """The system's resolver, except that a name is refused if any of its addresses is not public."""
+    """Resolver that uses the system's resolver, but refuses a name if any of its addresses is not public."""
 
     def __init__(self, allow_private: bool, request: str | None) -> None:
         self._allow_private = allow_private
@@ -168,11 +169,11 @@ class _Resolver(AbstractResolver):
         return results
 
     async def close(self) -> None:
-        """Do nothing, because the resolver holds no resources."""
+        """Do nothing, because the resolver has no resources to release."""
 
 
 def _resolve(host: str, port: int, family: int) -> list[ResolveResult]:
-    """Resolve `host` as aiohttp does, but without the event loop.
+    """Resolve `host` as aiohttp does, but in the calling thread.
 
     Raises:
         OSError: The name cannot be resolved (gaierror).
@@ -183,7 +184,7 @@ def _resolve(host: str, port: int, family: int) -> list[ResolveResult]:
     return [
         ResolveResult(
             hostname=host,
-            host=socket.getnameinfo(address, numeric)[0],  # includes the zone
+            host=socket.getnameinfo(address, numeric)[0],  # includes the zone of an IPv6 address
             port=port,
             family=found,
             proto=protocol,
@@ -198,7 +199,7 @@ def _resolve(host: str, port: int, family: int) -> list[ResolveResult]:
 class _NotPublic(OSError):
     """An error for an address that is not public.
 
-    It is an OSError, as the connector expects for a failed connection.
+    The class derives from OSError, because the connector expects an OSError if a connection fails.
     """
 
 
@@ -213,7 +214,7 @@ def _socket_factory(allow_private: bool) -> Callable[[aiohttp.AddrInfoType], soc
 
 
 def _reason(error: BaseException) -> str:
-    """Describe a failure. The messages of aiohttp are not used, because they contain addresses and have any length."""
+    """Describe a failure. Do not use the messages of aiohttp, which contain addresses and may be long."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, _NotPublic):

@@ -1,7 +1,7 @@
 """Checks of URLs before they are fetched.
 
-The path and the query are sent byte for byte, because the signature of a signed URL covers them. yarl alone parses the
-host, so the host that is checked is the host that is connected to.
+The path and the query are sent byte for byte, because the signature of a signed URL covers them. Only yarl parses the
+host, so that the host in the check is the same as the host in the connection.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _UNPRINTABLE = re.compile(r"[\0-\x20\x7f]")
 def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
     """Return `url` in the form in which it is requested, without its fragment.
 
-    Characters outside ASCII are percent-encoded as UTF-8, as in browsers. The path and the query are not changed in any
-    other way.
+    Characters outside ASCII are percent-encoded as UTF-8, as in browsers. Otherwise, the path and the query are not
+    changed.
 
     Args:
         url: The URL as the client gave it.
@@ -45,7 +45,7 @@ def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
         raise MediaError("the URL has a backslash, white space or a control character")
     try:
         parsed = URL(url)
-        own, port = parsed.host, parsed.port  # yarl decodes them on access, and raises if xn-- is not a valid name
+        own, port = parsed.host, parsed.port  # yarl decodes the host here, and raises if an xn-- name is invalid
         target = _escaped(url).partition("#")[0]
     except ValueError as error:
         raise MediaError("the URL cannot be parsed") from error
@@ -69,7 +69,7 @@ def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
 def redirected_url(location: str, base: URL) -> str:
     """Resolve the Location header of a response against `base`.
 
-    Some servers send white space, control characters and bytes that are not UTF-8. These are percent-encoded.
+    Some servers send white space, control characters and bytes that are not UTF-8. This function percent-encodes them.
 
     Raises:
         MediaError: The location is empty, too long or malformed.
@@ -92,12 +92,12 @@ def redirected_url(location: str, base: URL) -> str:
 
 @lru_cache
 def encoded_domain(domain: str) -> str:
-    """Return a domain name in its ASCII form, in lower case and without a trailing dot.
+    """Return a domain name in ASCII and lower case, without a trailing dot.
 
     The result is xn--bcher-kva.de for bücher.de, Bücher.de and xn--bcher-kva.de.
 
     Raises:
-        InputError: The name cannot be the host of a URL or a parent domain of one.
+        InputError: The name cannot be the host of a URL or a parent domain of a host.
 
     """
     try:
@@ -113,7 +113,7 @@ def encoded_domain(domain: str) -> str:
 
 
 def _escaped(url: str) -> str:
-    """Percent-encode characters after the origin that are not printable ASCII. Raise UnicodeEncodeError."""
+    """Percent-encode all characters after the origin that are not printable ASCII. May raise UnicodeEncodeError."""
     origin = _ORIGIN.match(url)
     start = origin.end() if origin is not None else 0
     return url[:start] + quote(url[start:], safe=_PRINTABLE, errors="surrogateescape")

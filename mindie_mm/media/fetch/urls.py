@@ -1,6 +1,6 @@
-"""Parsing of media sources that are text: URL schemes, paths of `file:` URLs, and base64 in `data:` URLs or bare.
+"""Parsing of media sources that are texts: URL schemes, paths of `file:` URLs, `data:` URLs and bare base64.
 
-This module is separate from the decoders, which the main process of the service never loads.
+The main process of the service imports this module, but not the modules for decoding.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from mindie_mm.errors import LimitExceeded, MediaError
 MAX_URL_LENGTH = len("file://localhost") + 3 * 4096
 """Maximum length of a `file:` URL in characters: a path of the system's maximum length, with each byte as %XX."""
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63}):")  # bounded, so that long base64 is not searched whole
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63}):")  # limited, so that a match does not scan long base64
 WHITE_SPACE = " \t\n\r\f\v"
 """ASCII white space, which is allowed anywhere in base64."""
 _MAX_TAIL = 128
-"""Number of characters at the end of base64 that are searched for padding. White space may surround the padding."""
+"""Number of characters at the end of base64 in which to search for padding. White space may surround the padding."""
 _MAX_DATA_HEAD = 256
 """Maximum number of characters before the data of a `data:` URL."""
 
 
 def scheme_of(source: str) -> str:
-    """Return the scheme of a URL in lower case, known or not, or an empty string if `source` is not a URL."""
+    """Return the scheme of a URL in lower case, or an empty string if `source` is not a URL. Any scheme is allowed."""
     return found[1].lower() if (found := _SCHEME.match(source)) else ""
 
 
@@ -34,7 +34,7 @@ def file_url_path(url: str) -> str:
     """Return the path of a `file:` URL.
 
     Raises:
-        MediaError: The URL is malformed or names another machine.
+        MediaError: The URL is malformed, or its host is another machine.
         LimitExceeded: The URL is too long.
 
     """
@@ -51,7 +51,7 @@ def file_url_path(url: str) -> str:
 
 
 def base64_start(url: str) -> int:
-    """Return the index at which the base64 of a `data:` URL begins. Raise MediaError if the URL has another form."""
+    """Return the index at which the base64 of a `data:` URL begins. Raise MediaError if the URL contains no base64."""
     stop = url.find(",", 0, _MAX_DATA_HEAD)
     if not url[: max(0, stop)].lower().endswith(";base64"):
         raise MediaError("the data: URL must have the form data:<type>;base64,<data>")
@@ -59,16 +59,16 @@ def base64_start(url: str) -> int:
 
 
 def base64_size(text: str, start: int) -> int:
-    """Return the decoded size in bytes of the base64 that begins at `start`, assuming that it is valid."""
+    """Return the decoded size in bytes of the base64 that begins at `start`. The base64 must be valid."""
     spaces = sum(text.count(space, start) for space in WHITE_SPACE if space in text)
     padding = min(2, text.count("=", max(start, len(text) - _MAX_TAIL)))
     return (len(text) - start - spaces) // 4 * 3 - padding
 
 
 def decode_base64(text: str, start: int = 0) -> bytes:
-    """Decode the base64 that begins at `start`. White space is ignored, and everything else must be strictly valid.
+    """Decode the base64 that begins at `start`. White space is ignored. Everything else must be strictly valid.
 
-    Encoders break base64 into lines (MIME, base64(1)), and the decoders of Python and of browsers ignore line breaks.
+    Some encoders break base64 into lines (MIME, base64(1)), and decoders in Python and browsers ignore line breaks.
 
     Raises:
         MediaError: The base64 is not valid.
@@ -76,7 +76,7 @@ def decode_base64(text: str, start: int = 0) -> bytes:
     """
     encoded: str | bytes = text[start:]
     try:
-        if any(space in text for space in WHITE_SPACE):  # searching is six times as fast as removing
+        if any(space in text for space in WHITE_SPACE):  # the search is six times as fast as the removal
             encoded = text[start:].encode("ascii").translate(None, WHITE_SPACE.encode())
         return pybase64.b64decode(encoded, validate=True)
     except ValueError as error:

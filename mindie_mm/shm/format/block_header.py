@@ -39,7 +39,7 @@ class _Buffer(Protocol):
 
 
 class Array(NamedTuple):
-    """Place of one array in a block."""
+    """Shape, dtype and offset of one array in a block."""
 
     spec: ArraySpec
     offset: int
@@ -49,13 +49,14 @@ class Array(NamedTuple):
 class BlockHeader(NamedTuple):
     """Contents of a block's header.
 
-    Each attach creates one. A named tuple takes a third of the time of a dataclass to create.
+    Every call of `attach` creates a BlockHeader. This is a named tuple because creating a dataclass takes three times
+    as long.
     """
 
     block: int
     generation: int
     arrays: Mapping[str, Array]
-    """Arrays by name, in the order of allocation. The shape word carries the dtype and shape of the first array."""
+    """Arrays by name, in the writer's order. The shape word encodes the dtype and shape of the first array."""
     request: str
     """Path of the request's path file. Empty if the block has no path file."""
     digest: bytes | None = None
@@ -124,20 +125,20 @@ class BlockPlan:
 
     arrays: Mapping[str, Array]
     described: bytes
-    """Packed descriptions of the arrays, as the header holds them."""
+    """Descriptions of the arrays in the binary format of the header."""
     size: int
-    """Bytes of the whole block: header, arrays and padding."""
+    """Size of the whole block in bytes: header, arrays and padding."""
     header_bytes: int
     first: ArraySpec
-    """Spec of the first array, which the shape word carries."""
+    """Spec of the first array, which the shape word encodes."""
 
     @classmethod
     def of(cls, specs: Mapping[str, ArraySpec], request: bytes) -> BlockPlan:
-        """Lay out the arrays of `specs` behind a header.
+        """Plan a block with a header, followed by the arrays of `specs`.
 
         Args:
             specs: Arrays by name, 1 to 64.
-            request: Encoded path of the request's path file, empty for none.
+            request: Encoded path of the request's path file. Empty if the block has no path file.
 
         Raises:
             InputError: A name is not a string, or a value is not an ArraySpec.
@@ -151,9 +152,9 @@ class BlockPlan:
         return _plan(tuple(specs.items()), len(request))
 
     def gaps(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the padding of a block of `nbytes` as ranges [start, stop).
+        """Yield the ranges [start, stop) of padding in a block of `nbytes` bytes.
 
-        Padding lies between the header, the arrays and the end of the block. Ranges can be empty.
+        There is one range after the header and one after each array. A range can be empty.
         """
         end = self.header_bytes
         for spec, offset in self.arrays.values():

@@ -1,10 +1,11 @@
 """MindIE-LLM's encoding of segment names and shapes as negative int64 values (docs/wire-format.md, section 5).
 
-    name    -(length << 58 | index of each character, 5 bits, from bit 57 down | checksum in bits 2 to 0)
+    name    -(length << 58 | 5-bit index of each character, from bit 57 down | checksum in bits 2 to 0)
     shape   -(number of axes << 60 | sizes from bit 59 down, in the widths of PLAN | checksum in bits 2 to 0)
 
-The decoders are stricter than MindIE's. Each name and each shape has exactly one value, and the decoders reject every
-other value. The values carry no tag: a value can be valid both as a name word and as a shape word.
+The decoding functions are stricter than MindIE's. Each name and each shape has exactly one encoding, and these
+functions reject every other value. The words have no tag. The same value can therefore be a valid name word and a valid
+shape word.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mindie_mm.errors import CorruptReference, InputError, LimitExceeded
 
 PREFIX = "psm_"
 MAX_NAME_LENGTH = 14
-"""Most characters of the name that a caller passes, including the prefix if there is one."""
+"""Maximum number of characters in a name that a caller passes, including the prefix if there is one."""
 CHARSET = "0123456789abcdefpsmnwABCDEF"
 PLAN: dict[int, tuple[int, ...]] = {
     1: (57,),
@@ -27,18 +28,18 @@ PLAN: dict[int, tuple[int, ...]] = {
     4: (18, 3, 18, 18),
     5: (13, 13, 3, 14, 14),
 }
-"""Bits of each axis, by number of axes. The largest size of an axis is 2^(bits - 1), inclusive."""
+"""Number of bits for each axis, by number of axes. The largest allowed size of an axis is 2^(bits - 1)."""
 NUM_SHAPE_DIMS = len(PLAN)
 
 _MAX_CHARACTERS = 11
-"""Most characters of a name without its prefix. No more fit between the length and the checksum."""
+"""Maximum number of characters in a name without its prefix. No more fit between the length and the checksum."""
 _SEGMENT_NAME = re.compile(r"psm_[0-9a-f]{8}")
 
 
 def is_segment_name(name: str) -> bool:
-    """Return whether `name` has the form that Python gives to segments: psm_ and 8 lower-case hex digits.
+    """Return whether `name` has the form of a segment name in Python: psm_ and 8 lower-case hex digits.
 
-    No file with another name is ever opened or removed.
+    Callers never open or remove a file with another name as a segment.
     """
     return _SEGMENT_NAME.fullmatch(name) is not None
 
@@ -46,7 +47,7 @@ def is_segment_name(name: str) -> bool:
 def encode_shm_name_to_int64(name: str) -> int:
     """Return the name word of a segment, a negative int64.
 
-    The word does not carry the prefix psm_, and `name` can omit the prefix.
+    The word does not encode the prefix psm_, so `name` can omit the prefix.
 
     Raises:
         InputError: The name is empty or has a character outside CHARSET.
@@ -76,7 +77,7 @@ def _pack_name(characters: str) -> int:
 
 
 def decode_shm_name_from_int64(value: SupportsIndex) -> str:
-    """Return the name that a word carries, with the prefix psm_.
+    """Return the name that a name word encodes, with the prefix psm_.
 
     Raises:
         CorruptReference: `encode_shm_name_to_int64` never returns this value.
@@ -102,11 +103,11 @@ def decode_shm_name_from_int64(value: SupportsIndex) -> str:
 
 
 def encode_shape_to_int64(shape: Iterable[SupportsIndex]) -> int:
-    """Return the shape word of a shape with 1 to 5 axes, a negative int64.
+    """Return the shape word for a shape with 1 to 5 axes, a negative int64.
 
     Raises:
         InputError: `shape` is not iterable, or a size is not an integer of at least 1.
-        LimitExceeded: The shape has no axis or more than 5 axes, or a size exceeds the limit of its axis.
+        LimitExceeded: The shape has no axes or more than 5 axes, or a size exceeds the limit of its axis.
 
     """
     if not isinstance(shape, Iterable):
@@ -131,7 +132,7 @@ def _pack_shape(sizes: list[int]) -> int:
 
 
 def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
-    """Return the sizes that a word carries.
+    """Return the sizes that a shape word encodes.
 
     Raises:
         CorruptReference: `encode_shape_to_int64` never returns this value.
@@ -155,7 +156,7 @@ def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
 
 
 def _unsigned(value: SupportsIndex, kind: str) -> tuple[int, int]:
-    """Return the word as an int and its absolute value, which holds the fields."""
+    """Return the word as an int, and its absolute value, which contains the bit fields."""
     word = _integer(value, f"a {kind} word")
     if not -(1 << 63) <= word < 0:
         raise CorruptReference(f"{word} is not a MindIE {kind} word: it is not in [-2^63, 0)")

@@ -1,6 +1,6 @@
-"""Segments of MindIE's wire: files in /dev/shm that each hold the bytes of one array.
+"""Segments of MindIE's wire format. A segment is a file in /dev/shm with the bytes of one array.
 
-Python's SharedMemory is not used because its resource tracker unlinks segments that other processes still use.
+This module does not use Python's SharedMemory, whose resource tracker unlinks segments that other processes still use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mindie_mm.shm.memory.anonymous_file import make_anonymous, reserve
 MAX_SEGMENT_BYTES = 10**9
 
 NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR)
-"""Error numbers of open for a symbolic link, another user's file, a socket, or a directory opened for writing."""
+"""Error numbers of `open` for a symbolic link, another user's file, a socket, or writing to a directory."""
 
 
 def free_name() -> str:
-    """Return a random segment name that no file has at the moment."""
+    """Return a random segment name that is not in use at the moment."""
     while os.path.lexists(SHM_DIRECTORY / (name := f"{PREFIX}{secrets.token_hex(4)}")):
         pass
     return name
@@ -35,7 +35,7 @@ def free_name() -> str:
 def reserved(size: int) -> Iterator[int]:
     """Create an unnamed file of `size` bytes for a segment, as a context manager.
 
-    A process that dies before it names the file leaves nothing behind.
+    If the process dies before it gives the file a name, no file remains.
 
     Yields:
         The descriptor of the file, which is closed on exit.
@@ -68,8 +68,8 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
         The descriptor of the segment, which is closed on exit.
 
     Raises:
-        SegmentMissing: There is no regular file of this user with this name, or it has fewer bytes.
-        CorruptReference: The file has more bytes.
+        SegmentMissing: There is no regular file of this user with this name, or the file has fewer than `size` bytes.
+        CorruptReference: The file has more than `size` bytes.
         LimitExceeded: The size is more than 10^9 bytes.
         SharedMemoryError: The file cannot be opened for another reason.
 
@@ -98,7 +98,7 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
 
 
 def require_size(name: str, actual: int, size: int) -> None:
-    """Raise SegmentMissing if the segment has fewer bytes than its words and dtype require."""
+    """Raise SegmentMissing if the segment has fewer bytes (`actual`) than its shape and dtype require (`size`)."""
     if actual < size:
         raise SegmentMissing(
             f"segment {SHM_DIRECTORY / name} has {actual} bytes, but its words and dtype require {size}"
@@ -106,7 +106,10 @@ def require_size(name: str, actual: int, size: int) -> None:
 
 
 def map_segment(name: str, size: int) -> mmap.mmap:
-    """Map a whole segment read-only. Raise the errors of `opened_segment`, or SharedMemoryError if mapping fails."""
+    """Map a whole segment read-only.
+
+    Raise the same errors as `opened_segment`, and SharedMemoryError if the segment cannot be mapped.
+    """
     with opened_segment(name, size) as descriptor:
         try:
             return mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
@@ -125,7 +128,7 @@ def segment_bytes(name: str) -> int | None:
 
 
 def unlink_segment(name: str) -> bool:
-    """Remove a segment, unless it is not a regular file of this user.
+    """Remove a segment. Do nothing if there is no regular file of this user with this name.
 
     Returns:
         Whether this call removed the segment.
