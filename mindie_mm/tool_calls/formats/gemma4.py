@@ -1,0 +1,109 @@
+"""The formats of Gemma 4 and of FunctionGemma."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+from mindie_mm.errors import InputError
+from mindie_mm.tool_calls.lark import Rules, branches_of, json_value, properties_of, separated
+from mindie_mm.tool_calls.literals import LiteralScanner, escaped
+from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.scanner import NoMatch, Step, partial
+from mindie_mm.tool_calls.tool import Tool
+
+_WRITTEN_KEY = re.compile(r'[^\s:{}\[\],<>"](?:[^:{}\[\],<>"\n]*[^\s:{}\[\],<>"])?')
+_KEY = re.compile(r"[^:{}\[\],\n]+")
+
+
+class Gemma4Parser(ToolCallParser, LiteralScanner):
+    """A parser of `<|tool_call>call:f{a:1,s:<|"|>x<|"|>}<tool_call|>`.
+
+    Keys have no quotes. Strings stand raw between two markers. Named `gemma4` in vLLM and SGLang.
+    """
+
+    quote: ClassVar[str] = '<|"|>'
+    markers = ("<|tool_call>", "<tool_call|>", '<|"|>')
+    openings = ("<|tool_call>",)
+    closings = ("<tool_call|>",)
+    excluded: ClassVar[tuple[str, ...]] = ('<|"|>',)
+
+    @classmethod
+    def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
+        """Return whether the template writes the marker."""
+        return cls.openings[0] in template
+
+    @classmethod
+    def call_rule(cls, tool: Tool, rules: Rules) -> str:
+        """Return a rule of the calls of a tool. Values are JSON, apart from strings."""
+        arguments = []
+        for name, (schema, is_required) in properties_of(tool, _WRITTEN_KEY).items():
+            values = [cls._value(branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
+            value = rules.add("value", " | ".join(dict.fromkeys(values)))
+            arguments.append((rules.add("argument", f"{rules.text(f'{name}:')} {value}"), is_required))
+        before, after = rules.text(f"{cls.openings[0]}call:{tool.name}{{"), rules.text("}" + cls.closings[0])
+        return f"{before} {separated(arguments, rules.text(','), rules)} {after}"
+
+    @classmethod
+    def _value(cls, branch: Mapping[str, Any], rules: Rules) -> str:
+        value = branch.get("const")
+        if isinstance(value, str):
+            if cls.quote in value:
+                raise InputError(f"the value {value!r} has {cls.quote!r}, which ends strings in this format")
+            return rules.text(cls.quote + value + cls.quote)
+        if branch.get("type") == "string":
+            return f"{rules.text(cls.quote)} {rules.raw(branch, cls.quote, cls.excluded)}"
+        return json_value(branch)
+
+    def calls(self, opening: str) -> Step[None]:
+        """Read one call."""
+        yield from self.space()
+        yield from self.expect("call:")
+        name = yield from self.name()
+        yield from self.space()
+        yield from self.expect("{")
+        self.start_call(name)
+        yield from self.members("}", self.key)
+        self.end_call()
+        yield from self.close(*self.closings)
+
+    def key(self) -> Step[None]:
+        """Read a key, with or without quotes, and the colon behind it."""
+        if (yield from self.follows(self.quote, '"')):
+            yield from super().key()
+            return
+        key = (yield from self.until(":")).strip()
+        if not _KEY.fullmatch(key):
+            raise NoMatch
+        yield from self.expect(":")
+        self.send_arguments(json.dumps(key, ensure_ascii=False))
+
+    def literal_string(self) -> Step[bool]:
+        """Read a string between markers, or one of JSON."""
+        if not (yield from self.accept(self.quote)):
+            return (yield from super().literal_string())
+        self.send_arguments('"')
+        self.taken()
+        while not (yield from self.accept(self.quote)):
+            stop = self._text.find(self.quote, self._at)
+            self._at = stop if stop >= 0 else len(self._text) - partial(self._text, (self.quote,))
+            self.send_arguments(escaped(self.taken()))
+            if stop < 0:
+                yield from self.more()
+        self.send_arguments('"')
+        return True
+
+
+class FunctionGemmaParser(Gemma4Parser):
+    """A parser of `<start_function_call>call:f{a:<escape>x<escape>}<end_function_call>`.
+
+    Named `functiongemma` in vLLM.
+    """
+
+    quote = "<escape>"
+    markers = ("<start_function_call>", "<end_function_call>", "<escape>")
+    openings = ("<start_function_call>",)
+    closings = ("<end_function_call>",)
+    excluded = ("<escape>",)

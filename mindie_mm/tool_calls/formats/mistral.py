@@ -1,0 +1,73 @@
+"""The formats of Mistral, up to version 3 of its tokenizer and from version 11 on."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Collection
+
+from mindie_mm.tool_calls.json_calls import JsonCallParser
+from mindie_mm.tool_calls.lark import Rules, json_value
+from mindie_mm.tool_calls.scanner import NAME, Step
+from mindie_mm.tool_calls.tool import Tool
+
+_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
+class MistralV3Parser(JsonCallParser):
+    """A parser of `[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]`, the format up to version 3.
+
+    The format of version 11 is read as well. Ids have 9 letters and digits, because the templates demand it. Named
+    `mistral` in vLLM and SGLang.
+    """
+
+    markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    openings = ("[TOOL_CALLS]",)
+    around = ("[TOOL_CALLS] [", ", ", "]")
+
+    @classmethod
+    def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
+        """Return whether the template writes the marker."""
+        return "[TOOL_CALLS]" in template
+
+    def call_id(self, name: str) -> str:
+        """Return an id of 9 letters and digits."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+    def calls(self, opening: str) -> Step[None]:
+        """Read one call, or a list of calls."""
+        yield from self.space()
+        if (yield from self.accept("[")):
+            yield from self.call_list()
+        elif (yield from self.follows("{")):
+            yield from self.call_object()
+        else:
+            name = yield from self.name()
+            yield from self.space()
+            call_id = ""
+            if (yield from self.accept("[CALL_ID]")):
+                call_id = (yield from self.until("[ARGS]")).strip()
+            if not (yield from self.follows("{")):
+                yield from self.expect("[ARGS]")
+            yield from self.object_call(name, call_id if _ID.fullmatch(call_id) else None)
+
+
+class MistralParser(MistralV3Parser):
+    """A parser of `[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}`, the format from version 11 on.
+
+    `[CALL_ID]` with an id may stand before `[ARGS]`.
+    """
+
+    around = ("", "", "")
+    tool_names = NAME
+
+    @classmethod
+    def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
+        """Return whether the template writes the marker, and the vocabulary has that of the arguments."""
+        return "[TOOL_CALLS]" in template and "[ARGS]" in vocabulary
+
+    @classmethod
+    def call_rule(cls, tool: Tool, rules: Rules) -> str:
+        """Return a rule of the calls of a tool."""
+        return f"{rules.text(f'[TOOL_CALLS]{tool.name}[ARGS]')} {json_value(tool.schema)}"

@@ -1,0 +1,68 @@
+"""The format of Llama 4, and of other models that call tools in Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+from mindie_mm.tool_calls.lark import Rules, json_value, properties_of, separated
+from mindie_mm.tool_calls.literals import LiteralScanner
+from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.scanner import NAME, NoMatch, Step
+from mindie_mm.tool_calls.tool import Tool
+
+_CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
+
+
+class PythonicParser(ToolCallParser, LiteralScanner):
+    """A parser of `[f(a=1, s='x'), g()]`, whose values are Python literals.
+
+    The list begins the answer or stands between `<|python_start|>` and `<|python_end|>`. Named `llama4_pythonic` and
+    `pythonic` in vLLM, `pythonic` in SGLang.
+    """
+
+    markers = ("<|python_start|>", "<|python_end|>")
+    openings = ("<|python_start|>",)
+    starts = ("[",)
+    around = ("[", ", ", "]")
+
+    @classmethod
+    def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
+        """Return whether the template writes the marker, or describes the list as Llama's does."""
+        return "<|python_start|>" in template or "[func_name1(params_name1=params_value1" in template
+
+    @classmethod
+    def call_rule(cls, tool: Tool, rules: Rules) -> str:
+        """Return a rule of the calls of a tool. Values are JSON, apart from the constants of Python."""
+        arguments = []
+        for name, (schema, is_required) in properties_of(tool, NAME).items():
+            value = _CONSTANTS.get(schema.get("type", "")) or json_value(schema)
+            arguments.append(
+                (rules.add("argument", f"{rules.text(f'{name}=')} {rules.add('value', value)}"), is_required)
+            )
+        return f"{rules.text(f'{tool.name}(')} {separated(arguments, rules.text(', '), rules)} {rules.text(')')}"
+
+    def calls(self, opening: str) -> Step[None]:
+        """Read a list of calls."""
+        yield from self.space()
+        yield from self.expect("[")
+        while True:
+            yield from self.space()
+            name = yield from self.name()
+            if self.tools and name not in self.tools:
+                raise NoMatch
+            yield from self.space()
+            yield from self.expect("(")
+            self.start_call(name)
+            yield from self.members(")", self._parameter)
+            self.end_call()
+            yield from self.space()
+            if (yield from self.expect(",", "]")) == "]":
+                break
+        self.taken()
+        yield from self.close("<|python_end|>")
+
+    def _parameter(self) -> Step[None]:
+        self.send_arguments(json.dumps((yield from self.name()), ensure_ascii=False))
+        yield from self.space()
+        yield from self.expect("=")

@@ -1,0 +1,119 @@
+"""Calls that are written as JSON objects with a name and arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC
+from typing import Any, ClassVar
+
+from mindie_mm.tool_calls.lark import Rules, json_value
+from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.scanner import MAX_NAME, NoMatch, Step
+from mindie_mm.tool_calls.tool import Tool
+
+_ARGUMENTS = ("arguments", "parameters")
+_OTHER = ("id", "type")
+
+
+class JsonCallParser(ToolCallParser, ABC):
+    """A parser of calls such as `{"name": "f", "arguments": {"a": 1}}`.
+
+    The keys come in any order, and `parameters` stands for `arguments`. Arguments that the model has written as a
+    string of JSON are decoded once.
+    """
+
+    tool_names = re.compile(".+", re.DOTALL)
+    call_tags: ClassVar[tuple[str, str]] = ("", "")
+    """Texts before and after a call in a forced answer."""
+    arguments_key: ClassVar[str] = "arguments"
+    """Key of the arguments in a forced answer."""
+
+    @classmethod
+    def call_rule(cls, tool: Tool, rules: Rules) -> str:
+        """Return a rule of the calls of a tool."""
+        before, after = cls.call_tags
+        name = json.dumps(tool.name, ensure_ascii=False)
+        opening = rules.text(f'{before}{{"name": {name}, "{cls.arguments_key}": ')
+        return f"{opening} {json_value(tool.schema)} {rules.text('}' + after)}"
+
+    def call_object(self, *, known_keys: bool = False) -> Step[None]:
+        """Read a call.
+
+        Args:
+            known_keys: Whether an object is no call if it has an unknown key, an unknown tool or no arguments.
+
+        """
+        yield from self.expect("{")
+        name = ""
+        held = ""
+        while not (yield from self._ends()):
+            key = yield from self._text_of(self.string())
+            yield from self.space()
+            yield from self.expect(":")
+            yield from self.space()
+            if key == "name" and not name:
+                name = yield from self._text_of(self.string())
+                if not 0 < len(name) <= MAX_NAME or (known_keys and self.tools and name not in self.tools):
+                    raise NoMatch
+            elif key in _ARGUMENTS and not self.in_call and not held:
+                held = yield from self._arguments(name)
+            elif known_keys and key not in _OTHER:
+                raise NoMatch
+            else:
+                yield from self.value()
+            yield from self.space()
+            yield from self._comma()
+        if not name or (known_keys and not self.in_call and not held):
+            raise NoMatch
+        if not self.in_call:
+            self.start_call(name)
+            self.send_arguments(held or "{}")
+        self.end_call()
+
+    def call_list(self) -> Step[None]:
+        """Read calls and the end of their list, after its opening bracket."""
+        while True:
+            yield from self.space()
+            yield from self.call_object()
+            yield from self.space()
+            if (yield from self.expect(",", "]")) == "]":
+                break
+        self.taken()
+
+    def _ends(self) -> Step[bool]:
+        yield from self.space()
+        return bool((yield from self.accept("}")))
+
+    def _comma(self) -> Step[None]:
+        if (yield from self.follows(",", "}")) != "}":
+            yield from self.expect(",")
+
+    def _arguments(self, name: str) -> Step[str]:
+        """Read arguments. Send them if the name of the call is known, or return them."""
+        opening = yield from self.peek()
+        if opening == "{" and name:
+            self.start_call(name)
+            yield from self.stream(self.value())
+            return ""
+        if opening == '"':
+            held = yield from self._text_of(self.string())
+        else:
+            held = yield from self.source(self.value())
+        if held == "null":
+            held = "{}"
+        if not isinstance(_decoded(held), dict):
+            raise NoMatch
+        return held
+
+    def _text_of(self, string: Step[None]) -> Step[str]:
+        text = _decoded((yield from self.source(string)))
+        assert isinstance(text, str)
+        return text
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError) as error:
+        raise NoMatch from error

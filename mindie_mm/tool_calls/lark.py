@@ -1,0 +1,212 @@
+"""Grammars of calls in the Lark of llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindie_mm.errors import InputError
+from mindie_mm.tool_calls.scanner import MAX_NAME
+from mindie_mm.tool_calls.tool import Tool
+
+MAX_CALLS = 8
+"""Maximum number of calls in a forced answer. Without a limit, a small model repeats its call until max_tokens."""
+
+_MAX_REFERENCES = 16
+# The style of json.dumps. With flexible whitespace, a small model may write nothing but whitespace.
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_TEXT = r"(.|\n)*"
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"})
+_DEFINITIONS = frozenset({"$defs", "definitions"})
+_OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$schema", "$id", "strict"})
+_FORMATS = {
+    "date": r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
+    "time": r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-][0-2][0-9]:[0-5][0-9])",
+    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+    "email": r"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@[a-zA-Z0-9-]+(\.[a-zA-Z0-9-]+)+",
+    "uri": r"[a-z][a-z0-9+.-]*:[!#-;=?-_a-z~]+",
+}
+_ASCII_CLASSES = {"d": "[0-9]", "w": "[a-zA-Z0-9_]"}
+_FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
+
+
+class Rules:
+    """The rules of a grammar, while it is written."""
+
+    def __init__(self, added_tokens: Mapping[str, int]) -> None:
+        """Start a grammar. `added_tokens` are the ids of the added tokens, which no literal matches."""
+        self._added = {token: number for token, number in added_tokens.items() if token}
+        self._lines: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        """Return the grammar."""
+        return "".join(f"{name}: {body}\n" for name, body in self._lines.items())
+
+    def add(self, name: str, body: str) -> str:
+        """Add a rule, or a terminal if the name is in capitals, and return its name. A taken name gets a number."""
+        unique, number = name, 1
+        while unique in self._lines and self._lines[unique] != body:
+            number += 1
+            unique = f"{name}{number:X}" if name.isupper() else f"{name}{number}"
+        self._lines[unique] = body
+        return unique
+
+    def text(self, text: str) -> str:
+        """Return a sequence that matches `text`. Added tokens within it become tokens.
+
+        Where two texts may come next, neither may begin with the other, because a literal that goes on wins.
+        """
+        return " ".join(
+            f"<[{self._added[piece]}]>" if piece in self._added else json.dumps(piece, ensure_ascii=False)
+            for piece in self._pieces(text)
+        )
+
+    def raw(self, schema: Mapping[str, Any], closing: str, excluded: Sequence[str]) -> str:
+        """Return a sequence that matches the strings of a schema, without quotes, and the closing text.
+
+        Args:
+            schema: Schema of a string.
+            closing: Text behind the string.
+            excluded: Texts that would end the string.
+
+        """
+        first, *others = self._pieces(closing)
+        if first in self._added:
+            first, others = "", [first, *others]
+        excluded = [text for text in excluded if text not in self._added]
+        terms = [f"/{_regex(term)}/" for term in _string_terms(schema)]
+        if excluded:
+            terms.append(f"~/{_regex(_ANY_TEXT + '(' + '|'.join(map(re.escape, excluded)) + ')' + _ANY_TEXT)}/")
+        terminal = self.add("TEXT", " & ".join(terms))
+        if first:
+            terminal = self.add("CLOSED", f"{terminal} {json.dumps(first, ensure_ascii=False)}")
+        return " ".join([terminal, *filter(None, [self.text("".join(others))])])
+
+    def _pieces(self, text: str) -> list[str]:
+        tokens = sorted((token for token in self._added if token in text), key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+        return [piece for piece in pieces if piece]
+
+
+def separated(items: Sequence[tuple[str, bool]], separator: str, rules: Rules) -> str:
+    """Return a sequence that matches rules with a separator between them. Each has whether it must be there."""
+    first = rest = '""'
+    for rule, is_required in reversed(items):
+        option = "" if is_required else "?"
+        first = rules.add("first", f"{rule} {rest}" + ("" if is_required else f" | {first}"))
+        rest = rules.add("rest", f"({separator} {rule}){option} {rest}")
+    return first
+
+
+def json_value(schema: Mapping[str, Any]) -> str:
+    """Return the right side of a rule that matches the JSON values of a schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _STYLE})}"
+
+
+def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[str, Any], bool]]:
+    """Return the schema of each argument of a tool, and whether it is required.
+
+    Args:
+        tool: A tool.
+        names: Pattern of the names that the format can write.
+
+    Raises:
+        InputError: The schema restricts the object by more than its properties, or a name cannot be written.
+
+    """
+    root = tool.schema
+    schema = _resolved(root, root)
+    for key in schema:
+        if key not in _OF_OBJECTS | _ANNOTATIONS | _DEFINITIONS and not key.startswith("x-"):
+            raise InputError(f"the parameters of the tool {tool.name!r} have {key!r}, which this format cannot enforce")
+    definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or ()
+    for name in {**properties, **dict.fromkeys(required)}:
+        if not names.fullmatch(name) or len(name) > MAX_NAME:
+            raise InputError(
+                f"the tool {tool.name!r} has the parameter {name[:MAX_NAME]!r}, a name that this format cannot write"
+            )
+    return {
+        name: ({**(part if isinstance(part, Mapping) else {}), **definitions}, name in required)
+        for name, part in {**{key: {} for key in required}, **properties}.items()
+    }
+
+
+def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return the schemas of one type each, or of constants, of which `schema` is the union.
+
+    Raises:
+        InputError: The schema is no such union.
+
+    """
+    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    found: list[dict[str, Any]] = []
+    _collect(schema, definitions, where, found, _MAX_REFERENCES)
+    return found
+
+
+def _collect(schema: Any, definitions: Mapping[str, Any], where: str, found: list[dict[str, Any]], depth: int) -> None:
+    if not isinstance(schema, Mapping):
+        schema = {}
+    schema = _resolved(schema, definitions)
+    if depth == 0:
+        raise InputError(f"the schema of {where} nests too deeply for this format")
+    for key in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(key), list):
+            rest = {name: value for name, value in schema.items() if name not in {key, *_ANNOTATIONS, *_DEFINITIONS}}
+            if rest:
+                raise InputError(
+                    f"the schema of {where} has {key!r} beside {min(rest)!r}, which this format cannot enforce"
+                )
+            for part in parts:
+                _collect(part, definitions, where, found, depth - 1)
+            return
+    kind = schema.get("type")
+    if "enum" in schema or "const" in schema:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        found.extend({"const": value} for value in values)
+    elif isinstance(kind, list):
+        found.extend({**schema, **definitions, "type": one} for one in kind)
+    elif kind or not schema.keys() - _ANNOTATIONS - _DEFINITIONS:
+        found.append({"type": "string", **schema, **definitions})
+    else:
+        raise InputError(f"the schema of {where} has no type, which this format needs")
+
+
+def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(reference := schema.get("$ref"), str):
+            return schema
+        found: Any = root
+        for key in reference.removeprefix("#/").split("/"):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            raise InputError(f"the schema refers to {reference!r}, which it does not define")
+        schema = {**found, **{key: value for key, value in schema.items() if key != "$ref"}}
+    raise InputError("the schema refers to nothing but itself")
+
+
+def _string_terms(schema: Mapping[str, Any]) -> list[str]:
+    """Return the regular expressions that a string must match, all of them."""
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    terms = [f"(.|\\n){{{low},{high}}}" if low or high != "" else _ANY_TEXT]
+    if (name := schema.get("format")) is not None:
+        if name not in _FORMATS:
+            raise InputError(f"this format of tool calls cannot enforce strings of the format {name!r}")
+        terms.append(_FORMATS[name])
+    if isinstance(expression := schema.get("pattern"), str):
+        for letter, meaning in _ASCII_CLASSES.items():  # of any script in Rust, and of ASCII in JSON Schema
+            expression = re.sub(rf"(?<!\\)\\{letter}", meaning, expression)
+        before = "" if expression.startswith("^") else _ANY_TEXT
+        after = "" if expression.endswith("$") and not expression.endswith("\\$") else _ANY_TEXT
+        inner = expression.removeprefix("^") if not before else expression
+        terms.append(f"{before}({inner.removesuffix('$') if not after else inner}){after}")
+    return terms
+
+
+def _regex(expression: str) -> str:
+    """Return an expression as it stands between slashes."""
+    return re.sub(r"(?<!\\)/", r"\\/", expression).replace("\n", "\\n")

@@ -1,0 +1,185 @@
+"""Literals of other languages than JSON, which are sent as JSON while they arrive."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import string
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from mindie_mm.tool_calls.scanner import SCALAR, WORD, Ended, NoMatch, Scanner, Step
+
+MAX_DEPTH = 64
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_BRACKETS = {"[": "]", "(": ")"}
+_PLAIN = {quote: re.compile(rf"[^\\{quote[0]}]*") for quote in ("'", '"', "'''", '"""')}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\\": "\\", "'": "'", '"': '"'}
+_NUM_DIGITS = {"x": 2, "u": 4, "U": 8}
+_OCTAL = re.compile(r"[0-7]{1,3}")
+
+
+class LiteralScanner(Scanner, ABC):
+    """A scanner of literals such as Python's: `{'a': [True, None, 1_000]}`."""
+
+    @abstractmethod
+    def send_arguments(self, text: str) -> None:
+        """Take a piece of the JSON."""
+
+    def literal(self, depth: int = 0) -> Step[None]:
+        """Read a literal and send its JSON."""
+        if depth > MAX_DEPTH:
+            raise NoMatch
+        if opening := (yield from self.accept("[", "(")):
+            yield from self._items(_BRACKETS[opening], depth)
+        elif (yield from self.accept("{")):
+            yield from self.members("}", self.key, depth)
+        elif not (yield from self.literal_string()):
+            self.send_arguments((yield from self._scalar_literal()))
+        self.taken()
+
+    def members(self, closing: str, key: Callable[[], Step[None]], depth: int = 0) -> Step[None]:
+        """Read the members of an object, after its opening bracket, and send their JSON. `key` reads a key."""
+        separator = "{"
+        while not (yield from self._closes(closing)):
+            self.send_arguments(separator)
+            yield from key()
+            yield from self.space()
+            self.send_arguments(": ")
+            yield from self.literal(depth + 1)
+            yield from self._comma(closing)
+            separator = ", "
+        self.send_arguments("{}" if separator == "{" else "}")
+
+    def key(self) -> Step[None]:
+        """Read the key of a member and the sign behind it, and send its JSON."""
+        if not (yield from self.literal_string()):
+            key = yield from self._scalar_literal()
+            self.send_arguments(json.dumps(key))
+        yield from self.space()
+        yield from self.expect(":")
+
+    def literal_string(self) -> Step[bool]:
+        """Read a string and send its JSON. Return whether there is one."""
+        quote = yield from self.accept("'''", '"""', "'", '"')
+        if not quote:
+            return False
+        self.send_arguments('"')
+        self.taken()
+        while not (yield from self.accept(quote)):
+            match = _PLAIN[quote].match(self._text, self._at)
+            assert match
+            if match[0]:
+                self._at = match.end()
+                text = match[0]
+            elif (yield from self.peek()) == "\\":
+                text = yield from self._escape()
+            else:  # one of the quotes inside triple quotes, or the begin of the end
+                self._at += 1
+                text = quote[0]
+            self.send_arguments(escaped(text))
+            self.taken()
+            if self._at == len(self._text):
+                yield from self.more()
+        self.send_arguments('"')
+        return True
+
+    def _items(self, closing: str, depth: int) -> Step[None]:
+        separator = "["
+        while not (yield from self._closes(closing)):
+            self.send_arguments(separator)
+            yield from self.literal(depth + 1)
+            yield from self._comma(closing)
+            separator = ", "
+        self.send_arguments("[]" if separator == "[" else "]")
+
+    def _closes(self, closing: str) -> Step[bool]:
+        yield from self.space()
+        return bool((yield from self.accept(closing)))
+
+    def _comma(self, closing: str) -> Step[None]:
+        yield from self.space()
+        if not (yield from self.follows(closing)):
+            yield from self.expect(",")
+
+    def _escape(self) -> Step[str]:
+        """Read an escape sequence of Python and return the text that it stands for."""
+        letter = (yield from self.peek(2))[1]
+        if letter in _NUM_DIGITS:
+            digits = (yield from self.peek(2 + _NUM_DIGITS[letter]))[2:]
+            self._at += 2 + len(digits)
+            if not set(digits) <= set(string.hexdigits) or int(digits, 16) > sys.maxunicode:
+                raise NoMatch
+            return chr(int(digits, 16))
+        if letter in "01234567":
+            octal = _OCTAL.match((yield from self.peek(5)), 1)  # a quote and more must follow
+            assert octal
+            self._at += octal.end()
+            return chr(int(octal[0], 8))
+        self._at += 2
+        return "" if letter == "\n" else _ESCAPES.get(letter, "\\" + letter)
+
+    def _scalar_literal(self) -> Step[str]:
+        length = 0
+        while True:
+            match = WORD.match(self._text, self._at + length)
+            assert match
+            length = match.end() - self._at
+            if match.end() < len(self._text) or self._ended:
+                break
+            yield from self.more()
+        word = self._text[self._at : self._at + length]
+        self._at += length
+        return scalar_of_python(word)
+
+
+def scalar_of_python(word: str) -> str:
+    """Return the JSON of a number or a constant. Raise NoMatch if it is neither."""
+    if SCALAR.fullmatch(word):
+        return word
+    if word in _CONSTANTS:
+        return _CONSTANTS[word]
+    try:
+        return str(int(word, 10 if word.lstrip("+-").isdigit() else 0))
+    except ValueError:
+        pass
+    try:
+        number = float(word)
+    except ValueError as error:
+        raise NoMatch from error
+    if not math.isfinite(number):
+        raise NoMatch
+    return json.dumps(number)
+
+
+def json_of_python(text: str) -> str | None:
+    """Return the JSON of a Python literal, or None for other text."""
+    collector = _Collector(text)
+    try:
+        for _ in collector.literal():
+            pass
+    except (NoMatch, Ended):
+        return None
+    return "".join(collector.pieces) if collector.is_finished() else None
+
+
+class _Collector(LiteralScanner):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+        self.append(text)
+        self.end()
+
+    def send_arguments(self, text: str) -> None:
+        self.pieces.append(text)
+
+
+def escaped(text: str) -> str:
+    """Return a text as part of a JSON string. Lone surrogates become escapes, which is their only valid form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(text)[1:-1]
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,271 @@
+"""The interface of the parsers, and what all formats share."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import ClassVar
+
+from mindie_mm.errors import InputError
+from mindie_mm.tool_calls.events import CallArguments, CallEnd, CallStart, Content, Event
+from mindie_mm.tool_calls.lark import MAX_CALLS, Rules
+from mindie_mm.tool_calls.scanner import MAX_NAME, NAME, Ended, NoMatch, Scanner, Step
+from mindie_mm.tool_calls.tool import Tool
+
+
+class ToolCallParser(Scanner, ABC):
+    """A parser that separates calls from content while the model writes.
+
+    Text that may still become a call is held back. Text that turns out to be no call is content. The arguments of a
+    call are sent as the model writes them, in JSON. The pieces in which the text arrives do not change the result.
+
+    A subclass states the `openings` of its calls, and reads what follows an opening in `calls`.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ()
+    """Special tokens that must be kept in the decoded text."""
+    openings: ClassVar[tuple[str, ...]] = ()
+    """Texts with which calls begin."""
+    starts: ClassVar[tuple[str, ...]] = ()
+    """Texts with which an answer may begin that consists of calls without an opening."""
+    closings: ClassVar[tuple[str, ...]] = ()
+    """Texts with which calls end. After an invalid call, the text up to the next one is lost."""
+
+    ends_reasoning: ClassVar[bool] = False
+    """Whether the model calls tools within reasoning that it never ends."""
+    tool_names: ClassVar[re.Pattern[str]] = NAME
+    """Names of tools that the format can write."""
+    around: ClassVar[tuple[str, str, str]] = ("", "", "")
+    """Texts that a model writes before the calls of an answer, between them and after them."""
+
+    def __init__(self, tools: Sequence[Tool] = (), num_earlier_calls: int = 0) -> None:
+        """Start an answer.
+
+        Args:
+            tools: Tools that the request offers.
+            num_earlier_calls: Number of calls in the chat before this answer. Some formats count on from there.
+
+        """
+        super().__init__()
+        self.tools = {tool.name: tool for tool in tools}
+        self.num_calls = 0
+        """Number of calls that were started."""
+        self.num_earlier_calls = num_earlier_calls
+        self.in_call = False
+        self._encode: Callable[[str], str] | None = None
+        """How the text that is read becomes a piece of the arguments. None if it is not sent."""
+        self._lead: int | None = None
+        """Number of white space characters that are held back before an opening. None after the first event."""
+        self._pending: str | None = ""
+        """White space between content and a call. Content follows it if more comes. None within content."""
+        self._events: list[Event] = []
+        self._steps = self.answer()
+        next(self._steps)
+
+    @classmethod
+    @abstractmethod
+    def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
+        """Return whether a checkpoint with this chat template and these added tokens writes the format."""
+
+    @classmethod
+    def grammar(
+        cls,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        one_of: Collection[str],
+        added_tokens: Mapping[str, int],
+        with_text: bool = False,
+    ) -> str:
+        """Return a grammar, in the Lark of llguidance, of an answer that is nothing but calls.
+
+        Args:
+            tools: Tools that the request offers.
+            parallel: Whether the answer may have several calls.
+            one_of: Names of the tools that may be called.
+            added_tokens: Ids of the added tokens of the vocabulary, because a literal never matches an added token.
+            with_text: Whether the calls are optional, with any text around them. Only if the opening is a token,
+                because text cannot contain it then.
+
+        Raises:
+            InputError: The format cannot enforce the schema of a tool, or no tool may be called.
+
+        """
+        if not any(tool.name in one_of for tool in tools):
+            raise InputError(f"none of the tools offered is named {' or '.join(map(repr, one_of))}")
+        if with_text and not any(opening in added_tokens for opening in cls.openings):
+            raise InputError("calls amid text cannot be enforced, because this vocabulary has no token for their begin")
+        for tool in tools:
+            if tool.name in one_of and not (cls.tool_names.fullmatch(tool.name) and len(tool.name) <= MAX_NAME):
+                raise InputError(f"the tool {tool.name[:MAX_NAME]!r} has a name that this format cannot write")
+        rules = Rules(added_tokens)
+        before, between, after = map(rules.text, cls.around)
+        repetition = f"({between} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
+        calls = " ".join(filter(None, [before, "call", repetition, after]))
+        if with_text:
+            text = rules.add("TEXT", r"/(.|\n)*/")
+            rules.add("start", f"{text} | {text} calls {text}")
+            rules.add("calls", calls)
+        else:
+            rules.add("start", calls)
+        names = {tool.name: f"call{number}" for number, tool in enumerate(tools) if tool.name in one_of}
+        rules.add("call", " | ".join(names.values()))
+        for tool in tools:
+            if tool.name in names:
+                rules.add(names[tool.name], cls.call_rule(tool, rules))
+        return str(rules)
+
+    @classmethod
+    @abstractmethod
+    def call_rule(cls, tool: Tool, rules: Rules) -> str:
+        """Return the right side of a rule that matches the calls of a tool. Other rules are added to `rules`."""
+
+    @abstractmethod
+    def calls(self, opening: str) -> Step[None]:
+        """Read the calls after an opening. Raise NoMatch where the text is no call."""
+
+    def call_id(self, name: str) -> str:  # some formats write the name into the id
+        """Return a new id for a call of the tool `name`."""
+        return f"call_{secrets.token_hex(12)}"
+
+    def push(self, text: str) -> list[Event]:
+        """Parse the next piece of the answer."""
+        self.append(text)
+        return self._resume()
+
+    def finish(self) -> list[Event]:
+        """Parse the end of the answer. No text may follow."""
+        self.end()
+        return self._resume()
+
+    def _resume(self) -> list[Event]:
+        next(self._steps, None)
+        events, self._events = self._events, []
+        return events
+
+    def answer(self) -> Step[None]:
+        """Read a whole answer."""
+        if self.starts:
+            yield from self.space()
+            if (yield from self.follows(*self.starts)):
+                self._lead = self._at - self._kept
+                yield from self._attempt("")
+        while opening := (yield from self.content_until(*self.openings)):
+            yield from self._attempt(opening)
+
+    def content_until(self, *literals: str) -> Step[str]:
+        """Send the text up to one of the literals, read the literal and return it, or "" at the end of the text."""
+        literal, num_spaces = yield from self.sent_until(literals, self._send)
+        if literal:
+            self._lead = num_spaces
+            return literal
+        if self.num_calls == 0 or not self._text[self._kept :].isspace():
+            self._send(len(self._text))
+        return ""
+
+    def more(self) -> Step[None]:
+        """Wait for more text. Meanwhile, the arguments that were read are sent."""
+        self.flush()
+        yield from super().more()
+
+    def flush(self) -> None:
+        """Send the text that was read as arguments, if it is such."""
+        if self._encode:
+            self.send_arguments(self._encode(self.taken()))
+
+    def start_call(self, name: str, call_id: str | None = None) -> None:
+        """Send the start of a call."""
+        if self._lead is not None and self._pending is None:
+            self._pending = self._text[self._kept : self._kept + self._lead]
+        self._lead = None
+        self._events.append(CallStart(self.num_calls, call_id or self.call_id(name), name))
+        self.num_calls += 1
+        self.in_call = True
+        self.taken()
+
+    def send_arguments(self, text: str) -> None:
+        """Send a piece of the arguments of the current call."""
+        if text:
+            self._events.append(CallArguments(self.num_calls - 1, text))
+
+    def stream(self, step: Step[None], encode: Callable[[str], str] = str) -> Step[None]:
+        """Read `step` and send its text, while it arrives, as arguments of the current call."""
+        self.taken()
+        self._encode = encode
+        yield from step
+        self.flush()
+        self._encode = None
+
+    def end_call(self) -> None:
+        """Send the end of the current call."""
+        self._events.append(CallEnd(self.num_calls - 1))
+        self.in_call = False
+        self.taken()
+
+    def object_call(self, name: str, call_id: str | None = None, *, ends: Sequence[str] = ()) -> Step[None]:
+        """Read the arguments of a call, a JSON object, and send the call. Before one of `ends`, it has none."""
+        yield from self.space()
+        if ends and (yield from self.follows(*ends)):
+            self.start_call(name, call_id)
+            self.send_arguments("{}")
+        elif (yield from self.peek()) == "{":
+            self.start_call(name, call_id)
+            yield from self.stream(self.value())
+        else:
+            raise NoMatch
+        self.end_call()
+
+    def close(self, *literals: str) -> Step[str]:
+        """Read white space and one of the literals, or nothing, and return the literal or ""."""
+        yield from self.space()
+        if literal := (yield from self.accept(*literals)):
+            self.taken()
+        else:
+            self._at = self._kept
+        return literal
+
+    def _send(self, stop: int) -> None:
+        """Send the text before `stop` as content."""
+        if stop > self._kept:
+            self._events.append(Content((self._pending or "") + self._text[self._kept : stop]))
+            self._kept = stop
+            self._pending = None
+
+    def _attempt(self, opening: str) -> Step[None]:
+        """Read calls. Text that is no call becomes content."""
+        self.is_cut = False
+        try:
+            yield from self.calls(opening)
+        except NoMatch:
+            if self.is_cut and opening:
+                self._drop()
+            elif self.in_call or (self._lead is None and self.closings):
+                yield from self._skip_call()
+            elif self._lead is not None:
+                self._send(self._kept + self._lead + len(opening))
+        except Ended:
+            if opening or self.in_call:  # the begin of a call is of no use to the reader
+                self._drop()
+        self._encode = None
+        self.in_call = False
+
+    def _drop(self) -> None:
+        self._at = len(self._text)
+        self.taken()
+
+    def _skip_call(self) -> Step[None]:
+        """Read the rest of an invalid call."""
+        self.flush()
+        self._encode = None
+        if not self.closings:
+            self.taken()
+            return
+        try:
+            yield from self.until(*self.closings, at_most=sys.maxsize)
+            yield from self.accept(*self.closings)
+        except Ended:
+            self._drop()
+        self.taken()

@@ -1,0 +1,119 @@
+"""The formats by name, and the choice of a format for a checkpoint.
+
+Other packages add formats by entry points of the group `mindie_mm.tool_call_parsers`, which name subclasses of
+`ToolCallParser`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from mindie_mm.errors import InputError
+from mindie_mm.tool_calls.formats.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
+from mindie_mm.tool_calls.formats.deepseek_dsml import DeepSeekV4Parser, DeepSeekV32Parser, DeepSeekV41Parser
+from mindie_mm.tool_calls.formats.gemma4 import FunctionGemmaParser, Gemma4Parser
+from mindie_mm.tool_calls.formats.glm import Glm45Parser, Glm47Parser
+from mindie_mm.tool_calls.formats.hermes import HermesParser
+from mindie_mm.tool_calls.formats.internlm import InternLMParser
+from mindie_mm.tool_calls.formats.kimi_k2 import KimiK2Parser
+from mindie_mm.tool_calls.formats.llama3_json import Llama3JsonParser
+from mindie_mm.tool_calls.formats.minicpm5 import MiniCPM5Parser
+from mindie_mm.tool_calls.formats.mistral import MistralParser, MistralV3Parser
+from mindie_mm.tool_calls.formats.phi4 import Phi4Parser
+from mindie_mm.tool_calls.formats.pythonic import PythonicParser
+from mindie_mm.tool_calls.formats.qwen3_coder import Qwen3CoderParser
+from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.response_template import ResponseTemplateParser
+
+_log = logging.getLogger(__name__)
+
+GROUP = "mindie_mm.tool_call_parsers"
+
+FORMATS: Mapping[str, type[ToolCallParser]] = {
+    "gemma4": Gemma4Parser,  # Gemma 4
+    "functiongemma": FunctionGemmaParser,  # FunctionGemma
+    "kimi_k2": KimiK2Parser,  # Kimi K2 to K2.6
+    "mistral": MistralParser,  # tokenizer version 11 and later: Mistral Small 3.2, Ministral 3, Magistral
+    "mistral_v3": MistralV3Parser,  # tokenizer version 3: Mistral 7B v0.3, Pixtral
+    "deepseek_v41": DeepSeekV41Parser,  # DeepSeek V4.1
+    "deepseek_v4": DeepSeekV4Parser,  # DeepSeek V4
+    "deepseek_v32": DeepSeekV32Parser,  # DeepSeek V3.2
+    "deepseek_v3": DeepSeekV3Parser,  # DeepSeek V3, R1
+    "deepseek_v31": DeepSeekV31Parser,  # DeepSeek V3.1
+    "glm47": Glm47Parser,  # GLM-4.7, GLM-5
+    "glm45": Glm45Parser,  # GLM-4.5, GLM-4.6V
+    "qwen3_coder": Qwen3CoderParser,  # Qwen3-Coder, Qwen3.5 and later
+    "minicpm5": MiniCPM5Parser,  # MiniCPM5
+    "internlm": InternLMParser,  # InternLM2, InternVL on it
+    "phi4": Phi4Parser,  # Phi-4-mini, Phi-4-multimodal
+    "hermes": HermesParser,  # Hermes, Qwen2.5, Qwen3, Qwen3-VL
+    "pythonic": PythonicParser,  # Llama 4
+    "llama3_json": Llama3JsonParser,  # Llama 3.1 to 3.3
+}
+"""The formats of this package, in the order in which they are tried on a template."""
+
+
+def format_names() -> list[str]:
+    """Return the names of all formats, sorted."""
+    return sorted({*FORMATS, *_entries()})
+
+
+def parser_named(name: str) -> type[ToolCallParser]:
+    """Return the parser of a format.
+
+    Raises:
+        InputError: No format has this name, or it cannot be loaded.
+
+    """
+    if name in FORMATS:
+        return FORMATS[name]
+    if (entry := _entries().get(name)) is None:
+        raise InputError(f"no format of tool calls is named {name!r}; there are {', '.join(format_names())}")
+    return _loaded(entry)
+
+
+def parser_for(
+    template: str, vocabulary: Collection[str], response_template: Mapping[str, Any] | None = None
+) -> type[ToolCallParser] | None:
+    """Return the parser for a checkpoint, or None if its templates show no known format.
+
+    A response template comes first, because the checkpoint states its format in it. Formats of other packages come
+    before those of this one.
+
+    Args:
+        template: The chat template.
+        vocabulary: The added tokens of the tokenizer.
+        response_template: The `response_template` of tokenizer_config.json, if there is one.
+
+    Raises:
+        InputError: The response template cannot be read.
+
+    """
+    parsers = [*_others(), *FORMATS.values()]
+    known = next((parser for parser in parsers if parser.detects(template, vocabulary)), None)
+    return ResponseTemplateParser.of(response_template, known) if response_template else known
+
+
+def _entries() -> Mapping[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _others() -> Iterator[type[ToolCallParser]]:
+    for entry in _entries().values():
+        try:
+            yield _loaded(entry)
+        except InputError as error:  # a broken package must not stop checkpoints that do not need it
+            _log.warning("%s", error)
+
+
+def _loaded(entry: EntryPoint) -> type[ToolCallParser]:
+    try:
+        parser = entry.load()
+    except Exception as error:  # foreign code may raise anything, and the error must name the format
+        raise InputError(f"the format {entry.name!r}, {entry.value}, does not load: {error!r}") from error
+    if not (isinstance(parser, type) and issubclass(parser, ToolCallParser)):
+        raise InputError(f"the format {entry.name!r}, {entry.value}, is no subclass of ToolCallParser")
+    return parser

@@ -1,0 +1,172 @@
+"""The format that a checkpoint describes itself, in the `response_template` of its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from mindie_mm.errors import InputError
+from mindie_mm.tool_calls.events import CallArguments, CallEnd, CallStart, Content, Event
+from mindie_mm.tool_calls.lark import Rules
+from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.scanner import Step
+from mindie_mm.tool_calls.tool import Tool
+
+_CALLS = "tool_calls"
+
+
+class ResponseTemplateParser(ToolCallParser):
+    """A parser that transformers drives by a response template.
+
+    A call is sent when it has ended, because its text need not be JSON. Reasoning is separated beforehand.
+    """
+
+    template: ClassVar[Mapping[str, Any]]
+    """The response template."""
+    known: ClassVar[type[ToolCallParser] | None] = None
+    """The format that the chat template shows. It supplies the markers and the grammar."""
+
+    def __init__(self, tools: Sequence[Tool] = (), num_earlier_calls: int = 0) -> None:
+        """Start an answer."""
+        # A late import, because transformers takes seconds to load.
+        from transformers.utils.chat_parsing import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        super().__init__(tools, num_earlier_calls)
+        self._known = self.known(tools, num_earlier_calls) if self.known else None
+        functions = [{"name": tool.name, "parameters": tool.schema} for tool in tools]
+        self._parser = ResponseParser(dict(self.template), prefix="", tools=functions)
+        field = load_response_template(dict(self.template)).fields.get(_CALLS)
+        self._ends_with_answer = field is not None and (field.close_re is None or bool(field.close_re.fullmatch("")))
+        self._open: str | None = None
+        self._is_cut = False
+        self._failed = False
+
+    @classmethod
+    def of(cls, template: Mapping[str, Any], known: type[ToolCallParser] | None) -> type[ToolCallParser]:
+        """Return the parser for a response template.
+
+        Raises:
+            InputError: transformers cannot read the template.
+
+        """
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        try:
+            load_response_template(dict(template))
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"the response_template of the tokenizer cannot be read: {error}") from error
+        markers = known.markers if known else ()
+        return type(cls.__name__, (cls,), {"template": template, "known": known, "markers": markers})
+
+    @classmethod
+    def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
+        """Return False, because no chat template shows this format."""
+        return False
+
+    @classmethod
+    def grammar(
+        cls,
+        tools: Sequence[Tool],
+        *,
+        parallel: bool,
+        one_of: Collection[str],
+        added_tokens: Mapping[str, int],
+        with_text: bool = False,
+    ) -> str:
+        """Return the grammar of the format that the chat template shows."""
+        if cls.known is None:
+            raise InputError("calls cannot be required, because the format of this checkpoint's calls has no grammar")
+        return cls.known.grammar(
+            tools, parallel=parallel, one_of=one_of, added_tokens=added_tokens, with_text=with_text
+        )
+
+    @classmethod
+    def call_rule(cls, tool: Tool, rules: Rules) -> str:
+        """Return the rule of the format that the chat template shows."""
+        if cls.known is None:
+            raise InputError("calls cannot be required, because the format of this checkpoint's calls has no grammar")
+        return cls.known.call_rule(tool, rules)
+
+    def answer(self) -> Step[None]:
+        """Read nothing, because transformers does."""
+        yield
+
+    def calls(self, opening: str) -> Step[None]:
+        """Read nothing, because transformers does."""
+        yield
+
+    def call_id(self, name: str) -> str:
+        """Return an id in the form of the format that the chat template shows."""
+        if self._known is None:
+            return super().call_id(name)
+        self._known.num_calls = self.num_calls
+        return self._known.call_id(name)
+
+    def push(self, text: str) -> list[Event]:
+        """Parse the next piece of the answer.
+
+        Each character is parsed by itself, because transformers loses the events of a piece with an invalid call.
+        """
+        events: list[Event] = []
+        for character in text:
+            if not self._failed:
+                self._feed(events, partial(self._parser.feed, character))
+            else:
+                events.append(Content(character))
+        return _merged(events)
+
+    def finish(self) -> list[Event]:
+        """Parse the end of the answer. A call that it cuts is lost."""
+        events: list[Event] = []
+        if not self._failed:
+            self._is_cut = self._open == _CALLS and not self._ends_with_answer
+            self._feed(events, lambda: self._parser.finalize()[1])
+        return _merged(events)
+
+    def _feed(self, events: list[Event], parse: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        try:
+            for event in parse():
+                self._translate(event, events)
+        except (ValueError, KeyError, TypeError):  # the text of a call is not what the template says
+            self._failed = True
+            self._open = None
+
+    def _translate(self, event: dict[str, Any], events: list[Event]) -> None:
+        match event:
+            case {"type": "region_open", "field": field}:
+                self._open = field
+            case {"type": "region_chunk", "field": "content", "text": text}:
+                events.append(Content(text))
+            case {"type": "region_close", "field": field}:
+                self._open = None
+                if field == _CALLS and not self._is_cut:
+                    events += self._calls_in(event["value"])
+
+    def _calls_in(self, value: Any) -> list[Event]:
+        events: list[Event] = []
+        for call in value if isinstance(value, list) else [value]:
+            function = call.get("function", call)
+            name = str(function["name"])
+            arguments = function.get("arguments") or {}
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            events += [
+                CallStart(self.num_calls, self.call_id(name), name),
+                CallArguments(self.num_calls, text),
+                CallEnd(self.num_calls),
+            ]
+            self.num_calls += 1
+        return events
+
+
+def _merged(events: list[Event]) -> list[Event]:
+    """Return the events with the pieces of content joined."""
+    merged: list[Event] = []
+    for event in events:
+        if isinstance(event, Content) and merged and isinstance(merged[-1], Content):
+            merged[-1] = Content(merged[-1].text + event.text)
+        else:
+            merged.append(event)
+    return merged

@@ -1,0 +1,269 @@
+"""A scanner of growing text, on which the parsers of the formats are written as grammars."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from functools import cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Step = Generator[None, None, T]
+"""A generator that yields whenever it needs more text, and returns a `T`."""
+
+MAX_NAME = 256
+"""Maximum number of characters of a name. Longer text is no name, so that little text is ever held back."""
+
+NAME = re.compile(r"[\w.:/-]+")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_NO_QUOTE = re.compile(r'[^"\\]*')
+WORD = re.compile(r"[-+.\w]*")
+SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
+
+
+class NoMatch(Exception):
+    """The text is not what the grammar expects."""
+
+
+class Ended(Exception):
+    """The text ended where the grammar expects more."""
+
+
+class Scanner:
+    """Text that grows at its end, with a position.
+
+    The methods that return a `Step` wait for more text until they can decide. Therefore their results do not depend on
+    the pieces in which the text arrives. They raise NoMatch if the text does not fit, and Ended if it ends too early.
+    """
+
+    def __init__(self) -> None:
+        """Start with no text."""
+        self._text = ""
+        self._at = 0
+        """Position of the next character to read."""
+        self._kept = 0
+        """Position of the first character that is still needed."""
+        self._ended = False
+        self.is_cut = False
+        """Whether the text ended with the begin of a literal that was looked for."""
+
+    def append(self, text: str) -> None:
+        """Append a piece of text."""
+        self._text = self._text[self._kept :] + text
+        self._at -= self._kept
+        self._kept = 0
+
+    def end(self) -> None:
+        """State that no text follows."""
+        self._ended = True
+
+    def is_finished(self) -> bool:
+        """Return whether the text ended and was read."""
+        return self._ended and self._at == len(self._text)
+
+    def taken(self) -> str:
+        """Return the text that was read and not yet taken. It is kept no longer."""
+        text = self._text[self._kept : self._at]
+        self._kept = self._at
+        return text
+
+    def more(self) -> Step[None]:
+        """Wait for more text."""
+        if self._ended:
+            raise Ended
+        yield
+
+    def peek(self, length: int = 1) -> Step[str]:
+        """Return the next `length` characters without reading them."""
+        while len(self._text) - self._at < length:
+            yield from self.more()
+        return self._text[self._at : self._at + length]
+
+    def follows(self, *literals: str) -> Step[str]:
+        """Return the first of the literals that comes next, without reading it, or "" for none."""
+        while True:
+            undecided = False
+            for literal in literals:
+                if self._text.startswith(literal, self._at):
+                    return literal
+                if self._may_become(literal):
+                    if not self._ended:
+                        undecided = True
+                        break
+                    self.is_cut = True
+            if not undecided:
+                return ""
+            yield from self.more()
+
+    def accept(self, *literals: str) -> Step[str]:
+        """Read the first of the literals that comes next, and return it, or "" for none."""
+        literal = yield from self.follows(*literals)
+        self._at += len(literal)
+        return literal
+
+    def expect(self, *literals: str) -> Step[str]:
+        """Read one of the literals and return it."""
+        literal = yield from self.accept(*literals)
+        if not literal:
+            raise Ended if self.is_cut else NoMatch
+        return literal
+
+    def _may_become(self, literal: str) -> bool:
+        """Return whether the text ends here with the begin of a literal."""
+        rest = len(self._text) - self._at
+        return rest < len(literal) and literal.startswith(self._text[self._at :])
+
+    def space(self) -> Step[None]:
+        """Read white space, if there is any."""
+        while True:
+            match = _SPACE.match(self._text, self._at)
+            assert match
+            self._at = match.end()
+            if self._at < len(self._text) or self._ended:
+                return
+            yield from self.more()
+
+    def at_end(self) -> Step[bool]:
+        """Return whether the text ends here."""
+        while self._at == len(self._text) and not self._ended:
+            yield from self.more()
+        return self._at == len(self._text)
+
+    def name(self) -> Step[str]:
+        """Read the name of a tool, which has no white space, quotes or brackets."""
+        length = 0
+        while True:
+            if match := NAME.match(self._text, self._at + length):
+                length = match.end() - self._at
+            if length > MAX_NAME:
+                raise NoMatch
+            if self._at + length < len(self._text):
+                break
+            yield from self.more()
+        if not length:
+            raise NoMatch
+        self._at += length
+        return self._text[self._at - length : self._at]
+
+    def until(self, *literals: str, at_most: int = MAX_NAME) -> Step[str]:
+        """Read up to one of the literals, which stays unread, and return what was read."""
+        searched, longest = 0, max(map(len, literals))
+        while True:
+            found = pattern(literals).search(self._text, self._at + searched)
+            length = found.start() - self._at if found else len(self._text) - self._at - longest
+            if length > at_most:
+                raise NoMatch
+            if found:
+                text = self._text[self._at : found.start()]
+                self._at = found.start()
+                return text
+            searched = max(0, length)
+            yield from self.more()
+
+    def source(self, step: Step[None]) -> Step[str]:
+        """Read `step` and return its text."""
+        start = self._at - self._kept
+        yield from step
+        return self._text[self._kept + start : self._at]
+
+    def string(self) -> Step[None]:
+        """Read a JSON string. Control characters and unknown escapes pass as they are."""
+        yield from self.expect('"')
+        while True:
+            match = _NO_QUOTE.match(self._text, self._at)
+            assert match
+            self._at = match.end()
+            following = yield from self.peek()
+            if following == '"':
+                self._at += 1
+                return
+            if following == "\\":
+                yield from self.peek(2)
+                self._at += 2
+
+    def sent_until(self, literals: tuple[str, ...], send: Callable[[int], None]) -> Step[tuple[str, int]]:
+        """Send the text up to one of the literals and read the literal.
+
+        White space at the end of the text is not sent, but stays kept.
+
+        Args:
+            literals: Texts to look for.
+            send: Sends the text before a position, which is then no longer kept.
+
+        Returns:
+            The literal, or "" at the end of the text, and the number of kept white space characters.
+
+        """
+        num_spaces = 0
+        while True:
+            self._at = self._kept + num_spaces
+            found = pattern(literals).search(self._text, self._at)
+            stop = found.start() if found else len(self._text) - partial(self._text, literals)
+            if text := self._text[self._at : stop].rstrip(" \t\r\n"):
+                send(self._at + len(text))
+            num_spaces = stop - self._kept
+            if found:
+                self._at = found.end()
+                return found[0], num_spaces
+            if self._ended:
+                return "", num_spaces
+            yield from self.more()
+
+    def value(self) -> Step[None]:
+        """Read a JSON value. The nesting needs no recursion."""
+        closing: list[str] = []
+        while True:
+            if opening := (yield from self.accept("{", "[")):
+                yield from self.space()
+                closing.append("}" if opening == "{" else "]")
+                if not (yield from self.accept(closing[-1])):
+                    yield from self._key(closing)
+                    continue
+                closing.pop()
+            elif (yield from self.follows('"')):
+                yield from self.string()
+            else:
+                yield from self._scalar()
+            while closing:
+                yield from self.space()
+                if (yield from self.expect(",", closing[-1])) == ",":
+                    yield from self.space()
+                    yield from self._key(closing)
+                    break
+                closing.pop()
+            else:
+                return
+
+    def _key(self, closing: list[str]) -> Step[None]:
+        if closing[-1] == "}":
+            yield from self.string()
+            yield from self.space()
+            yield from self.expect(":")
+            yield from self.space()
+
+    def _scalar(self) -> Step[None]:
+        word = ""
+        while True:
+            match = WORD.match(self._text, self._at)
+            assert match
+            word += match[0]
+            self._at = match.end()
+            if self._at < len(self._text):
+                break
+            yield from self.more()
+        if not SCALAR.fullmatch(word):
+            raise NoMatch
+
+
+@cache
+def pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern that finds any of the literals."""
+    return re.compile("|".join(map(re.escape, literals)))
+
+
+def partial(text: str, literals: tuple[str, ...]) -> int:
+    """Return the number of characters at the end of `text` with which one of the literals may begin."""
+    for length in range(min(len(text), max(map(len, literals)) - 1), 0, -1):
+        if any(literal.startswith(text[-length:]) for literal in literals):
+            return length
+    return 0

@@ -1,0 +1,182 @@
+"""Calls whose values are raw text, so that the schema of the tool decides about their types."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn
+
+from mindie_mm.errors import InputError
+from mindie_mm.tool_calls.lark import Rules, branches_of, json_value, properties_of
+from mindie_mm.tool_calls.literals import escaped, json_of_python
+from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.scanner import Step
+from mindie_mm.tool_calls.tool import Tool
+
+_MAX_REFERENCES = 16
+_NAMES = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
+"""Names of arguments that every one of the formats can write."""
+_CANDIDATE = re.compile(r"[\n<]")
+_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+
+
+class TypedTextParser(ToolCallParser, ABC):
+    """A parser of calls with one tagged value per argument.
+
+    Strings stand as they are, and are sent while they arrive. Other values are JSON or Python literals, and are sent
+    when they end.
+    """
+
+    tags_of_argument: ClassVar[tuple[str, str]]
+    """Texts before and after a value in a forced answer, with `{name}` and `{is_string}`."""
+    excluded: ClassVar[tuple[str, ...]]
+    """Texts that a string in a forced answer does not contain."""
+
+    @classmethod
+    def arguments_rule(cls, tool: Tool, rules: Rules) -> str:
+        """Return a sequence that matches the arguments of a tool, in the order of its schema."""
+        arguments = []
+        for name, (schema, is_required) in properties_of(tool, _NAMES).items():
+            values = [cls._value(name, branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
+            rule = rules.add("argument", " | ".join(dict.fromkeys(values)))
+            arguments.append(rule if is_required else f"{rule}?")
+        return " ".join(arguments)
+
+    @classmethod
+    def _value(cls, name: str, branch: Mapping[str, Any], rules: Rules) -> str:
+        value = branch.get("const", branch)
+        is_string = isinstance(value, str) or branch.get("type") == "string"
+        before, after = (
+            tags.replace("{name}", name).replace("{is_string}", "true" if is_string else "false")
+            for tags in cls.tags_of_argument
+        )
+        if "const" in branch:
+            if is_string and any(tag in value for tag in cls.excluded):
+                raise InputError(f"the parameter {name!r} has the value {value!r}, which this format cannot write")
+            return rules.text(before + (value if is_string else json.dumps(value, ensure_ascii=False)) + after)
+        if is_string:
+            return f"{rules.text(before)} {rules.raw(branch, after, cls.excluded)}"
+        return f"{rules.text(before)} {rules.add('json', json_value(branch))} {rules.text(after)}"
+
+    def start_arguments(self, name: str) -> None:
+        """Send the start of a call."""
+        self.start_call(name)
+        tool = self.tools.get(name)
+        self._schema = tool.schema if tool else {}
+        self._seen: set[str] = set()
+
+    def argument(self, name: str, ends: Callable[[], Step[bool]], *, is_string: bool | None = None) -> Step[None]:
+        """Read the value of an argument and send it. The first of several values for a name counts.
+
+        Args:
+            name: Name of the argument.
+            ends: Reads the end of the value, wherever the text has `<` or a newline, and returns whether it is there.
+                It raises neither NoMatch nor Ended.
+            is_string: Whether the value is a string, if the format says so. None leaves it to the schema.
+
+        """
+        types = types_of(self._schema.get("properties", {}).get(name), self._schema)
+        if is_string is not None:
+            types = frozenset({"string"}) if is_string else types - {"string"}
+        start = f"{', ' if self._seen else '{'}{json.dumps(name, ensure_ascii=False)}: "
+        if name in self._seen:
+            yield from self._text_until(ends)
+        elif types == {"string"}:
+            self.send_arguments(start + '"')
+            self.taken()
+            self._encode = escaped
+            yield from self._text_until(ends)
+            self._encode = None
+            self.send_arguments('"')
+        else:
+            text = yield from self._text_until(ends)
+            self.send_arguments(start + json_of(text, types))
+        self._seen.add(name)
+        self.taken()
+
+    def end_arguments(self) -> None:
+        """Send the end of a call."""
+        self.send_arguments("}" if self._seen else "{}")
+        self.end_call()
+
+    def _text_until(self, ends: Callable[[], Step[bool]]) -> Step[str]:
+        """Read up to the end of a value, and the end itself. Return the value, unless it is sent already."""
+        encode = self._encode
+        start = self._at - self._kept
+        while True:
+            found = _CANDIDATE.search(self._text, self._at)
+            self._at = found.start() if found else len(self._text)
+            if encode:
+                self.flush()
+                start = 0
+            if not found:
+                yield from self.more()
+                continue
+            stop = self._at - self._kept
+            self._encode = None  # the end is not part of the value
+            if (yield from ends()):
+                return self._text[self._kept + start : self._kept + stop]
+            self._encode = encode
+            self._at = self._kept + stop + 1
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the JSON types that a schema allows. They are empty if it allows any."""
+    return frozenset(_types(schema, root, _MAX_REFERENCES))
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return set()
+    if kind := schema.get("type"):
+        return {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
+    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        return {_KINDS.get(type(value), "null") for value in values}
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(_referenced(reference, root), root, depth - 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(parts := schema.get(key), list):
+            return set().union(*(_types(part, root, depth - 1) for part in parts))
+    return set()
+
+
+def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
+    found: Any = root
+    for key in reference.removeprefix("#/").split("/"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a raw text for a schema that allows `types`, or any type if they are empty.
+
+    JSON of another type than a string comes first. Literals of Python count only where no string is allowed. A text
+    that fits no type is a string.
+    """
+    stripped = text.strip()
+    if _fits(stripped, types):
+        return stripped
+    if types and "string" not in types:
+        literal = json_of_python(stripped)
+        if literal is not None and _fits(literal, types):
+            return literal
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _fits(text: str, types: frozenset[str]) -> bool:
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    if not types:
+        return not isinstance(value, str)
+    kind = _KINDS.get(type(value), "null")
+    return kind != "string" and (
+        kind in types or (kind in {"integer", "number"} and bool({"integer", "number"} & types))
+    )
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)

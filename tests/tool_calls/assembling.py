@@ -1,0 +1,87 @@
+"""Answers, assembled from text that arrives in pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mindie_mm.tool_calls.events import Answer, Reasoning
+from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.reasoning import ReasoningParser
+from mindie_mm.tool_calls.tool import Tool
+
+FORMAT_NAMES = {"internlm2": "internlm", "llama4_pythonic": "pythonic", "mistral_v11": "mistral", "phi4_mini": "phi4"}
+"""Names of this package for formats of tool-formats.jsonl."""
+
+SAMPLES = [json.loads(line) for line in (Path(__file__).parent / "tool-formats.jsonl").read_text().splitlines()]
+"""One and two calls in each format, with the calls that are meant."""
+
+CROP = Tool(
+    "crop_image",
+    {
+        "type": "object",
+        "properties": {
+            "page": {"type": "integer", "minimum": 0, "maximum": 99},
+            "box": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 0, "maximum": 99},
+                "minItems": 4,
+                "maxItems": 4,
+            },
+        },
+        "required": ["page", "box"],
+        "additionalProperties": False,
+    },
+)
+READ = Tool(
+    "read_text",
+    {
+        "type": "object",
+        "properties": {"lang": {"type": "string", "enum": ["de", "en"]}, "note": {"type": "string", "maxLength": 40}},
+        "required": ["lang"],
+        "additionalProperties": False,
+    },
+)
+NOW = Tool("now")
+TOOLS = (CROP, READ, NOW)
+
+
+def name_of(sample: dict[str, Any]) -> str:
+    return FORMAT_NAMES.get(sample["format"], sample["format"])
+
+
+def answer_of(parser: ToolCallParser, pieces: Iterable[str]) -> Answer:
+    answer = Answer()
+    for piece in pieces:
+        answer.add(parser.push(piece))
+    answer.add(parser.finish())
+    return answer
+
+
+def reasoned(reasoning: ReasoningParser, parser: ToolCallParser, pieces: Iterable[str]) -> tuple[str, Answer]:
+    """Return the reasoning and the answer behind it."""
+    text, answer = "", Answer()
+    for events in (*(reasoning.push(piece) for piece in pieces), reasoning.finish()):
+        for event in events:
+            if isinstance(event, Reasoning):
+                text += event.text
+            else:
+                answer.add(parser.push(event.text))
+    answer.add(parser.finish())
+    return text, answer
+
+
+def calls_of(answer: Answer) -> list[dict[str, Any]]:
+    """Return the complete calls, with decoded arguments."""
+    return [{"name": call.name, "arguments": json.loads(call.arguments)} for call in answer.calls if call.complete]
+
+
+def seen(answer: Answer) -> tuple[str, list[tuple[str, str, bool]]]:
+    """Return what must not depend on the pieces: all but the ids, which are random."""
+    return answer.content, [(call.name, call.arguments, call.complete) for call in answer.calls]
+
+
+def cut(text: str, stops: Sequence[int]) -> list[str]:
+    return [text[start:stop] for start, stop in zip([0, *stops], [*stops, len(text)], strict=True)]

@@ -1,0 +1,178 @@
+"""The choice of a format for a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindie_mm.errors import InputError
+from mindie_mm.tool_calls.formats.hermes import HermesParser
+from mindie_mm.tool_calls.reasoning import reasoning_for, reasoning_named
+from mindie_mm.tool_calls.registry import FORMATS, GROUP, format_names, parser_for, parser_named
+from tests.tool_calls.assembling import TOOLS, answer_of, calls_of
+
+HUB = Path(__file__).parents[3] / "shared" / "hub"
+
+# The lines of published templates that write a call.
+TEMPLATES = {
+    "hermes": '{{- \'<tool_call>\\n{"name": "\' }}{{- tool_call.name }}{{- \'", "arguments": \' }}',
+    "qwen3_coder": "{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n' }}{{- '<parameter=' + args_name }}",
+    "glm45": "{{ '\\n<tool_call>' + tc.name }}{% for k, v in _args.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>",
+    "glm47": "{{- '<tool_call>' + tc.name -}}{% for k, v in _args.items() %}<arg_key>{{ k }}</arg_key><arg_value>",
+    "deepseek_v3": (
+        "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] "
+        "+ '\\n' + '```json' + '\\n' + tool['function']['arguments'] + '\\n' + '```' + '<｜tool▁call▁end｜>'}}"
+    ),
+    "deepseek_v31": (
+        "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>' "
+        "+ tool['function']['arguments'] + '<｜tool▁call▁end｜>'}}"
+    ),
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ name }}">',
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="{{ name }}">',
+    "deepseek_v41": '<｜DSML｜ calls>\n<｜DSML｜ invoke name="{{ name }}">',
+    "kimi_k2": "<|tool_calls_section_begin|>{% for tool_call in message['tool_calls'] %}<|tool_call_begin|>{{ id }}",
+    "mistral_v3": '{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}{{ tool_call.function|tojson }}',
+    "llama3_json": '{{- "<|python_tag|>" + tool_call.name + ".call(" }}{{- \'{"name": "\' + tool_call.name }}',
+    "pythonic": "{{- '<|python_start|>' }}{{- message.content | trim + '<|python_end|>' }}",
+    "internlm": "{{ '<|action_start|><|plugin|>\\n' + tool_call|tojson + '<|action_end|>' }}",
+    "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
+    "functiongemma": "{{ '<start_function_call>call:' + function['name'] + '{' }}",
+    "phi4": "{{ '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' }}",
+    "minicpm5": "{{- '<function name=\"' ~ tool_call.name ~ '\">' }}{{- '<param name=\"' ~ key ~ '\">' }}",
+}
+
+WEATHER_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open": "<<",
+            "close": ">>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{content.f}", "arguments": "{content.a}"}},
+        },
+    },
+    "start_anchor": "assistant",
+}
+
+
+def test_the_template_decides_about_the_format():
+    for name, template in TEMPLATES.items():
+        assert parser_for(template, set()) is FORMATS[name], name
+    assert parser_for(TEMPLATES["mistral_v3"], {"[TOOL_CALLS]", "[ARGS]"}) is FORMATS["mistral"]
+    assert {*TEMPLATES, "mistral"} == set(FORMATS)
+
+
+def test_the_vocabulary_alone_shows_no_format():
+    assert parser_for("{{ message.content }}", {"<tool_call>", "[ARGS]", "<|python_tag|>"}) is None
+
+
+@pytest.mark.skipif(not HUB.is_dir(), reason="the configurations of published checkpoints are not here")
+def test_published_templates_show_their_formats():
+    shown = {"qwen3_vl_8b_lora": "hermes", "qwen3_vl_cosmos2": "hermes", "qwen25_vl_7b": None, "llava15": None}
+    for folder, name in shown.items():
+        text = "".join(path.read_text() for path in sorted((HUB / folder).glob("chat_template.*")))
+        assert parser_for(text, set()) is (name and FORMATS[name]), folder
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(InputError, match=r"no format of tool calls is named 'herms'; there are .*hermes"):
+        parser_named("herms")
+    with pytest.raises(InputError, match=r"no format of reasoning is named 'qwen'; there are .*qwen3"):
+        reasoning_named("qwen")
+
+
+OTHER = """
+from mindie_mm.tool_calls.formats.hermes import HermesParser
+
+class OtherParser(HermesParser):
+    openings = ("<call>",)
+    closings = ("</call>",)
+
+    @classmethod
+    def detects(cls, template, vocabulary):
+        return "<call>" in template
+
+NO_PARSER = 3
+"""
+
+
+@pytest.fixture
+def other_package(tmp_path, monkeypatch):
+    """Return a function that installs a package whose entry point `other` names an attribute of its module."""
+
+    def install(attribute: str) -> None:
+        info = tmp_path / "other_format-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other_format\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\nother = other_format:{attribute}\n")
+        (tmp_path / "other_format.py").write_text(OTHER)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield install
+    sys.modules.pop("other_format", None)
+
+
+def test_other_packages_add_formats(other_package):
+    other_package("OtherParser")
+    assert "other" in format_names()
+    parser = parser_named("other")
+    assert parser_for("<call> <tool_call>", set()) is parser
+    assert parser_for("<tool_call>", set()) is HermesParser
+    answer = answer_of(parser(), ['<call>{"name": "f"}</call>'])
+    assert calls_of(answer) == [{"name": "f", "arguments": {}}]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "said"),
+    [("missing", "does not load: AttributeError"), ("NO_PARSER", "no subclass of ToolCallParser")],
+)
+def test_a_format_that_does_not_load_is_named_and_stops_no_other(other_package, caplog, attribute, said):
+    other_package(attribute)
+    with pytest.raises(InputError, match=f"'other', other_format:{attribute}.*{said}"):
+        parser_named("other")
+    assert parser_for("<tool_call>", set()) is HermesParser
+    assert said in caplog.text
+
+
+def test_a_response_template_reads_the_calls():
+    parser = parser_for("<tool_call>", set(), WEATHER_TEMPLATE)
+    assert parser is not None
+    text = 'Now: <<{"f": "now", "a": {"x": "<"}}>> and <<{"f": "now", "a": {}}>>.'
+    for pieces in ([text], list(text), [text[:9], text[9:30], text[30:]]):
+        answer = answer_of(parser(TOOLS), pieces)
+        assert answer.content == "Now:  and ."
+        assert calls_of(answer) == [{"name": "now", "arguments": {"x": "<"}}, {"name": "now", "arguments": {}}]
+    for invalid in ('<<{"f": "now"', '<<{"f": 1}>> x', "<<>>", '<<{"f": "now", "a": {}}', '<<{"f": "now", "a": {}}>'):
+        assert not answer_of(parser(TOOLS), list(f"a{invalid}")).calls, invalid
+        assert answer_of(parser(TOOLS), [f"a{invalid}"]).content.startswith("a")
+
+
+def test_a_response_template_takes_the_grammar_of_the_chat_template():
+    arguments = {"parallel": False, "one_of": ["now"], "added_tokens": {}}
+    known = parser_for("<tool_call>", set(), WEATHER_TEMPLATE)
+    assert known is not None
+    assert known.grammar(TOOLS, **arguments) == HermesParser.grammar(TOOLS, **arguments)
+    assert known.markers == HermesParser.markers
+    unknown = parser_for("", set(), WEATHER_TEMPLATE)
+    assert unknown is not None
+    with pytest.raises(InputError, match="calls cannot be required"):
+        unknown.grammar(TOOLS, **arguments)
+    with pytest.raises(InputError, match="the response_template of the tokenizer cannot be read"):
+        parser_for("", set(), {"fields": json.loads("[]")})
+
+
+def test_the_template_shows_the_reasoning():
+    shown = {
+        "{{ '<think>' + reasoning + '</think>' }}": "qwen3",
+        "[THINK]{{ reasoning }}[/THINK]": "mistral",
+        "<|channel>thought\n{{ reasoning }}<channel|>": "gemma4",
+        "◁think▷{{ reasoning }}◁/think▷": "kimi",
+    }
+    for template, name in shown.items():
+        assert reasoning_for(template) == reasoning_named(name)
+    assert reasoning_for("{{ content }}") is None
