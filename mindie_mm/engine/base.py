@@ -50,6 +50,7 @@ from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.structured.grammar import Constraint, Grammars
+from mindie_mm.structured.outputs import StructuredOutputs
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class BaseEngine(ABC):
         self._towers = Towers(model, self._encoder_cache, self._tower_limits, ranks, by_item=by_item)
         self._sequences: dict[str, Sequence] = {}
         self.grammars: Grammars | None = None
-        """Compiler of JSON schemas. None: requests with a JSON schema are refused."""
+        """Compiler of structured outputs. None: requests for one are refused."""
 
     @property
     @abstractmethod
@@ -163,8 +164,8 @@ class BaseEngine(ABC):
 
     def _new(self, message: Add) -> Sequence:
         sequence = self._sequence(message)
-        if (schema := sequence.params.json_schema) is not None:
-            sequence.constraint = self._constraint(schema)
+        if (wanted := sequence.params.structure) is not None:
+            sequence.constraint = self._constraint(wanted)
         return sequence
 
     def _items_again(self, sequence: Sequence, message: Refill) -> list[MediaItem]:
@@ -176,15 +177,15 @@ class BaseEngine(ABC):
             raise OperationalError("the request's media were read again after a preemption, and have changed since")
         return items
 
-    def _constraint(self, schema: str) -> Constraint:
+    def _constraint(self, wanted: StructuredOutputs) -> Constraint:
         if self.grammars is None:
-            raise InputError("this model takes no JSON schema")
-        return self.grammars.constraint(schema)
+            raise InputError("this model takes no structured outputs")
+        return self.grammars.constraint(wanted)
 
     def must_compile(self, message: Add) -> bool:
-        """Return whether the request has a JSON schema to compile, which may take as long as several steps."""
-        schema = message.params.json_schema
-        return schema is not None and self.grammars is not None and schema not in self.grammars
+        """Return whether the request has a description to compile, which may take as long as several steps."""
+        wanted = message.params.structure
+        return wanted is not None and self.grammars is not None and wanted not in self.grammars
 
     def abort(self, message: Abort) -> None:
         """Remove a request, unless it has ended already."""
@@ -273,7 +274,7 @@ class BaseEngine(ABC):
             # Only rank 0 asks the constraint which tokens may follow, so only rank 0 learns that it exceeds a limit.
             error = self._ranks.broadcast(str, lambda: constraint.accept(token))
             if error:
-                return self._fail(sequence, InputError(f"the output can no longer be kept to its JSON schema: {error}"))
+                return self._fail(sequence, InputError(f"the output can no longer be kept to its structure: {error}"))
         first = sequence.num_output == 0
         if first:
             sequence.first_token_s = time.monotonic()

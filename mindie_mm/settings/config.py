@@ -226,6 +226,10 @@ class ServiceConfig:
     """Lowest level that is logged: debug, info, warning or error. Other libraries never log at debug."""
     strict: bool = False
     """Refuse chats with unknown keys in content parts. Off: ignore such keys, with one warning per key."""
+    json_additional_properties: Literal["allow", "close"] = "close"
+    """Whether an object of a JSON schema may have properties that the schema does not name, where the schema does not
+    state additionalProperties. close: it may not, so that small models end. allow: it may, as JSON Schema says. A
+    schema with `strict` is closed in any case."""
     log_prompts: bool = False
     """Log the text of prompts. Media are never logged."""
     otlp_endpoint: str | None = None

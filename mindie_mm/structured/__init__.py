@@ -1,1 +1,1 @@
-"""Structured outputs: JSON schemas that are checked first and then enforced token by token."""
+"""Structured outputs: descriptions that are checked first and then enforced token by token."""

@@ -1,4 +1,4 @@
-"""Constraints that make output conform to a JSON schema, enforced with llguidance."""
+"""Constraints that make output conform to a description, enforced with llguidance."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from mindie_mm.errors import InputError
-from mindie_mm.structured.schema_numbers import with_exact_numbers
+from mindie_mm.structured.outputs import StructuredOutputs
+from mindie_mm.structured.translate import grammar_of
 
-# The fuel limits the time of a mask, which is typically 0.4 ms and at most 3 ms. These limits do not limit compilation.
-_LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000, max_grammar_size=50_000, step_lexer_fuel=50_000)
+# The fuel and the items limit the time of a mask, which is typically 0.02 ms and at most 3 ms, or 45 ms in a grammar of
+# single characters that refers to itself. These limits do not limit compilation.
+_LIMITS = LLParserLimits(
+    verbose_errors=False,
+    max_lexer_states=50_000,
+    max_grammar_size=50_000,
+    step_lexer_fuel=50_000,
+    step_max_items=20_000,
+)
 _MAX_SAID = 300
+_REHEARSED = 8
 KEPT = 16
-"""Number of recent schemas that stay compiled. A schema that is slow to compile also takes 7 MiB of memory."""
-# The style of json.dumps. With flexible whitespace, a small model may write nothing but whitespace.
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Number of recent descriptions that stay compiled. One that is slow to compile also takes 7 MiB of memory."""
 
 
 class Constraint:
@@ -54,32 +61,53 @@ class Grammars:
         """
         self._num_threads = num_threads
         self._unfit = ""
-        self._compiled: dict[str, LLMatcher] = {}
-        """Matchers of the `KEPT` most recently used schemas, the latest last."""
+        self._compiled: dict[StructuredOutputs, LLMatcher] = {}
+        """Matchers of the `KEPT` most recently used descriptions, the latest last."""
+        added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if i not in eos_token_ids}
+        self._added = {token.content: i for i, token in added.items()}
+        self._shown = {token.content: i for i, token in added.items() if not token.special}
         try:
             self._vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=list(eos_token_ids))
         except ValueError as error:
-            self._unfit = f"this checkpoint's tokenizer takes no JSON schema: {error}"
+            self._unfit = f"this checkpoint's tokenizer takes no structured outputs: {error}"
 
-    def __contains__(self, schema: str) -> bool:
-        """Return whether `schema` is compiled already."""
-        return schema in self._compiled
+    def __contains__(self, wanted: StructuredOutputs) -> bool:
+        """Return whether `wanted` is compiled already."""
+        return wanted in self._compiled
 
-    def constraint(self, schema: str) -> Constraint:
-        """Return the constraint for an output that conforms to `schema`.
+    def constraint(self, wanted: StructuredOutputs) -> Constraint:
+        """Return the constraint for an output that conforms to `wanted`.
 
-        Compilation may take arbitrarily long. `SchemaCheck` refuses such schemas beforehand.
+        Compilation may take arbitrarily long. `SchemaCheck` refuses such descriptions beforehand.
 
         Raises:
-            InputError: `schema` is not a valid schema, or cannot be enforced with this vocabulary.
+            InputError: `wanted` is not valid, or cannot be enforced with this vocabulary.
 
         """
         if self._unfit:
             raise InputError(self._unfit)
-        self._compiled[schema] = matcher = self._compiled.pop(schema, None) or self._matcher(schema)
+        self._compiled[wanted] = matcher = self._compiled.pop(wanted, None) or self._matcher(wanted)
         if len(self._compiled) > KEPT:
             del self._compiled[next(iter(self._compiled))]
         return Constraint(matcher.deep_copy())
+
+    def rehearse(self, wanted: StructuredOutputs) -> None:
+        """Draw some tokens at random, as an answer may begin.
+
+        Raises:
+            InputError: As in `constraint`, or the output would soon exceed a limit.
+
+        """
+        constraint = self.constraint(wanted)
+        rng = np.random.default_rng(0)
+        for _ in range(_REHEARSED):
+            (refused,) = self.refused([constraint], self._vocabulary.vocab_size)
+            refused[self._vocabulary.eos_tokens] = True
+            allowed = np.flatnonzero(~refused)
+            if not len(allowed) or constraint.accept(int(rng.choice(allowed))):
+                break
+        if constraint.error:
+            raise InputError(f"{wanted.noun} cannot be served: {constraint.error}")
 
     def refused(self, constraints: abc.Sequence[Constraint], vocab_size: int) -> NDArray[np.bool_]:
         """Return the tokens that may not come next, bool [constraints, vocab_size].
@@ -102,16 +130,15 @@ class Grammars:
         # Created on first use, because it starts threads. Most engines never need them, and a fork loses them.
         return LLExecutor(self._num_threads)
 
-    def _matcher(self, schema: str) -> LLMatcher:
-        read = with_exact_numbers(schema)
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(read, defaults=_STYLE)  # type: ignore[arg-type] # only the stub rejects it
-        except ValueError as error:
-            raise InputError(f"the JSON schema is not valid JSON: {str(error)[:_MAX_SAID]}") from error
+    def _matcher(self, wanted: StructuredOutputs) -> LLMatcher:
+        wanted.check()
+        grammar = grammar_of(wanted, self._added, self._shown)
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise InputError(f"the JSON schema cannot be served: {matcher.get_error()[:_MAX_SAID]}")
+            raise InputError(f"{wanted.noun} cannot be served: {matcher.get_error()[:_MAX_SAID]}")
         matcher.compute_logit_bias()
         if matcher.is_error():  # llguidance only reports a schema that refers to nothing but itself at this point
-            raise InputError("the JSON schema cannot be served: nothing can begin an answer that fits it")
+            error = matcher.get_error()[:_MAX_SAID]
+            reason = "nothing can begin an answer that fits it" if "NoExtension" in error else error
+            raise InputError(f"{wanted.noun} cannot be served: {reason}")
         return matcher

@@ -1,8 +1,9 @@
-"""A trial compilation of JSON schemas, before they reach the engine.
+"""A trial compilation of structured outputs, before they reach the engine.
 
-The compile time cannot be predicted from a schema. A schema of 42 bytes may take half a minute, and llguidance cannot
-be interrupted. Therefore each schema is compiled as in the engine, with the checkpoint's vocabulary, in a process that
-the kernel kills at a time limit. A process that has read the vocabulary forks once per schema.
+The compile time cannot be predicted from a description. A JSON schema of 42 bytes may take half a minute, and
+llguidance cannot be interrupted. Therefore each description is compiled and tried on some tokens as in the engine, with
+the checkpoint's vocabulary, in a process that the kernel kills at a time limit. A process that has read the vocabulary
+forks once per description.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from mindie_mm.errors import InputError, MindieMMError, ProcessDied
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.ipc import Child, ChildChannel, Failure, Lifeline
 from mindie_mm.structured.grammar import KEPT, Grammars
+from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 
-MAX_SCHEMA_BYTES = 32768
 COMPILE_S = 0.1
-"""Maximum CPU time in seconds to compile a schema. A schema with a hundred fields takes 5 ms."""
+"""Maximum CPU time in seconds to compile and try a description. A JSON schema with a hundred fields takes 5 ms."""
 
 _REST = 4
-"""Pause before the next schema, as a multiple of the last compile time. The engine compiles the schema as well, and
-needs time for its other work."""
+"""Pause before the next description, as a multiple of the last compile time. The engine compiles the description as
+well, and needs time for its other work."""
 _WALL_S = 10.0
-"""Maximum wall-clock time in seconds. A schema that takes longer without using up `COMPILE_S` stays unchecked."""
+"""Maximum wall-clock time in seconds. A description that takes longer without using up `COMPILE_S` stays unchecked."""
 _REPLY_S = 60.0
-_WHAT = "the process that checks JSON schemas"
+_WHAT = "the process that checks structured outputs"
 
 
 class _Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -39,7 +40,7 @@ class _Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class SchemaCheck:
-    """A process that checks schemas one by one, and a cache of results. The first check starts the process."""
+    """A process that checks descriptions one by one, and a cache of results. The first check starts the process."""
 
     def __init__(self, model: Path, family: str | None) -> None:
         """Prepare checks for the checkpoint directory `model`. `family` is the argument of `family_of`."""
@@ -48,35 +49,34 @@ class SchemaCheck:
         self._closed = False
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[str] | None = None
-        self._known: dict[str, str] = {}
-        """Error of each of the `KEPT` most recently used schemas, or "" for a valid one, the latest last.
+        self._known: dict[StructuredOutputs, str] = {}
+        """Error of each of the `KEPT` most recently used descriptions, or "" for a valid one, the latest last.
 
-        The engine keeps the same number of compiled schemas, in the same order. So a schema that the engine has to
-        compile again is also checked again, with its pause.
+        The engine keeps the same number of compiled descriptions, in the same order. So a description that the engine
+        has to compile again is also checked again, with its pause.
         """
 
-    async def check(self, schema: str) -> None:
-        """Check a schema.
+    async def check(self, wanted: StructuredOutputs) -> None:
+        """Check a description.
 
         Raises:
-            InputError: The schema is invalid, cannot be enforced, is too large, or takes too long to compile.
+            InputError: The description is invalid, cannot be enforced, is too large, or takes too long to compile.
             ProcessDied: The process died twice, cannot start, or is closed.
 
         """
-        if (num_bytes := len(schema.encode())) > MAX_SCHEMA_BYTES:
-            raise InputError(f"the JSON schema has {num_bytes} bytes, the limit is {MAX_SCHEMA_BYTES}")
-        message = self._known.get(schema)
+        wanted.check()
+        message = self._known.get(wanted)
         if message is None:
             async with self._turn:
-                message = self._known.get(schema)  # another caller may have checked it meanwhile
+                message = self._known.get(wanted)  # another caller may have checked it meanwhile
                 if message is None:
                     if self._asking is not None:
                         await asyncio.wait({self._asking})  # the caller was cancelled, but the reply must still be read
-                    self._asking = asyncio.create_task(self._ask(schema))
+                    self._asking = asyncio.create_task(self._ask(wanted))
                     message = await asyncio.shield(self._asking)
-        self._remember(schema, message)
+        self._remember(wanted, message)
         if message:
-            raise InputError(message, param="response_format")
+            raise InputError(message)
 
     async def close(self) -> None:
         """End the process. A running check fails."""
@@ -87,28 +87,28 @@ class SchemaCheck:
         if self._child is not None:
             await self._child.end()
 
-    def _remember(self, schema: str, message: str) -> None:
-        self._known.pop(schema, None)
-        self._known[schema] = message
+    def _remember(self, wanted: StructuredOutputs, message: str) -> None:
+        self._known.pop(wanted, None)
+        self._known[wanted] = message
         if len(self._known) > KEPT:
             del self._known[next(iter(self._known))]
 
-    async def _ask(self, schema: str) -> str:
-        """Ask the process for the error of `schema`, and ask a second process if it dies. Raise ProcessDied."""
+    async def _ask(self, wanted: StructuredOutputs) -> str:
+        """Ask the process for the error of `wanted`, and ask a second process if it dies. Raise ProcessDied."""
         for _ in range(2):
             if self._closed:
                 break
             try:
                 async with asyncio.timeout(_REPLY_S):
                     self._child = self._child or await self._started()
-                    self._child.channel.send(schema.encode())
+                    self._child.channel.send(msgspec.msgpack.encode(wanted))
                     message = (await self._child.channel.recv()).decode()
             except (EOFError, TimeoutError):
                 child, self._child = self._child, None
                 if child is not None:
                     await child.end()
                 continue
-            self._remember(schema, message)  # also here, because the caller of `check` may have been cancelled
+            self._remember(wanted, message)  # also here, because the caller of `check` may have been cancelled
             return message
         raise ProcessDied(f"{_WHAT} {'is closed' if self._closed else 'died twice'}")
 
@@ -127,7 +127,7 @@ class SchemaCheck:
 
 
 def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
-    """Answer each schema with its error, or "", until the channel closes."""
+    """Answer each description with its error, or "", until the channel closes."""
     try:
         tokenizer = load_tokenizer(Checkpoint.open(model), family or None)
     except MindieMMError as error:
@@ -137,22 +137,22 @@ def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
     channel.send(msgspec.msgpack.encode(_Ready()))
     while True:
         try:
-            schema = channel.recv().decode()
+            wanted = msgspec.msgpack.decode(channel.recv(), type=StructuredOutputs)
         except EOFError:
             return
-        message, took_s = _tried(grammars, schema)
+        message, took_s = _tried(grammars, wanted)
         channel.send(message.encode())
         if not message:
             time.sleep(_REST * took_s)
 
 
-def _tried(grammars: Grammars, schema: str) -> tuple[str, float]:
-    """Compile `schema` in a fork of this process. Return the error, or "", and the CPU time in seconds.
+def _tried(grammars: Grammars, wanted: StructuredOutputs) -> tuple[str, float]:
+    """Compile `wanted` in a fork of this process. Return the error, or "", and the CPU time in seconds.
 
     The fork also contains crashes of the compiler, such as a stack overflow or a lack of memory.
 
     Raises:
-        TimeoutError: The machine was too busy, so nothing is known about the schema.
+        TimeoutError: The machine was too busy, so nothing is known about the description.
 
     """
     read, write = os.pipe()
@@ -162,7 +162,7 @@ def _tried(grammars: Grammars, schema: str) -> tuple[str, float]:
             signal.setitimer(signal.ITIMER_REAL, _WALL_S)
             message = ""
             try:
-                grammars.constraint(schema)
+                grammars.rehearse(wanted)
             except InputError as error:
                 message = str(error)
             os.write(write, message.encode())
@@ -175,9 +175,9 @@ def _tried(grammars: Grammars, schema: str) -> tuple[str, float]:
     _, status, usage = os.wait4(pid, 0)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if ended_by == signal.SIGALRM:
-        raise TimeoutError(f"the machine is too busy to compile a JSON schema within {_WALL_S:g} s")
+        raise TimeoutError(f"the machine is too busy to compile {wanted.noun} within {_WALL_S:g} s")
     if ended_by == signal.SIGPROF:
-        message = f"compiling the JSON schema takes more than {COMPILE_S:g} s of processor time, the limit"
+        message = f"compiling {wanted.noun} takes more than {COMPILE_S:g} s of processor time, the limit"
     elif status:
-        message = f"compiling the JSON schema fails, with status {os.waitstatus_to_exitcode(status)}"
+        message = f"compiling {wanted.noun} fails, with status {os.waitstatus_to_exitcode(status)}"
     return message, usage.ru_utime + usage.ru_stime

@@ -184,9 +184,9 @@ class Worker:
         self.tokenizer_stage.check()
 
     async def check_schema(self, params: SamplingParams) -> None:
-        """Raise the error of `SchemaCheck.check` if `params` have a JSON schema that cannot be served."""
-        if params.json_schema is not None:
-            await self._schemas.check(params.json_schema)
+        """Raise the error of `SchemaCheck.check` if `params` ask for a structured output that cannot be served."""
+        if (wanted := params.structure) is not None:
+            await self._schemas.check(wanted)
 
     def limited(
         self, request: TokenizeRequest, params: SamplingParams, truncate_to: int | None = None

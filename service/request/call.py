@@ -13,7 +13,7 @@ import msgspec
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.engine.requests.sampling_params import MAX_LOGPROBS, SamplingParams
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import LimitExceeded, blaming
 from mindie_mm.processes import faults
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.retry import PromptSource
@@ -47,6 +47,8 @@ class Call:
     timed: bool
     """Whether the answer contains timings."""
     meter: Meter
+    structure_field: str | None = None
+    """Field of the request that describes the structured output."""
 
     @asynccontextmanager
     async def prompts(
@@ -54,11 +56,11 @@ class Call:
     ) -> AsyncIterator[list[PromptSource]]:
         """Tokenize `requests` as in `prompts.prompts`, each limited by `Worker.limited`.
 
-        Raise InputError also for a JSON schema that cannot be served.
+        Raise InputError also for a structured output that cannot be served.
         """
         worker = self.service.worker
         with self.meter.counted(len(requests) * self.n):
-            await worker.check_schema(self.params)
+            await self._check_structure()
             limited = [worker.limited(request, self.params, truncate_to) for request in requests]
             async with prompts(self.service, limited, self.clock) as sources:
                 yield sources
@@ -67,8 +69,12 @@ class Call:
     async def prompts_of_ids(self, given: Sequence[Sequence[int]]) -> AsyncIterator[list[PromptSource]]:
         """Yield the prompts of token ids that a client sent. Raise InputError also as in `prompts`."""
         with self.meter.counted(len(given) * self.n):
-            await self.service.worker.check_schema(self.params)
+            await self._check_structure()
             yield [PromptSource(prompt_of_ids(self.service, ids, "prompt")) for ids in given]
+
+    async def _check_structure(self) -> None:
+        with blaming(self.structure_field):
+            await self.service.worker.check_schema(self.params)
 
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
         """Return all choices when they are finished."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+import msgspec
 from fastapi import Depends, Request
 from starlette.responses import Response
 
@@ -48,12 +49,17 @@ class Incoming:
         self.service.check_model(model)
         try:
             worker = self.service.worker
-            params = settings.sampling_params(worker.default_sampling).check(worker.engine.info.vocab_size)
+            params = settings.sampling_params(worker.default_sampling)
+            structure = settings.structure(close=self.service.config.json_additional_properties == "close")
+            if structure is not None:
+                params = msgspec.structs.replace(params, structured_outputs=structure.wanted)
+            params = params.check(worker.engine.info.vocab_size)
         except InputError as error:
             error.param = settings.field or error.param
             raise
         meter = Meter(self.service.metrics, self.clock.arrived)
-        return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), meter)
+        field = structure.field if structure is not None else None
+        return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), meter, field)
 
     def answered(
         self, form: Form, *, stream: bool | None = False, last: str | None = DONE, timeout_s: float | None = None

@@ -40,7 +40,7 @@ from service.schemas.body import (
 from service.schemas.choices import Timed
 from service.schemas.description import streamed
 from service.schemas.message_types import AnyItem
-from service.schemas.not_served import NOT_SERVED
+from service.schemas.not_served import NOT_SERVED, STRUCTURES
 
 router = APIRouter()
 
@@ -54,7 +54,8 @@ class InferParameters(Settings):
     field = "parameters"
     not_served: ClassVar[NotServed] = {
         **NOT_SERVED,
-        **dict.fromkeys(("ignore_eos", "logit_bias", "response_format", "stop_token_ids"), OFF),
+        **STRUCTURES,
+        **dict.fromkeys(("ignore_eos", "logit_bias", "stop_token_ids"), OFF),
         **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (None, 0)),
         **dict.fromkeys(("best_of", "n"), (None, 1)),
         "add_special_tokens": (None, True),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -26,6 +28,7 @@ from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.requests.sampling_params import MAX_LOGPROBS, MAX_SALT_CHARACTERS, SamplingParams
 from mindie_mm.inputs import OFF, refused_fields, whole
+from mindie_mm.structured.outputs import StructuredOutputs
 
 INT32_MAX = 2**31 - 1
 
@@ -101,6 +104,27 @@ class Fields(BaseModel):
         return given
 
 
+class Closed(Fields, extra="forbid"):
+    """An object without further fields. Only the first unknown field is reported. A null field counts as absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kept = {field.alias or name for name, field in cls.model_fields.items()}
+        kept |= {*islice((name for name, one in given.items() if one is not None and name not in kept), 1)}
+        return {name: one for name, one in given.items() if name in kept and one is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What an answer must be, and the field of the request that says so."""
+
+    wanted: StructuredOutputs
+    field: str
+
+
 class Settings(Fields):
     """Fields that control how a request is answered."""
 
@@ -117,6 +141,18 @@ class Settings(Fields):
             InputError: Fields contradict each other, or a value is not served.
 
         """
+
+    def structure(self, *, close: bool) -> Structure | None:
+        """Return what the answer must be, or None.
+
+        Args:
+            close: Whether JSON schemas allow only the properties that they name, unless they state otherwise.
+
+        Raises:
+            InputError: A form is not valid, or two forms contradict each other.
+
+        """
+        return None
 
     def params(self, default: SamplingParams, **overrides: Any) -> SamplingParams:
         """Return `default` updated with the fields that `SamplingParams` also has, and with `overrides`."""

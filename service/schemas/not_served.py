@@ -15,8 +15,9 @@ _ZERO = (None, 0)
 NOT_SERVED: NotServed = {
     **PROMPT_FIELDS,
     # vLLM's
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), OFF),
-    **dict.fromkeys(("structural_tag", "allowed_token_ids", "bad_words", "logits_processors", "use_beam_search"), OFF),
+    **dict.fromkeys(
+        ("guided_whitespace_pattern", "allowed_token_ids", "bad_words", "logits_processors", "use_beam_search"), OFF
+    ),
     **dict.fromkeys(("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids"), OFF),
     **dict.fromkeys(("logprob_token_ids", "prompt_logprobs", "thinking_token_budget", "repetition_detection"), OFF),
     **dict.fromkeys(("lora_request", "vllm_xargs", "extra_args"), OFF),
@@ -30,12 +31,12 @@ NOT_SERVED: NotServed = {
     "web_search_options": (None,),  # OpenAI searches with empty ones, too
     "verbosity": (*OFF, "medium"),
     # SGLang's
-    **dict.fromkeys(("regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim", "custom_logit_processor"), OFF),
+    **dict.fromkeys(("stop_regex", "no_stop_trim", "custom_logit_processor"), OFF),
     **dict.fromkeys(("lora_path", "return_hidden_states", "session_params", "custom_params", "sampling_params"), OFF),
     **dict.fromkeys(("input_ids", "input_embeds", "image_data", "video_data", "audio_data", "return_logprob"), OFF),
     "min_new_tokens": _ZERO,
     # llama.cpp's
-    **dict.fromkeys(("grammar", "lora", "input_prefix", "input_suffix", "return_tokens", "samplers"), OFF),
+    **dict.fromkeys(("lora", "input_prefix", "input_suffix", "return_tokens", "samplers"), OFF),
     "n_predict": (None,),
     **dict.fromkeys(("n_probs", "mirostat", "dynatemp_range", "t_max_predict_ms", "reasoning_budget"), (*OFF, 0)),
     **dict.fromkeys(("repeat_penalty", "tfs_z", "typ_p"), (None, 1)),
@@ -64,6 +65,13 @@ NOT_SERVED: NotServed = {
 }
 """Fields that no request accepts, with the values that are harmless. A field that a body declares itself is exempt."""
 
+STRUCTURES: NotServed = {
+    **dict.fromkeys(("response_format", "structured_outputs", "structural_tag"), OFF),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), OFF),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar"), OFF),
+}
+"""Fields for structured outputs, which MindIE's endpoints refuse."""
+
 MINDIES: NotServed = {
     "parameters": OFF,
     "watermark": OFF,
@@ -74,7 +82,8 @@ MINDIES: NotServed = {
 """MindIE's fields that OpenAI's endpoints refuse. MindIE ignores `typical_p` and `watermark`; other servers do not."""
 
 INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(("grammar", "ebnf", "regex", "guided_json", "json_schema", "format"), "response_format"),
+    "format": "response_format",
+    "grammar_string": "grammar",
     **dict.fromkeys(("n_predict", "num_predict", "max_length", "max_output_tokens"), "max_tokens"),
     **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
     **dict.fromkeys(("enable_thinking", "thinking", "think"), "chat_template_kwargs"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -26,7 +24,6 @@ from service.schemas.body import (
     NotServed,
     Penalty,
     RepetitionPenalty,
-    Settings,
     Stop,
     TokenIds,
     TopP,
@@ -34,6 +31,7 @@ from service.schemas.body import (
 )
 from service.schemas.message_types import AnyMessage
 from service.schemas.not_served import INSTEAD, MINDIES, NOT_SERVED
+from service.schemas.structured_outputs import StructureFields
 
 MAX_CHOICES = 64
 
@@ -50,81 +48,7 @@ class StreamOptions(Fields):
     """Add the usage so far to every other chunk. Needs `include_usage`."""
 
 
-class _Closed(Fields, extra="forbid"):
-    """An object without further fields. Only the first unknown field is reported. A null field counts as absent."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        kept = {field.alias or name for name, field in cls.model_fields.items()}
-        kept |= {*islice((name for name, one in given.items() if one is not None and name not in kept), 1)}
-        return {name: one for name, one in given.items() if name in kept and one is not None}
-
-
-class NamedSchema(_Closed):
-    """`response_format.json_schema`; the answer fits the schema in any case."""
-
-    name: str | None = None
-    """Ignored."""
-    description: str | None = None
-    """Ignored."""
-    strict: bool | None = None
-    """True allows only properties that the schema names, unless the schema states otherwise."""
-    content: dict[str, Any] | None = Field(None, alias="schema")
-    """The JSON schema. None accepts any JSON object, as in OpenAI and vLLM."""
-
-
-class ResponseFormat(_Closed):
-    """The form of the answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
-
-    def schema_text(self) -> str | None:
-        """Return the schema as JSON, or None for a text.
-
-        Raises:
-            InputError: The schema is missing, does not belong to the `type`, or is nested too deeply.
-
-        """
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            has = "no" if self.json_schema is None else "a"
-            raise InputError(f"response_format is {self.type!r} and has {has} json_schema", param="response_format")
-        if self.type == "text":
-            return None
-        if self.json_schema is None or self.json_schema.content is None:
-            return '{"type": "object"}'
-        try:
-            return json.dumps(
-                _closed(self.json_schema.content) if self.json_schema.strict else self.json_schema.content
-            )
-        except RecursionError as error:
-            raise InputError("response_format.json_schema nests too deeply", param="response_format") from error
-
-
-def _closed(schema: Any) -> Any:
-    """Return a schema whose objects with `properties` have `additionalProperties` false, unless they state it.
-
-    Parts of an `allOf` are not changed, because each of them names only some properties of an object.
-    """
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: _closed(part) if key in _HOLD_SCHEMAS else part for key, part in schema.items()}
-    for key in _HOLD_NAMED_SCHEMAS & closed.keys():
-        if isinstance(named := closed[key], dict):
-            closed[key] = {name: _closed(part) for name, part in named.items()}
-    return {"additionalProperties": False} | closed if "properties" in closed else closed
-
-
-_HOLD_SCHEMAS = {"anyOf", "oneOf", "items", "prefixItems", "additionalProperties"}
-_HOLD_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
-
-
-class GenerationBody(Body, Settings):
+class GenerationBody(Body, StructureFields):
     """Fields that the bodies of chat and text completions share."""
 
     instead: ClassVar[Mapping[str, str]] = INSTEAD
@@ -152,7 +76,6 @@ class GenerationBody(Body, Settings):
     stop: Stop | None = None
     stop_token_ids: Annotated[TokenIds, AfterValidator(tuple)] | None = None
     ignore_eos: bool | None = None
-    response_format: ResponseFormat | None = None
     cache_salt: CacheSalt | None = None
     """Salt of the prefix cache. Cached blocks are shared only between requests with the same salt, or with none."""
     user: str | None = None
@@ -185,7 +108,8 @@ class GenerationBody(Body, Settings):
         own = {
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
-            "json_schema": self.response_format.schema_text() if self.response_format else None,
+            "json_schema": None,  # the body's fields of these names become `structure`
+            "structured_outputs": None,
         }
         return super().params(default, **(own | overrides))
 

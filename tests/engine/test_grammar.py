@@ -15,6 +15,7 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.structured.grammar import Constraint, Grammars
+from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 from tests.processor_time import processor_time_below
 
@@ -24,6 +25,10 @@ VOCABULARY = 792
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return Grammars(load_tokenizer(Checkpoint.open(None)), (779, 777), num_threads=2)
+
+
+def fits(schema: str) -> StructuredOutputs:
+    return StructuredOutputs(json=schema)
 
 
 def walk(grammars: Grammars, constraint: Constraint, seed: int, most: int = 200) -> list[int]:
@@ -50,20 +55,22 @@ def test_every_draw_matches_the_schema(grammars: Grammars, seed: int) -> None:
         "required": ["a"],
         "additionalProperties": False,
     }
-    text = load_tokenizer(Checkpoint.open(None)).decode(walk(grammars, grammars.constraint(json.dumps(schema)), seed))
+    text = load_tokenizer(Checkpoint.open(None)).decode(
+        walk(grammars, grammars.constraint(fits(json.dumps(schema))), seed)
+    )
     assert text in ('{"a": 1}', '{"a": 22}')
 
 
-def test_ids_beyond_the_tokenizer_are_refused(grammars: Grammars) -> None:
-    constraint = grammars.constraint('{"type": "string"}')
+def test_ids_beyond_the_tokenizers_own_are_refused(grammars: Grammars) -> None:
+    constraint = grammars.constraint(fits('{"type": "string"}'))
     refused = grammars.refused([constraint], VOCABULARY)
     assert refused.shape == (1, VOCABULARY)
     assert refused[0, 780:].all()
     assert (grammars.refused([constraint], 500) == refused[:, :500]).all()
 
 
-def test_a_token_that_breaks_the_schema_is_an_error(grammars: Grammars) -> None:
-    constraint = grammars.constraint('{"type": "boolean"}')
+def test_a_token_that_does_not_fit_is_an_error(grammars: Grammars) -> None:
+    constraint = grammars.constraint(fits('{"type": "boolean"}'))
     constraint.accept(90)
     assert constraint.error
     assert not grammars.refused([constraint], VOCABULARY).any()
@@ -72,7 +79,7 @@ def test_a_token_that_breaks_the_schema_is_an_error(grammars: Grammars) -> None:
 def test_each_constraint_masks_only_its_own_row(grammars: Grammars) -> None:
     """Mask rows independently of their order and number, also when one constraint has an error."""
     schemas = ['{"type": "boolean"}', '{"type": "string"}', '{"enum": ["x", "yz"]}', "{}"]
-    constraints = [grammars.constraint(schema) for schema in schemas for _ in range(8)]
+    constraints = [grammars.constraint(fits(schema)) for schema in schemas for _ in range(8)]
     walk(grammars, constraints[9], 0, most=3)
     constraints[2].accept(90)
     alone = [grammars.refused([constraint], VOCABULARY)[0] for constraint in constraints]
@@ -102,15 +109,15 @@ def test_a_batch_of_rows_with_and_without_a_schema_is_drawn_as_alone(grammars: G
     free = logits.argmax(dim=1).tolist()
     assert [token == likeliest for token, likeliest in zip(tokens, free, strict=True)] == [True, False, True, False]
     for row in (1, 3):
-        refused = grammars.refused([grammars.constraint(settings[row] or "")], model.spec.vocab_size)[0]
+        refused = grammars.refused([grammars.constraint(fits(settings[row] or ""))], model.spec.vocab_size)[0]
         assert tokens[row] == logits[row].cpu().masked_fill(torch.from_numpy(refused), -torch.inf).argmax()
 
 
 def test_a_schema_is_compiled_once(grammars: Grammars) -> None:
     schema = '{"type": "integer", "multipleOf": 20011}'
-    first = grammars.constraint(schema)
-    with processor_time_below(0.5):  # 64 compilations would take seconds
-        further = [grammars.constraint(schema) for _ in range(64)]
+    first = grammars.constraint(fits(schema))
+    with processor_time_below(0.5):  # compiling it 64 times takes seconds
+        further = [grammars.constraint(fits(schema)) for _ in range(64)]
     assert walk(grammars, first, 0) == walk(grammars, further[0], 0)
     assert walk(grammars, further[1], 1) != walk(grammars, further[2], 2), "each goes its own way"
 
@@ -124,8 +131,8 @@ def test_a_schema_is_compiled_once(grammars: Grammars) -> None:
         {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(800)}},
     ],
 )
-def test_the_time_of_a_step_is_bounded(grammars: Grammars, schema: dict[str, object]) -> None:
-    constraint = grammars.constraint(json.dumps(schema))
+def test_what_a_step_takes_is_bounded(grammars: Grammars, schema: dict[str, object]) -> None:
+    constraint = grammars.constraint(fits(json.dumps(schema)))
     rng = np.random.default_rng(0)
     for _ in range(100):
         with processor_time_below(0.5):
@@ -137,10 +144,10 @@ def test_the_time_of_a_step_is_bounded(grammars: Grammars, schema: dict[str, obj
 @pytest.mark.parametrize("schema", ["", "{", "[]", "true", "5", '"x"', '{"x": "\\ud800"}', '{"$ref": "#"}'])
 def test_an_invalid_schema_is_refused(grammars: Grammars, schema: str) -> None:
     with pytest.raises(InputError):
-        grammars.constraint(schema)
+        grammars.constraint(fits(schema))
 
 
 def test_a_tokenizer_of_an_unsupported_kind_is_refused() -> None:
     unfit = Grammars(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")), [0])
-    with pytest.raises(InputError, match="tokenizer takes no JSON schema"):
-        unfit.constraint("{}")
+    with pytest.raises(InputError, match="tokenizer takes no structured outputs"):
+        unfit.constraint(fits("{}"))

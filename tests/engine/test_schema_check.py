@@ -26,7 +26,8 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.ipc import ChildChannel
 from mindie_mm.structured import schema_check
 from mindie_mm.structured.grammar import KEPT, Grammars
-from mindie_mm.structured.schema_check import COMPILE_S, MAX_SCHEMA_BYTES, SchemaCheck
+from mindie_mm.structured.outputs import MAX_STRUCTURE_BYTES, StructuredOutputs
+from mindie_mm.structured.schema_check import COMPILE_S, SchemaCheck
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 from tests.processor_time import processor_s
 
@@ -35,12 +36,16 @@ LONG = '{{"type": "integer", "multipleOf": {}}}'
 FIELDS = {f"field_{i}": {"enum": [f"choice {i} {j}" for j in range(9)]} for i in range(30)}
 
 
+def fits(schema: str) -> StructuredOutputs:
+    return StructuredOutputs(json=schema)
+
+
 @pytest.fixture
 async def check() -> AsyncIterator[SchemaCheck]:
-    ready = SchemaCheck(Checkpoint.open(None).path, None)
-    await ready.check("{}")
-    yield ready
-    await ready.close()
+    made = SchemaCheck(Checkpoint.open(None).path, None)
+    await made.check(fits("{}"))
+    yield made
+    await made.close()
 
 
 def process() -> psutil.Process:
@@ -64,7 +69,7 @@ def used_s() -> float:
     ],
 )
 async def test_ordinary_schemas_pass(check: SchemaCheck, schema: dict[str, Any]) -> None:
-    await check.check(json.dumps(schema))
+    await check.check(fits(json.dumps(schema)))
 
 
 @pytest.mark.parametrize(
@@ -78,13 +83,13 @@ async def test_ordinary_schemas_pass(check: SchemaCheck, schema: dict[str, Any])
 async def test_a_schema_that_takes_too_long_is_refused(check: SchemaCheck, schema: str) -> None:
     before = used_s()
     with pytest.raises(InputError, match=r"more than 0.1 s of processor time, the limit"):
-        await check.check(schema)
+        await check.check(fits(schema))
     assert used_s() - before < 0.25
     before = used_s()
     with pytest.raises(InputError, match="processor time"):
-        await check.check(schema)
+        await check.check(fits(schema))
     assert used_s() == before, "it is remembered"
-    await check.check('{"type": "boolean"}')
+    await check.check(fits('{"type": "boolean"}'))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +106,7 @@ async def test_a_schema_that_takes_too_long_is_refused(check: SchemaCheck, schem
 async def test_the_time_of_a_hostile_schema_is_bounded(check: SchemaCheck, schema: dict[str, object]) -> None:
     before = used_s()
     with contextlib.suppress(InputError):
-        await check.check(json.dumps(schema))
+        await check.check(fits(json.dumps(schema)))
     assert used_s() - before < 0.25
 
 
@@ -112,24 +117,26 @@ async def test_a_schema_that_the_engine_must_compile_again_is_checked_again(
     tried: list[str] = []
     ask = check._ask
 
-    async def asking(schema: str) -> str:
-        tried.append(schema)
-        return await ask(schema)
+    async def asking(wanted: StructuredOutputs) -> str:
+        tried.append(wanted.json or "")
+        return await ask(wanted)
 
     monkeypatch.setattr(check, "_ask", asking)
     first, second, *others = [json.dumps({"const": i}) for i in range(KEPT + 1)]
     for schema in (first, second, *others[:-1], first, others[-1]):
-        await check.check(schema)
+        await check.check(fits(schema))
     assert tried == [first, second, *others]
-    await check.check(first)  # still compiled: it was used in between
-    await check.check(second)  # evicted by as many other schemas as stay compiled
+    await check.check(fits(first))  # it was asked for in between
+    await check.check(fits(second))  # since it, others were, as many as stay compiled
     assert tried == [first, second, *others, second]
 
 
 async def test_a_process_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     check = SchemaCheck(tmp_path / "gone", None)
-    with pytest.raises(ProcessDied, match=f"JSON schemas did not start: {tmp_path}/gone is no checkpoint directory"):
-        await check.check("{}")
+    with pytest.raises(
+        ProcessDied, match=f"structured outputs did not start: {tmp_path}/gone is no checkpoint directory"
+    ):
+        await check.check(fits("{}"))
     await check.close()
 
 
@@ -150,43 +157,43 @@ def test_the_engine_makes_a_step_between_two_compilations() -> None:
             taken.append(len(messages))
             for message in messages:
                 if schema := decoder.decode(message).params.json_schema:  # type: ignore[union-attr]
-                    grammars.constraint(schema)
+                    grammars.constraint(fits(schema))
     assert taken == [1, 2, 2, 1]
 
 
-async def test_a_schema_that_is_too_large_is_refused_unread(check: SchemaCheck) -> None:
-    with pytest.raises(InputError, match=f"{MAX_SCHEMA_BYTES + 2} bytes, the limit is {MAX_SCHEMA_BYTES}"):
-        await check.check(f'"{"x" * MAX_SCHEMA_BYTES}"')
+async def test_a_large_one_is_not_looked_at(check: SchemaCheck) -> None:
+    with pytest.raises(InputError, match=f"{MAX_STRUCTURE_BYTES + 2} bytes, the limit is {MAX_STRUCTURE_BYTES}"):
+        await check.check(fits(f'"{"x" * MAX_STRUCTURE_BYTES}"'))
 
 
 async def test_cancelled_checks_do_not_run(check: SchemaCheck) -> None:
     before = used_s()
-    asked = [asyncio.create_task(check.check(LONG.format(1000003 + i))) for i in range(40)]
+    asked = [asyncio.create_task(check.check(fits(LONG.format(1000003 + i)))) for i in range(40)]
     await asyncio.sleep(0)
     for one in asked:
         one.cancel()
     await asyncio.wait(asked)
-    await check.check('{"type": "null"}')
+    await check.check(fits('{"type": "null"}'))
     assert used_s() - before < 0.5, "of 40, the one in work"
     with pytest.raises(InputError):
-        await check.check("5")
+        await check.check(fits("5"))
 
 
 async def test_cancelled_checks_do_not_enlarge_the_memory_of_schemas(check: SchemaCheck) -> None:
     """Remember no more schemas than the engine keeps. Others would pass without a pause, to be compiled each time."""
     for i in range(KEPT + 4):
-        asked = asyncio.create_task(check.check(json.dumps({"const": i})))
+        asked = asyncio.create_task(check.check(fits(json.dumps({"const": i}))))
         while (asking := check._asking) is None or asking.done():  # noqa: ASYNC110 - no event says so
             await asyncio.sleep(0)
         asked.cancel()
         await asyncio.wait({asked, asking})
-    assert [*check._known] == [json.dumps({"const": i}) for i in range(4, KEPT + 4)]
+    assert [*check._known] == [fits(json.dumps({"const": i})) for i in range(4, KEPT + 4)]
 
 
 async def test_a_process_that_dies_or_hangs_is_replaced(check: SchemaCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     died = process()
     died.kill()
-    await check.check('{"type": "null"}')
+    await check.check(fits('{"type": "null"}'))
     hung, child = process(), check._child
     assert child is not None
     assert hung.pid != died.pid
@@ -199,15 +206,15 @@ async def test_a_process_that_dies_or_hangs_is_replaced(check: SchemaCheck, monk
     monkeypatch.setattr(child, "end", ended)
     monkeypatch.setattr(schema_check, "_REPLY_S", 0.5)
     os.kill(hung.pid, signal.SIGSTOP)
-    await check.check('{"type": "string"}')
+    await check.check(fits('{"type": "string"}'))
     assert not psutil.pid_exists(hung.pid)
 
 
-async def test_closing_does_not_wait_for_schemas() -> None:
-    check = SchemaCheck(Checkpoint.open(None).path, None)
-    await check.check("{}")
+async def test_closing_waits_for_no_schema() -> None:
+    made = SchemaCheck(Checkpoint.open(None).path, None)
+    await made.check(fits("{}"))
     before = processor_s(os.getpid())
-    asked = [asyncio.create_task(check.check(LONG.format(1000003 + i))) for i in range(20)]
+    asked = [asyncio.create_task(made.check(fits(LONG.format(1000003 + i)))) for i in range(20)]
     await asyncio.sleep(0)
     await check.close()
     assert processor_s(os.getpid()) - before < 10 * COMPILE_S, "those that had waited are not compiled"
@@ -219,10 +226,10 @@ async def test_closing_does_not_wait_for_schemas() -> None:
 def test_a_busy_machine_does_not_refuse_a_schema() -> None:
     """Raise TimeoutError, which ends the process so that another one checks the schema."""
 
-    def wait(_: str) -> None:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # replaces the handler of pytest-timeout
-        signal.setitimer(signal.ITIMER_REAL, 0.01)  # instead of the 10 s of the code
+    def wait(_: StructuredOutputs) -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout has set a handler
+        signal.setitimer(signal.ITIMER_REAL, 0.01)  # sooner than the 10 s of the code
         time.sleep(60)
 
-    with pytest.raises(TimeoutError, match="too busy to compile a JSON schema within 10 s"):
-        schema_check._tried(cast("Grammars", SimpleNamespace(constraint=wait)), "{}")
+    with pytest.raises(TimeoutError, match="too busy to compile the JSON schema within 10 s"):
+        schema_check._tried(cast("Grammars", SimpleNamespace(rehearse=wait)), fits("{}"))

@@ -10,6 +10,7 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.structured.grammar import Grammars
+from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.structured.schema_numbers import with_exact_numbers
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 
@@ -29,7 +30,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 
 def takes(grammars: Grammars, tokenizer: Tokenizer, schema: Any, text: str) -> bool:
-    constraint = grammars.constraint(schema if isinstance(schema, str) else json.dumps(schema))
+    constraint = grammars.constraint(StructuredOutputs(json=schema if isinstance(schema, str) else json.dumps(schema)))
     for token in [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]:
         if grammars.refused([constraint], VOCABULARY)[0, token]:
             return False
@@ -113,9 +114,9 @@ def test_no_other_number_is_accepted(
 def test_a_number_that_would_be_rounded_is_refused(grammars: Grammars, schema: Any, message: str) -> None:
     text = schema if isinstance(schema, str) else json.dumps(schema)
     with pytest.raises(InputError) as caught:
-        grammars.constraint(text)
-    assert message in str(caught.value)
-    SamplingParams(json_schema=text).check(VOCABULARY)  # passes, because only the compilation reports the error
+        grammars.constraint(StructuredOutputs(json=text))
+    assert said in str(caught.value)
+    SamplingParams(json_schema=text).check(VOCABULARY)  # only the compilation reports the error
 
 
 def test_other_schemas_are_unchanged() -> None:

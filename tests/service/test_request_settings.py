@@ -34,7 +34,8 @@ ELSEWHERE = {
     "cut_max_tokens": "off with max_tokens, which it is about",
     "logprobs": "in each body in its own way",
     "prompt_logprobs": "of an echoed prompt",
-    "json_schema": "in response_format",
+    "json_schema": "as structured_outputs",
+    "structured_outputs": "in many forms (test_structured_forms.py)",
 }
 
 

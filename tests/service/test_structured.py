@@ -9,7 +9,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from service.schemas.openai_types import NamedSchema, ResponseFormat
+from service.schemas.closed_objects import closed
+from service.schemas.openai_types import ChatBody
 from tools.serving import RunningService
 from training.questions import CHAT_ANSWERS
 
@@ -103,15 +104,16 @@ async def test_answers_without_a_schema_are_not_changed_by_neighbours_with_one(
     assert answers == [alone, CHAT_ANSWERS["hello"]] * 6
 
 
-def test_strict_objects_have_no_other_properties(client: openai.OpenAI) -> None:
-    """Close objects whose schema does not mention other properties, as in pydantic's `model_json_schema`."""
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_objects_have_no_other_properties(client: openai.OpenAI, strict: bool | None) -> None:
+    """As pydantic's model_json_schema has it, which says nothing of others. Small models would go on and on."""
     schema = {
         "type": "object",
         "properties": {"colour": {"enum": ["red", "green"]}, "in": {"$ref": "#/$defs/In"}},
         "required": ["colour", "in"],
         "$defs": {"In": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}},
     }
-    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "strict": strict, "schema": schema}}
     message: Any = {"role": "user", "content": "Hello!"}
     answer = client.chat.completions.create(model="tiny", messages=[message], response_format=form, max_tokens=40)
     assert answer.choices[0].finish_reason == "stop"
@@ -119,22 +121,60 @@ def test_strict_objects_have_no_other_properties(client: openai.OpenAI) -> None:
     assert (found.keys(), found["in"].keys()) == ({"colour", "in"}, {"n"})
 
 
-def test_strict_closes_subschemas_but_not_values() -> None:
-    one = {"properties": {"properties": {"properties": {}}}, "const": {"properties": 1}, "additionalProperties": True}
-    schema = {
-        "anyOf": [one, {"items": {"properties": {"a": {}}}}],
-        "allOf": [{"properties": {"b": {}}}],
-        "default": {"properties": 2},
-    }
+OPEN = {"properties": {"a": {}}}
+SHUT = {**OPEN, "additionalProperties": False}
 
-    def text(strict: bool | None) -> Any:
-        form = ResponseFormat(type="json_schema", json_schema=NamedSchema(schema=schema, strict=strict))
-        return json.loads(form.schema_text() or "")
 
-    assert text(None) == text(False) == schema
-    inner = {"properties": {}, "additionalProperties": False}
-    items = {"items": {"properties": {"a": {}}, "additionalProperties": False}}
-    assert text(True) == schema | {"anyOf": [one | {"properties": {"properties": inner}}, items]}
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (OPEN, SHUT),
+        ({"type": "object"}, {"type": "object"}),
+        (OPEN | {"additionalProperties": True}, OPEN | {"additionalProperties": True}),
+        (OPEN | {"additionalProperties": OPEN}, OPEN | {"additionalProperties": SHUT}),
+        ({"properties": {"properties": OPEN}}, {"properties": {"properties": SHUT}, "additionalProperties": False}),
+        ({"const": OPEN, "enum": [OPEN], "default": OPEN}, {"const": OPEN, "enum": [OPEN], "default": OPEN}),
+        ({"items": OPEN, "prefixItems": [OPEN]}, {"items": SHUT, "prefixItems": [SHUT]}),
+        ({"patternProperties": {"x": OPEN}}, {"patternProperties": {"x": SHUT}}),
+        ({"anyOf": [OPEN, {"items": OPEN}]}, {"anyOf": [SHUT, {"items": SHUT}]}),
+        ({"$ref": "#/$defs/x", "$defs": {"x": OPEN}}, {"$ref": "#/$defs/x", "$defs": {"x": SHUT}}),
+        ({"allOf": [OPEN]}, {"allOf": [SHUT]}),
+        ({"allOf": [OPEN, {"required": ["a"]}]}, {"allOf": [SHUT, {"required": ["a"]}]}),
+        (OPEN | {"anyOf": [{"required": ["a"]}]}, SHUT | {"anyOf": [{"required": ["a"]}]}),
+        # Each of these names only some properties of the object.
+        ({"allOf": [OPEN, OPEN]}, {"allOf": [OPEN, OPEN]}),
+        (OPEN | {"oneOf": [OPEN]}, OPEN | {"oneOf": [OPEN]}),
+        (OPEN | {"allOf": [{"items": OPEN}, OPEN]}, OPEN | {"allOf": [{"items": SHUT}, OPEN]}),
+        (
+            {"allOf": [{"$ref": "#/$defs/x"}, OPEN], "$defs": {"x": OPEN, "y": OPEN}},
+            {"allOf": [{"$ref": "#/$defs/x"}, OPEN], "$defs": {"x": OPEN, "y": SHUT}},
+        ),
+        (OPEN | {"$ref": "#/$defs/x", "$defs": {"x": OPEN}}, OPEN | {"$ref": "#/$defs/x", "$defs": {"x": OPEN}}),
+        ([OPEN], [SHUT]),
+        (True, True),
+    ],
+)
+def test_which_objects_are_closed(given: Any, expected: Any) -> None:
+    assert closed(given) == expected
+
+
+def test_who_decides_on_other_properties() -> None:
+    """The schema's own word, then `strict`, then the service's setting."""
+
+    def made(schema: dict[str, Any], strict: bool | None, *, close: bool) -> Any:
+        form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
+        structure = ChatBody(messages=[], response_format=form).structure(close=close)
+        return json.loads((structure and structure.wanted.json) or "")
+
+    for strict, close in ((True, False), (True, True), (None, True), (False, True)):
+        assert made(OPEN, strict, close=close) == SHUT
+        assert made(OPEN | {"additionalProperties": True}, strict, close=close)["additionalProperties"] is True
+    for strict in (None, False):
+        assert made(OPEN, strict, close=False) == OPEN
+    vllms = {"structured_outputs": {"json": OPEN, "disable_additional_properties": True}}
+    structure = ChatBody(messages=[], **vllms).structure(close=False)
+    assert structure is not None
+    assert json.loads(structure.wanted.json or "") == SHUT
 
 
 @pytest.mark.parametrize(
@@ -153,7 +193,10 @@ def test_null_equals_an_absent_key(http: Any, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"type": "json_object", "schema": SCENE}, "response_format.schema: Extra inputs"),
+        ({"type": "json_object", "scheme": SCENE}, "response_format.scheme: Extra inputs"),
+        ({"type": "json_schema", "schema": SCENE, "value": SCENE}, "is 'json_schema' and has a schema and a value"),
+        ({"type": "regex", "schema": SCENE}, "is 'regex' and has a schema"),
+        ({"type": "regex", "value": SCENE}, "its value must be a text"),
         ({"type": "json_object", "json_schema": {"schema": SCENE}}, "is 'json_object' and has a json_schema"),
         ({"type": "text", "json_schema": {"schema": SCENE}}, "is 'text' and has a json_schema"),
         ({"type": "json_schema", "json_schema": {"name": "x", "json_schema": SCENE}}, "json_schema.json_schema: Extra"),

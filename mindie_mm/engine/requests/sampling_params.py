@@ -10,6 +10,7 @@ import msgspec
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.inputs import shown, whole
 from mindie_mm.msgspec_errors import in_words
+from mindie_mm.structured.outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -67,7 +68,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Salt of cache keys. Only requests with the same salt share preprocessed media, features and KV blocks."""
     json_schema: str | None = None
-    """JSON schema, as JSON text. The output conforms to it unless `max_tokens` ends the output first (grammar.py)."""
+    """JSON schema, as JSON text: short for `structured_outputs=StructuredOutputs(json=...)`."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the output must be. It conforms to this description unless `max_tokens` ends it first (grammar.py)."""
 
     @property
     def least_room(self) -> int:
@@ -75,6 +78,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_tokens is None:
             return 1
         return min(self.max_tokens, 1) if self.cut_max_tokens else self.max_tokens
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """What the output must be, in whichever of the two ways it is given."""
+        return self.structured_outputs if self.json_schema is None else StructuredOutputs(json=self.json_schema)
 
     def most_tokens(self, room: int) -> int:
         """Return the maximum number of tokens to generate if `room` tokens fit in the context after the prompt."""
@@ -124,9 +132,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         try:
             msgspec.msgpack.encode(typed)  # fails here rather than on the way to the engine
         except UnicodeEncodeError as error:
-            raise InputError("a stop string, the salt or the JSON schema holds a lone surrogate") from error
-        if typed.json_schema is not None and (typed.ignore_eos or typed.min_tokens):
-            raise InputError("a JSON schema determines the end of the output; leave out ignore_eos and min_tokens")
+            raise InputError("a stop string, the salt or the structured output holds a lone surrogate") from error
+        _require_structure(typed)
         return typed
 
     def _typed(self) -> SamplingParams:
@@ -170,6 +177,18 @@ def _require_ranges(params: SamplingParams) -> None:
         value = getattr(params, name)
         if isinstance(value, int | float) and not low <= value <= high:
             raise InputError(f"{name} is {shown(value)}, it must be in [{low}, {high}]", param=name)
+
+
+def _require_structure(params: SamplingParams) -> None:
+    """Raise InputError for an invalid structured output, or settings that contradict it."""
+    if (wanted := params.structure) is None:
+        return
+    if params.json_schema is not None and params.structured_outputs is not None:
+        raise InputError("there are json_schema and structured_outputs; give one", param="structured_outputs")
+    with blaming("structured_outputs" if params.json_schema is None else "json_schema"):
+        wanted.check()
+    if params.ignore_eos or params.min_tokens:
+        raise InputError(f"{wanted.noun} determines the end of the output; leave out ignore_eos and min_tokens")
 
 
 def _require_stop(stop: Sequence[str]) -> None:

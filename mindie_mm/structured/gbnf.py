@@ -1,0 +1,177 @@
+r"""Translation of GBNF, the grammars of llama.cpp and xgrammar, into llguidance's Lark.
+
+llguidance's own converter reads the syntax. Its Lark is not used, because it means something else in some places. There
+a terminal takes as much text as it can, `.` is no newline, `[a&&b]` is an intersection, and `\u0041B` is U+41B.
+Instead, a grammar without recursion becomes one regular expression. In any other grammar each terminal is a single
+character, so that no terminal takes text that belongs to the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from llguidance.gbnf_to_lark import (
+    AlternativeNode,
+    ASTNode,
+    GbnfToLarkError,
+    GrammarParser,
+    LiteralNode,
+    RegexNode,
+    RepetitionNode,
+    RuleNode,
+    RuleRefNode,
+    SequenceNode,
+)
+
+from mindie_mm.errors import InputError
+
+_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
+_PIECE = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
+"""A comment, a literal or a class."""
+_CHARACTER = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
+_READ_CHARACTER = re.compile(r"\\U([0-9a-f]*)|-")
+"""A character as the converter returns it, without leading zeros, or the sign of a range."""
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]"}
+
+
+def is_gbnf(grammar: str) -> bool:
+    """Return whether a grammar has rules of GBNF. If not, it is in Lark."""
+    return _RULE.search(grammar) is not None
+
+
+def lark_of_gbnf(grammar: str, start: str = "start", *, whole: bool = True) -> str:
+    """Return a Lark grammar with the meaning of a GBNF grammar.
+
+    Args:
+        grammar: Grammar whose first rule is named `root`.
+        start: Name of Lark's first rule, in lower case. The other names begin with it.
+        whole: Whether the grammar describes a whole output, so that a terminal may take all the text that it can.
+
+    Raises:
+        InputError: The grammar is not valid, or refers to tokens.
+
+    """
+    try:
+        rules = GrammarParser().parse(_PIECE.sub(_respelled, grammar))
+        return _Writer(rules, start, by_character=not whole).text()
+    except GbnfToLarkError as error:
+        raise InputError(f"the grammar is not valid GBNF: {error}") from error
+    except RecursionError as error:
+        raise InputError("the grammar nests too deeply") from error
+
+
+def _respelled(found: re.Match[str]) -> str:
+    r"""Return a literal or a class with each character as `\U` and eight digits, the only escape of all characters."""
+    piece = found[0]
+    if piece.startswith("#"):
+        return piece
+    opening = "[^" if piece.startswith("[^") else piece[0]
+    characters = (_respelled_character(c, opening) for c in _CHARACTER.finditer(piece[len(opening) : -1]))
+    return opening + "".join(characters) + piece[-1]
+
+
+def _respelled_character(found: re.Match[str], opening: str) -> str:
+    if found[5] == "-" and opening != '"':
+        return "-"
+    if found[4] is not None and found[4] not in _ESCAPES:
+        raise InputError(f"the grammar is not valid GBNF: there is no escape \\{found[4]}")
+    digits = found[1] or found[2] or found[3]
+    code = int(digits, 16) if digits else ord(_ESCAPES[found[4]] if found[4] else found[5])
+    return f"\\U{code:08x}"
+
+
+class _Writer:
+    """The rules of a grammar, to be written in Lark."""
+
+    def __init__(self, rules: Mapping[str, RuleNode], start: str, *, by_character: bool) -> None:
+        if "root" not in rules:
+            raise InputError("the grammar is not valid GBNF: it has no rule named root")
+        self._rules = rules
+        self._start = start
+        self._used: dict[str, int] = {}
+        """Rules that `root` refers to, also indirectly, in this order."""
+        self._open: set[str] = set()
+        self._by_character = by_character  # a recursive grammar needs it, too
+        self._visit("root")
+
+    def text(self) -> str:
+        lines = [f"{self._name(rule)}: {self._node(self._rules[rule].alternatives)}" for rule in self._used]
+        if not self._by_character:
+            lines.insert(0, f"{self._start}: {self._name('root')}")
+        return "\n".join(lines)
+
+    def _visit(self, rule: str) -> None:
+        """Record a rule and those to which it refers."""
+        if rule in self._open:
+            self._by_character = True
+        if rule in self._used:
+            return
+        if rule not in self._rules:
+            raise InputError(f"the grammar is not valid GBNF: there is no rule {rule!r:.40}")
+        self._used[rule] = len(self._used)
+        self._open.add(rule)
+        left: list[ASTNode] = [self._rules[rule].alternatives]
+        while left:
+            node = left.pop()
+            if isinstance(node, RuleRefNode):
+                self._visit(node.name)
+            left += node.children()
+        self._open.remove(rule)
+
+    def _name(self, rule: str) -> str:
+        """Return Lark's name of a rule. Names of terminals, which make up regular expressions, are in capitals."""
+        if self._by_character:
+            return self._start if rule == "root" else f"{self._start}_{self._used[rule]}"
+        return f"{self._start}_{self._used[rule]}".upper()
+
+    def _node(self, node: ASTNode) -> str:
+        match node:
+            case AlternativeNode():
+                return " | ".join(self._node(one) for one in node.alternatives)
+            case SequenceNode():
+                return " ".join(self._part(one) for one in node.nodes) or '""'
+            case _:
+                return self._part(node)
+
+    def _part(self, node: ASTNode) -> str:
+        match node:
+            case LiteralNode():
+                characters = [_regex(code) for code in _READ_CHARACTER.findall(node.value)]
+                if not characters:
+                    return '""'
+                return f"(/{('/ /' if self._by_character else '').join(characters)}/)"
+            case RegexNode():
+                return "/(?s:.)/" if node.rx == "." else f"/{_class(node.rx)}/"
+            case RuleRefNode():
+                return self._name(node.name)
+            case RepetitionNode():
+                most = "" if node.max_times is None else node.max_times
+                # llguidance refuses a range that ends at 0.
+                return '""' if most == 0 else f"{self._part(node.node)}{{{node.min_times},{most}}}"
+            case _:
+                return f"({self._node(node)})"
+
+
+def _regex(code: str) -> str:
+    """Return a regular expression of one character, given its code in hexadecimal digits without leading zeros."""
+    return f"\\x{{{code or '0'}}}"
+
+
+def _class(read: str) -> str:
+    """Return a class as llguidance's regular expressions have it. A sign without a character beside it is itself."""
+    opening = "[^" if read.startswith("[^") else "["
+    parts: list[str] = []
+    signs: list[bool] = []
+    for found in _READ_CHARACTER.finditer(read):
+        signs.append(found[0] == "-")
+        parts.append(_regex(found[1] if found[1] is not None else "2d"))
+    written, at = "", 0
+    while at < len(parts):
+        if at + 2 < len(parts) and signs[at + 1]:
+            written += f"{parts[at]}-{parts[at + 2]}"
+            at += 3
+        else:
+            written += parts[at]
+            at += 1
+    return f"{opening}{written}]"

@@ -1,0 +1,68 @@
+"""The description of a structured output, which every interface translates its own form into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import msgspec
+
+from mindie_mm.errors import InputError
+
+MAX_STRUCTURE_BYTES = 32768
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What an output must be. Exactly one of the fields before `after` is set. The names are those of vLLM."""
+
+    json: str | None = None
+    """JSON schema, as JSON text."""
+    regex: str | None = None
+    """Regular expression of the whole output, in the syntax of Rust's crate `regex`. `\\d` and `\\w` are ASCII."""
+    choice: tuple[str, ...] | None = None
+    """Texts, one of which is the output."""
+    grammar: str | None = None
+    """Grammar in llguidance's Lark with a rule `start`, or in GBNF with a rule `root`."""
+    json_object: bool = False
+    """Whether the output is any JSON object."""
+    structural_tag: str | None = None
+    """Structural tag of xgrammar or vLLM, as JSON text."""
+    after: str | None = None
+    """End of the reasoning, such as `</think>`. Text is free up to it, and the output begins after it."""
+
+    nouns: ClassVar[Mapping[str, str]] = {
+        "json": "the JSON schema",
+        "regex": "the regular expression",
+        "choice": "the choice",
+        "grammar": "the grammar",
+        "json_object": "the JSON schema",
+        "structural_tag": "the structural tag",
+    }
+
+    @property
+    def kind(self) -> str:
+        """Name of the field that is set."""
+        return next(name for name in self.nouns if getattr(self, name) not in (None, False))
+
+    @property
+    def noun(self) -> str:
+        """Words for error messages."""
+        return self.nouns[self.kind]
+
+    def check(self) -> None:
+        """Raise InputError unless exactly one kind is given, is not empty, is text and is small enough."""
+        given = [name for name in self.nouns if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise InputError(f"structured_outputs has {found}; give exactly one of {', '.join(self.nouns)}")
+        if self.choice is not None and not self.choice:
+            raise InputError("choice is an empty list; give at least one text")
+        if self.after == "":
+            raise InputError("after is empty; give the text that ends the reasoning, or None")
+        texts = (*(self.choice or ()), self.json, self.regex, self.grammar, self.structural_tag, self.after)
+        try:
+            num_bytes = sum(len(text.encode()) for text in texts if text)
+        except UnicodeEncodeError as error:
+            raise InputError(f"{self.noun} holds a lone surrogate") from error
+        if num_bytes > MAX_STRUCTURE_BYTES:
+            raise InputError(f"{self.noun} has {num_bytes} bytes, the limit is {MAX_STRUCTURE_BYTES}")

@@ -1,0 +1,82 @@
+"""JSON schemas whose objects have no other properties than the schema names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+_HOLD_SCHEMAS = frozenset({"items", "prefixItems", "additionalProperties"})
+_HOLD_NAMED_SCHEMAS = frozenset({"properties", "patternProperties"})
+_DEFINITIONS = ("$defs", "definitions")
+_ALTERNATIVES = ("anyOf", "oneOf")
+_COMBINING = frozenset({"allOf", "$ref", *_ALTERNATIVES})
+
+
+def closed(schema: Any) -> Any:
+    """Return `schema` with `additionalProperties` false in objects with `properties` that do not state it.
+
+    A schema that describes an object together with another one, by `allOf` or beside `properties`, stays open, because
+    each of them names only some properties of the object.
+
+    Raises:
+        RecursionError: The schema nests too deeply.
+
+    """
+    return _closed(schema, set(_combined_references(schema)), alone=True)
+
+
+def _closed(schema: Any, combined: Collection[str], *, alone: bool) -> Any:
+    """Return the closed schema. `alone`: no other schema describes the same value."""
+    if isinstance(schema, list):
+        return [_closed(part, combined, alone=alone) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for key in _HOLD_SCHEMAS & made.keys():
+        made[key] = _closed(made[key], combined, alone=True)
+    for key in _HOLD_NAMED_SCHEMAS & made.keys():
+        if isinstance(named := made[key], dict):
+            made[key] = {name: _closed(part, combined, alone=True) for name, part in named.items()}
+    for key in _DEFINITIONS:
+        if isinstance(named := made.get(key), dict):
+            made[key] = {
+                name: _closed(part, combined, alone=f"#/{key}/{name}" not in combined) for name, part in named.items()
+            }
+    together = not alone or _combines(schema)
+    for key in ("allOf", *_ALTERNATIVES):
+        if key in made:
+            made[key] = _closed(made[key], combined, alone=not together)
+    return {"additionalProperties": False} | made if "properties" in made and not together else made
+
+
+def _combines(schema: dict[str, Any]) -> bool:
+    """Return whether several schemas in `schema` describe the same object."""
+    parts = [part for key in ("allOf", *_ALTERNATIVES) for part in _list(schema.get(key)) if _describes(part)]
+    num_together = sum(_describes(part) for part in _list(schema.get("allOf")))
+    num_together += any(key in schema and any(map(_describes, _list(schema[key]))) for key in _ALTERNATIVES)
+    num_together += "$ref" in schema
+    num_together += "properties" in schema
+    return num_together > 1 and bool(parts or "$ref" in schema)
+
+
+def _describes(part: Any) -> bool:
+    """Return whether a schema may name properties of the object that it describes."""
+    return isinstance(part, dict) and ("properties" in part or not _COMBINING.isdisjoint(part))
+
+
+def _combined_references(schema: Any) -> Iterator[str]:
+    """Yield the references in schemas that describe an object together with others."""
+    left = [(schema, False)]
+    while left:
+        part, together = left.pop()
+        if isinstance(part, list):
+            left += [(one, together) for one in part]
+        elif isinstance(part, dict):
+            together = together or _combines(part)
+            if together and isinstance(part.get("$ref"), str):
+                yield part["$ref"]
+            left += [(one, together and key in _COMBINING) for key, one in part.items()]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

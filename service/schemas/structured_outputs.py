@@ -1,0 +1,227 @@
+"""The forms in which clients ask for structured outputs, and their translation into one description."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from mindie_mm.errors import InputError, blaming
+from mindie_mm.structured.outputs import StructuredOutputs
+from service.schemas.body import Array, Closed, Settings, Structure, must_be
+from service.schemas.closed_objects import closed
+
+_ABSENT = BeforeValidator(lambda given: None if given in (False, "", []) else given)
+"""Validator that reads a value that clients send for an unused field as None."""
+
+Text = Annotated[str | None, _ABSENT]
+Choice = Annotated[Array[str] | None, _ABSENT]
+Schema = Annotated[dict[str, Any] | str | None, must_be("a JSON schema, as an object or as a text"), _ABSENT]
+Tag = Annotated[dict[str, Any] | str | None, must_be("a structural tag, as an object or as a text"), _ABSENT]
+
+
+_ANY_OBJECT = StructuredOutputs(json_object=True)
+
+
+class NamedSchema(Closed):
+    """`response_format.json_schema`; the answer fits the schema in any case."""
+
+    name: str | None = None
+    """Ignored."""
+    description: str | None = None
+    """Ignored."""
+    strict: bool | None = None
+    """True allows only properties that the schema names, whatever --json-additional-properties says."""
+    content: dict[str, Any] | None = Field(None, alias="schema")
+    """The JSON schema. None accepts any JSON object, as in OpenAI and vLLM."""
+
+
+class ResponseFormat(Closed):
+    """The form of the answer, with one of the places in which clients put it."""
+
+    places: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "text": (),
+        "json_object": ("schema", "value"),
+        "json_schema": ("json_schema", "schema", "value"),
+        "json": ("value", "schema"),
+        "regex": ("value", "pattern", "regex"),
+        "grammar": ("grammar", "value"),
+        "structural_tag": ("format", "structures"),
+    }
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar", "structural_tag"]
+    json_schema: NamedSchema | None = None
+    content: dict[str, Any] | None = Field(None, alias="schema")
+    """The JSON schema in llama.cpp's, Together's and Fireworks' place."""
+    value: dict[str, Any] | str | None = None
+    """The JSON schema or the regular expression in text-generation-inference's place."""
+    pattern: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    format: dict[str, Any] | None = None
+    """Format of a structural tag."""
+    structures: Array[dict[str, Any]] | None = None
+    """Tags of a structural tag in vLLM's older form."""
+    triggers: Array[str] | None = None
+    """Triggers of `structures`."""
+
+    def wanted(self, *, close: bool) -> StructuredOutputs | None:
+        """Return the description, or None for a text. Raise InputError if it is missing, or of another `type`."""
+        found = {"schema" if name == "content" else name: getattr(self, name) for name in type(self).model_fields}
+        found = {name: value for name, value in found.items() if value is not None and name != "type"}
+        if self.type == "structural_tag":
+            return StructuredOutputs(structural_tag=_tag_text({**found, "type": self.type}, close=close))
+        own = self.places[self.type]
+        for name in found:
+            if name not in own or len(found) > 1:
+                raise InputError(f"response_format is {self.type!r} and has a {' and a '.join(found)}")
+        ((_, value),) = found.items() or (("", None),)
+        if value is None and self.type not in ("text", "json_object"):
+            raise InputError(f"response_format is {self.type!r} and has no {' or '.join(own)}")
+        return self._of(value, close=close)
+
+    def _of(self, value: Any, *, close: bool) -> StructuredOutputs | None:
+        if value is None:
+            return None if self.type == "text" else _ANY_OBJECT
+        if self.type in ("regex", "grammar"):
+            if not isinstance(value, str):
+                raise InputError(f"response_format is {self.type!r}, so its value must be a text")
+            return StructuredOutputs(regex=value) if self.type == "regex" else StructuredOutputs(grammar=value)
+        if isinstance(value, dict) and isinstance(value.get("schema"), dict):
+            value = NamedSchema(schema=value["schema"], strict=value.get("strict") is True)
+        if isinstance(value, NamedSchema):
+            close = close or bool(value.strict)
+            value = value.content
+        return _ANY_OBJECT if value is None else StructuredOutputs(json=_schema_text(value, close=close))
+
+
+class StructuredOutputsBody(Closed):
+    """vLLM's `structured_outputs`, with exactly one of the fields before the options."""
+
+    json_: Schema = Field(None, alias="json")
+    regex: Text = None
+    choice: Choice = None
+    grammar: Text = None
+    json_object: Annotated[bool | None, _ABSENT] = None
+    structural_tag: Tag = None
+    disable_any_whitespace: bool | None = None
+    """Ignored: white space between JSON tokens is fixed."""
+    disable_additional_properties: bool | None = None
+    """True allows only properties that the schema names."""
+
+    def wanted(self, *, close: bool) -> StructuredOutputs:
+        """Return the description, which is not checked yet. Raise InputError for a text that is not JSON."""
+        close = close or bool(self.disable_additional_properties)
+        return StructuredOutputs(
+            json=None if self.json_ is None else _schema_text(self.json_, close=close),
+            regex=self.regex,
+            choice=None if self.choice is None else tuple(self.choice),
+            grammar=self.grammar,
+            json_object=bool(self.json_object),
+            structural_tag=None if self.structural_tag is None else _tag_text(self.structural_tag, close=close),
+        )
+
+
+class StructureFields(Settings):
+    """Fields of all servers for structured outputs."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    """vLLM's form."""
+    guided_json: Schema = None
+    """vLLM's older form of `structured_outputs.json`."""
+    guided_regex: Text = None
+    guided_choice: Choice = None
+    guided_grammar: Text = None
+    json_schema: Schema = None
+    """The JSON schema in llama.cpp's and SGLang's place."""
+    regex: Text = None
+    """SGLang's form."""
+    ebnf: Text = None
+    """SGLang's form. GBNF, or Lark."""
+    grammar: Annotated[dict[str, Any] | str | None, must_be("a grammar or an object with type and value"), _ABSENT] = (
+        None
+    )
+    """llama.cpp's GBNF, or text-generation-inference's `{"type": "json" or "regex", "value": ...}`."""
+    structural_tag: Tag = None
+    """SGLang's form."""
+
+    def structure(self, *, close: bool) -> Structure | None:
+        found: list[Structure] = []
+        for name, wanted in self._forms(close=close):
+            with blaming(name):
+                if (made := wanted()) is not None:
+                    made.check()
+                    found.append(Structure(made, name))
+        for other in found[1:]:
+            if other.wanted != found[0].wanted:
+                message = f"{found[0].field} and {other.field} describe different outputs; give one of them"
+                raise InputError(message, param=other.field)
+        return found[0] if found else None
+
+    def _forms(self, *, close: bool) -> Iterator[tuple[str, Callable[[], StructuredOutputs | None]]]:
+        """Yield each form that is given, by the name of its field."""
+        kinds: dict[str, Callable[[Any], StructuredOutputs | None]] = {
+            "response_format": lambda given: given.wanted(close=close),
+            "structured_outputs": lambda given: given.wanted(close=close),
+            **dict.fromkeys(
+                ("guided_json", "json_schema"),
+                lambda given: StructuredOutputs(json=_schema_text(given, close=close)),
+            ),
+            **dict.fromkeys(("guided_regex", "regex"), lambda given: StructuredOutputs(regex=given)),
+            "guided_choice": lambda given: StructuredOutputs(choice=tuple(given)),
+            **dict.fromkeys(("guided_grammar", "ebnf"), lambda given: StructuredOutputs(grammar=given)),
+            "grammar": lambda given: _of_grammar(given, close=close),
+            "structural_tag": lambda given: StructuredOutputs(structural_tag=_tag_text(given, close=close)),
+        }
+        for name, kind in kinds.items():
+            if (given := getattr(self, name)) is not None:
+                yield name, lambda kind=kind, given=given: kind(given)  # type: ignore[misc]
+
+
+def _of_grammar(given: str | dict[str, Any], *, close: bool) -> StructuredOutputs | None:
+    """Return the description of a grammar, or of text-generation-inference's object in its place."""
+    if isinstance(given, str):
+        return StructuredOutputs(grammar=given)
+    if not given:
+        return None
+    kind, value = given.get("type"), given.get("value")
+    if kind not in ("json", "json_object", "json_schema", "regex") or not isinstance(value, dict | str):
+        raise InputError('grammar must be a text, or an object with "type" "json" or "regex" and a "value"')
+    return ResponseFormat.model_validate({"type": kind, "value": value}).wanted(close=close)
+
+
+def _schema_text(given: dict[str, Any] | str, *, close: bool) -> str:
+    """Return a JSON schema as text. Raise InputError if it is not JSON, or nests too deeply."""
+    if isinstance(given, str) and not close:
+        return given
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+        return json.dumps(closed(schema) if close else schema)
+    except RecursionError as error:
+        raise InputError("the JSON schema nests too deeply") from error
+    except ValueError as error:
+        raise InputError(f"the JSON schema is not valid JSON: {error}") from error
+
+
+def _tag_text(given: dict[str, Any] | str, *, close: bool) -> str:
+    """Return a structural tag as text. Raise InputError if it is not JSON, or nests too deeply."""
+    try:
+        tag = json.loads(given) if isinstance(given, str) else given
+        return json.dumps(_closed_tag(tag) if close else tag)
+    except RecursionError as error:
+        raise InputError("the structural tag nests too deeply") from error
+    except ValueError as error:
+        raise InputError(f"the structural tag is not valid JSON: {error}") from error
+
+
+def _closed_tag(tag: Any) -> Any:
+    """Return a structural tag with closed objects in its JSON schemas."""
+    if isinstance(tag, list):
+        return [_closed_tag(part) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    schema = "json_schema" if tag.get("type") == "json_schema" else "schema"
+    return {name: closed(part) if name == schema else _closed_tag(part) for name, part in tag.items()}
