@@ -11,6 +11,7 @@ from __future__ import annotations
 from mindie_mm.inputs.chat_messages import parse_messages
 from mindie_mm.inputs.checks import shown, whole
 from mindie_mm.inputs.items import (
+    CUSTOM_ROLE,
     KINDS,
     ROLES,
     Detail,
@@ -34,6 +35,7 @@ from mindie_mm.inputs.tools import require_tools
 from mindie_mm.inputs.webui import from_webui_prompt
 
 __all__ = [
+    "CUSTOM_ROLE",
     "KINDS",
     "MAX_LISTED_FRAMES",
     "OFF",

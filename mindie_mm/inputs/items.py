@@ -13,8 +13,10 @@ from mindie_mm.errors import InputError
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-"""Roles of chat messages. No other roles are allowed, because some templates build special tokens from the role."""
+"""Roles of chat messages that every service knows."""
 ROLES: tuple[Role, ...] = get_args(Role)
+CUSTOM_ROLE = r"[A-Za-z][A-Za-z0-9_.-]{0,63}"
+"""Pattern of any other role. The chat template decides whether it takes the role."""
 Detail = Literal["auto", "low", "high", "original"]
 
 
@@ -97,7 +99,7 @@ class Message:
     """One chat message."""
 
     role: str
-    """One of `ROLES`."""
+    """One of `ROLES`, or a role of the chat template's own."""
     content: str | tuple[Item, ...] | None
     """A text, or items in order. None if there is no content, as in an assistant's tool calls."""
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -205,9 +205,12 @@ class ServiceConfig:
     for all. Repeat the option for several origins."""
     web_page: bool = True
     """Serve a web page at / for questions and for watching the service."""
-    served_model_name: str | None = None
-    """Name of the model in requests and answers. Default: the name of the checkpoint's directory, or `owner/name` in
-    the Hugging Face cache."""
+    served_model_name: tuple[str, ...] = ()
+    """Name of the model in requests and answers. Repeat the option for several names; answers have the first. Default:
+    the name of the checkpoint's directory, or `owner/name` in the Hugging Face cache."""
+    any_model_name: bool = False
+    """Answer requests for any model name. Off: requests for another model get status 404, except that a request
+    without a name, or with a placeholder of clients (default, dummy, model, tgi), gets the served model."""
     spool: Path | None = None
     """Folder for the media and the path file of each request. Default: mindie_mm-<uid> in the temporary directory."""
     reclaim_interval_s: Seconds = 60.0
@@ -225,7 +228,8 @@ class ServiceConfig:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged: debug, info, warning or error. Other libraries never log at debug."""
     strict: bool = False
-    """Refuse chats with unknown keys in content parts. Off: ignore such keys, with one warning per key."""
+    """Refuse requests with unknown fields, and chats with unknown keys in messages or content parts. Off: ignore them,
+    with one warning per name."""
     json_additional_properties: Literal["allow", "close"] = "close"
     """Whether an object of a JSON schema may have properties that the schema does not name, where the schema does not
     state additionalProperties. close: it may not, so that small models end. allow: it may, as JSON Schema says. A
@@ -276,8 +280,12 @@ class ServiceConfig:
     """Fetch media from private addresses too, such as 10.0.0.1 or localhost."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.served_model_name, str):  # earlier versions took a single name
+            object.__setattr__(self, "served_model_name", (self.served_model_name,))
         require(self)
         complete_paths(self)
+        if not all(name.strip() for name in self.served_model_name):
+            raise InputError("served_model_name is '', which holds no value: leave it out, or give one")
         if self.max_spool_bytes < self.max_media_bytes:
             raise InputError(f"max_spool_bytes is {self.max_spool_bytes}, it must be at least {self.max_media_bytes}")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Required
 
-from pydantic import GetJsonSchemaHandler, TypeAdapter
+from pydantic import Field, GetJsonSchemaHandler, TypeAdapter
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
-from mindie_mm.inputs import Detail, Role
+from mindie_mm.inputs import CUSTOM_ROLE, Detail
 
 
 class ItemOptions(TypedDict, total=False):
@@ -62,7 +62,8 @@ class Item(ItemOptions, total=False):
 class Message(TypedDict, total=False):
     """One message of a chat; what else it holds is the chat template's."""
 
-    role: Required[Role]
+    role: Required[Annotated[str, Field(pattern=f"^{CUSTOM_ROLE}$")]]
+    """system, developer, user, assistant, tool, function, or a role that the chat template takes."""
     content: str | list[Item] | None
 
 

@@ -157,13 +157,7 @@ class ChatBody(GenerationBody):
 
 
 def offered(tools: Sequence[Any] | None, tool_choice: Any) -> None:
-    """Raise InputError if `tools` is empty or invalid, or if `tool_choice` is not served or needs tools."""
-    if tools is None and tool_choice == "auto":
-        raise InputError(
-            "tool_choice is 'auto' and there are no tools; leave it out, or send tools", param="tool_choice"
-        )
-    if tools is not None and not tools:
-        raise InputError("tools is an empty list; leave it out, or send at least one tool", param="tools")
+    """Raise InputError if `tools` is invalid, or if `tool_choice` is not served. An empty list counts as no tools."""
     template_variables(None, tools, tool_choice)
     require_tools(tools)
 

@@ -210,7 +210,7 @@ def test_a_number_outside_its_range_is_named_with_its_limit(http: Any, stream: b
     ("change", "message"),
     [
         ({"messages": []}, "empty"),
-        ({"messages": [{"role": "pirate", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "a pirate", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user"}]}, "content"),
         ({"messages": [{"role": "user", "content": []}]}, "content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content"),
@@ -295,7 +295,7 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "no place for reasoning_effort"),
         (CHAT, {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "cannot hold 'tokenize'"),
         (CHAT, {"messages": [CALL, *HELLO]}, "messages", "no place for tool_calls"),
-        (CHAT, {"messages": [{"role": "me", "content": ""}]}, "messages", "messages[0].role is 'me'"),
+        (CHAT, {"messages": [{"role": "me!", "content": ""}]}, "messages", "messages[0].role is 'me!'"),
         ("/generate", {"inputs": "a", "stream": True}, "stream", "ask /generate_stream"),
         ("/generate", {"inputs": [{"image": "a", "fps": 2}]}, "inputs", "unknown key 'fps'"),
         ("/infer", {"inputs": "a", "parameters": {"stop": [""]}}, "parameters", "stop string 0 of 1 is empty"),
