@@ -17,6 +17,8 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ROLES: tuple[Role, ...] = get_args(Role)
 CUSTOM_ROLE = r"[A-Za-z][A-Za-z0-9_.-]{0,63}"
 """Pattern of any other role. The chat template decides whether it takes the role."""
+DOCUMENT = "document"
+"""Key of a PDF in a `List[Dict]`."""
 Detail = Literal["auto", "low", "high", "original"]
 
 
@@ -87,6 +89,10 @@ class Media:
     source: Any
     """A path, URL, bytes, PIL image, array or Embeddings. A tuple, without Embeddings, holds the frames of a video."""
     options: MediaOptions = field(default_factory=MediaOptions)
+    is_document: bool = False
+    """True for a PDF, which becomes one image per page (`Media.page`) before the prompt is made."""
+    page: int | None = None
+    """Page of the PDF `source` that is the image, from 0, or None if the source is an image."""
 
 
 Item = Text | Media
@@ -144,4 +150,6 @@ def _with_path(item: Item, paths: Iterator[Paths]) -> dict[str, Any]:
         return {"text": item.text}
     options = {name: value for name, value in asdict(item.options).items() if value is not None}
     path = next(paths)
+    if item.is_document:
+        return {DOCUMENT: str(path), **options}
     return {item.kind: list(map(str, path)) if isinstance(path, list) else str(path), **options}

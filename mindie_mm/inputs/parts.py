@@ -8,7 +8,8 @@ from typing import Any
 
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs.checks import require_dict, require_list, require_unicode, type_of
-from mindie_mm.inputs.items import KINDS, Embeddings, Item, Kind, Media, Text, media_of
+from mindie_mm.inputs.files import parse_file
+from mindie_mm.inputs.items import DOCUMENT, KINDS, Embeddings, Item, Kind, Media, Text, media_of
 from mindie_mm.inputs.options import parse_options
 from mindie_mm.inputs.unknown_keys import pass_over
 
@@ -20,9 +21,12 @@ _SOURCES: Mapping[str, Kind] = {
     "audio": "audio",
     "audio_url": "audio",
     "input_audio": "audio",
+    DOCUMENT: "image",
 }
 _TEXTS = ("text", "refusal")
 """Keys of a text. OpenAI uses the second in earlier turns of the assistant."""
+_FILE = "file"
+"""Key of a text file or a PDF in OpenAI's messages."""
 _BARE_SOURCES = ("url", "path", "base64")
 _HINTS = frozenset({"cache_control", "uuid"})
 """Keys for the caches of other servers. They are ignored, because this server identifies an item by its content."""
@@ -86,7 +90,7 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
     declared = part.get("type")
     if declared is not None and not isinstance(declared, str):
         raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
-    keys = [key for key in part if key in _TEXTS or key in _SOURCES]
+    keys = [key for key in part if key in _TEXTS or key in _SOURCES or key == _FILE]
     if not keys and declared in KINDS:
         keys = [key for key in part if key in _BARE_SOURCES]
     if len(keys) != 1:
@@ -96,6 +100,13 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
     key = keys[0]
     if key in _TEXTS:
         return _parse_text(part, key, where, strict=strict)
+    if key == _FILE:
+        if declared not in (None, _FILE):
+            raise InputError(f"{where}.type is {declared!r}, but the item holds 'file'")
+        options = {name: value for name, value in part.items() if name not in {"type", key}}
+        return parse_file(
+            part[key], parse_options("image", options, where, strict=strict), f"{where}.file", strict=strict
+        )
     kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # a bare source has its kind declared
     if declared is not None and _SOURCES.get(declared) != kind:
         raise InputError(f"{where}.type is {declared!r}, but the item holds {key!r}")
@@ -103,7 +114,10 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
     source, nested = _parse_source(part[key], key, kind, f"{where}.{key}")
     if both := options.keys() & nested.keys():
         raise InputError(f"{where} gives {min(both)!r} twice, beside {key!r} and inside it")
-    return Media(kind, source, parse_options(kind, options | nested, where, strict=strict))
+    if key == DOCUMENT and not isinstance(source, (str, bytes)):
+        raise InputError(f"{where}.{key} is {type_of(source)}; it must be a path, bytes or a URL of a PDF")
+    parsed = parse_options(kind, options | nested, where, strict=strict)
+    return Media(kind, source, parsed, is_document=key == DOCUMENT)
 
 
 def _parse_text(part: Mapping[str, Any], key: str, where: str, *, strict: bool) -> Text:

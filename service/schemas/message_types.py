@@ -40,6 +40,14 @@ class InputAudio(TypedDict, total=False):
     format: str | None
 
 
+class File(TypedDict, total=False):
+    """A text file or a PDF as OpenAI has it."""
+
+    file_data: Required[str]
+    """Content as a data: URL or base64."""
+    filename: str | None
+
+
 class Item(ItemOptions, total=False):
     """One text, image, video or sound, in this service's form or in a chat's."""
 
@@ -53,6 +61,9 @@ class Item(ItemOptions, total=False):
     audio: str | Address | None
     audio_url: str | Address | None
     input_audio: str | InputAudio | None
+    file: File | None
+    document: str | Address | None
+    """A PDF, whose pages become images."""
     url: str | list[str] | None
     """An address for an item whose `type` states the kind. `path` and `base64` need `type`, too."""
     path: str | list[str] | None
