@@ -121,7 +121,7 @@ class MediaCaps:
     """Maximum number of pages of all PDFs in one request. Each page becomes an image. 0 refuses PDFs."""
     max_pdf_page_pixels: Annotated[int, Meta(ge=1, le=MAX_IMAGE_PIXELS)] = 2**22
     """Maximum number of pixels of a rendered page. Larger pages are rendered at less than 144 dpi."""
-    max_pdf_page_s: Seconds = 20.0
+    max_pdf_page_s: Seconds = 10.0
     """Maximum processor time in seconds to render one page of a PDF, in whole seconds."""
     max_video_pixels: Count = 2**25
     """Maximum number of pixels of one video frame."""

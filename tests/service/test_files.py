@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.media_samples import raw_pdf
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
@@ -27,14 +28,6 @@ def pdf_of(*pages: Any, **settings: Any) -> bytes:
     file = io.BytesIO()
     pages[0].save(file, "PDF", save_all=True, append_images=pages[1:], resolution=144, **settings)
     return file.getvalue()
-
-
-def raw_pdf(page: str, contents: str = "", more: str = "") -> bytes:
-    return (
-        "%PDF-1.4\n1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj\n2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj\n"
-        f"3 0 obj <</Type/Page/Parent 2 0 R/Contents 4 0 R{page}>> endobj\n"
-        f"4 0 obj <</Length {len(contents)}>> stream\n{contents}\nendstream endobj\n{more}trailer <</Root 1 0 R>>"
-    ).encode()
 
 
 def body(*parts: Any, **changes: Any) -> dict[str, Any]:
