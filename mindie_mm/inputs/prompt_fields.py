@@ -11,7 +11,7 @@ OFF: tuple[Any, ...] = (None, False, "", [], {})
 """Values that mean the same as a missing field."""
 PROMPT_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("continue_final_message", "chat_template", "documents", "functions"), OFF),
-    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), OFF),
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), OFF),  # a chat takes them
     "function_call": (None, "none", "auto"),
     # In vLLM, -1 truncates to the context length, which no accepted prompt exceeds.
     "truncate_prompt_tokens": (*OFF, -1),

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import template_variables
+from mindie_mm.inputs import media_defaults, template_variables
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from service.request.admitted import WholeAnswer
@@ -21,6 +21,7 @@ from service.schemas.description import answered
 from service.schemas.message_types import AnyItem, AnyMessage
 from service.schemas.not_served import NOT_SERVED
 from service.schemas.openai_types import offered
+from service.schemas.unknown_fields import pass_over_fields
 
 router = APIRouter()
 
@@ -41,6 +42,9 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS, to a prompt. Default: true. A chat accepts only false."""
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: Any = None
+    """`mm_processor_kwargs` and `media_io_kwargs` are as in a chat completion, for `messages`."""
+    media_io_kwargs: Any = None
     tools: Array[dict[str, Any]] | None = None
     """`tools`, `tool_choice` and `reasoning_effort` are as in a chat completion."""
     tool_choice: Any = None
@@ -76,6 +80,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     """Token ids of a text, a chat or a `List[Dict]`; a word reads as the placeholder id on which it stands."""
     service = incoming.service
     service.check_model(body.model)
+    pass_over_fields(body.unknown, strict=service.config.strict)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
         raise InputError("give exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
@@ -84,6 +89,9 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
         message = f"add_special_tokens is {body.add_special_tokens}; it is not served"
         raise InputError(message, param="add_special_tokens")
     offered(body.tools, body.tool_choice)
+    defaults = media_defaults(body.mm_processor_kwargs, body.media_io_kwargs)
+    if defaults and body.messages is None:
+        raise InputError("mm_processor_kwargs and media_io_kwargs need messages; give an item its own options")
     wanted = TokenizeRequest(
         text=body.prompt,
         messages=body.messages,
@@ -98,6 +106,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
             cache_salt=body.cache_salt or "",
             add_special_tokens=body.prompt is None or body.add_special_tokens is not False,
         ),
+        media_defaults=defaults,
     )
 
     async def answer() -> TokenizeAnswer:
@@ -119,6 +128,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
 async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
     """Return the text of token ids with special tokens spelled out."""
     service.check_model(body.model)
+    pass_over_fields(body.unknown, strict=service.config.strict)
 
     async def answer() -> DetokenizeAnswer:
         ids: list[int] = prompt_of_ids(service, body.tokens, "tokens").ids.tolist()

@@ -129,6 +129,10 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     """Whether the chat template ends with the start of the assistant's turn. Default: true."""
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: Any = None
+    """Options of all images and videos that state none: `min_pixels`, `max_pixels`, `fps`, `num_frames`, ..."""
+    media_io_kwargs: Any = None
+    """`{"video": {"fps": ..., "num_frames": ...}}`: options of all videos that state none."""
     tools: Array[dict[str, Any]] | None = None
     """Tools for a chat template that supports them. Tool calls in the answer are not parsed: they remain text."""
     tool_choice: Any = None

@@ -84,7 +84,6 @@ def test_a_field_of_the_wrong_type_or_range_is_named(http: Any, change: dict[str
         {"truncate_prompt_tokens": 5},
         {"chat_template": "{{ messages }}"},
         {"documents": [{"title": "x", "text": "y"}]},
-        {"media_io_kwargs": {"video": {"num_frames": 4}}},
         {"return_tokens_as_token_ids": True},
         {"logprob_token_ids": [5]},
         {"thinking_token_budget": 10},

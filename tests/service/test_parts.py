@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +73,65 @@ def test_a_placeholder_gets_the_served_model(http: Any, name: str | None) -> Non
     assert post(http, model=name) == post(http)
     assert http.get("/v1/models/default").status_code == 404
     assert "'gpt-3.5-turbo' is not served here" in post(http, 404, model="gpt-3.5-turbo")["message"]
+
+
+def spans(http: Any, *parts: Any, **changes: Any) -> list[int]:
+    """Return the number of tokens of each medium in a prompt."""
+    answer = http.post(CHAT, json={"messages": [{"role": "user", "content": [*parts]}], "media_spans": True} | changes)
+    assert answer.status_code == 200, answer.text
+    return [span["stop"] - span["start"] for span in answer.json()["media_spans"]]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "image", "video"),
+    [
+        ({"mm_processor_kwargs": {"max_pixels": 9000}}, {"max_pixels": 9000}, {"max_pixels": 9000}),
+        ({"mm_processor_kwargs": {"images_kwargs": {"max_pixels": 9000}}}, {"max_pixels": 9000}, {}),
+        ({"mm_processor_kwargs": {"videos_kwargs": {"num_frames": 8}}}, {}, {"num_frames": 8}),
+        ({"mm_processor_kwargs": {"fps": 8, "min_pixels": 99}}, {"min_pixels": 99}, {"fps": 8, "min_pixels": 99}),
+        ({"media_io_kwargs": {"video": {"num_frames": 6}}}, {}, {"num_frames": 6}),
+        ({"media_io_kwargs": {"video": {"num_frames": 6, "fps": 24}}}, {}, {"fps": 24, "max_frames": 6}),
+        ({"media_io_kwargs": {"video": {"num_frames": -1, "fps": 24}}}, {}, {"fps": 24}),
+        ({"media_io_kwargs": {}, "mm_processor_kwargs": None}, {}, {}),
+    ],
+)
+def test_options_for_all_media_are_those_of_each(
+    http: Any, red_square: str, media_dir: Path, kwargs: Any, image: Any, video: Any
+) -> None:
+    media = [{"image": red_square}, {"video": str(media_dir / "right.mp4")}]
+    each = [media[0] | image, media[1] | video]
+    expected = spans(http, *each, max_tokens=1)
+    assert spans(http, *media, max_tokens=1, **kwargs) == expected
+    assert (expected == spans(http, *media, max_tokens=1)) == (not image and not video)
+    own = [media[0] | {"max_pixels": 4000}, media[1] | {"num_frames": 2, "max_pixels": 4000}]
+    if "min_pixels" not in image:
+        assert spans(http, *own, max_tokens=1, **kwargs) == spans(http, *own, max_tokens=1)
+    body = {"messages": [{"role": "user", "content": media}]} | kwargs
+    counted = http.post("/tokenize", json=body).json()["count"]
+    assert counted == http.post("/tokenize", json={"messages": [{"role": "user", "content": each}]}).json()["count"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"mm_processor_kwargs": {"num_crops": 4}}, "mm_processor_kwargs has the key 'num_crops', which is not served"),
+        ({"mm_processor_kwargs": {"images_kwargs": {"fps": 4}}}, "images_kwargs has the key 'fps'"),
+        ({"mm_processor_kwargs": {"max_pixels": "9"}}, "max_pixels is '9'"),
+        ({"mm_processor_kwargs": {"max_pixels": 1, "min_pixels": 2}}, "min_pixels 2 is above max_pixels 1"),
+        ({"mm_processor_kwargs": [1]}, "mm_processor_kwargs is of type list"),
+        ({"mm_processor_kwargs": {"k" * 10_000: 1}}, "which is not served"),
+        ({"media_io_kwargs": {"image": {"mode": "L"}}}, "media_io_kwargs has the key 'image'"),
+        ({"media_io_kwargs": {"video": {"video_backend": "x"}}}, "video has the key 'video_backend'"),
+        ({"media_io_kwargs": {"video": {"num_frames": -1}}}, "num_frames is -1, which takes all frames"),
+        ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "num_frames is 0"),
+        (
+            {"media_io_kwargs": {"video": {"fps": 1}}, "mm_processor_kwargs": {"num_frames": 4}},
+            "both choose frames of videos",
+        ),
+    ],
+)
+def test_options_that_no_item_has_are_refused(http: Any, kwargs: Any, message: str) -> None:
+    error = post(http, 400, **kwargs)
+    assert message in error["message"]
+    assert len(error["message"]) < 300
+    assert error["param"] in kwargs

@@ -57,7 +57,7 @@ def test_the_generation_prompt_can_be_left_out(http: Any) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "no place for tools"),
         ({"reasoning_effort": "low"}, "no place for reasoning_effort"),
         ({"continue_final_message": True}, "continue_final_message is not served"),
-        ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not served"),
+        ({"mm_processor_kwargs": {"num_crops": 9}}, "mm_processor_kwargs has the key 'num_crops'"),
         ({"add_special_tokens": True}, "add_special_tokens is True; it is not served"),
     ],
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Text, parse_inputs, parse_messages
+from mindie_mm.inputs import Text, parse_inputs, parse_messages, with_defaults
 from mindie_mm.media.source import located_items, located_messages
 from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.prompt import Prompt
@@ -32,7 +32,7 @@ async def _draft(prompts: Prompts, request: TokenizeRequest, pages: Pages) -> Dr
     template = (request.add_generation_prompt, request.chat_template_kwargs, request.options)
     folder = Path(request.folder) if request.folder else None
     if request.messages is not None:
-        messages = parse_messages(request.messages)
+        messages = with_defaults(parse_messages(request.messages), request.media_defaults)
         messages = messages if folder is None else located_messages(messages, folder)
         return prompts.draft_messages(await pages.of_messages(messages), *template)
     items = [Text(request.text)] if request.text is not None else parse_inputs(request.items or [])
