@@ -85,6 +85,7 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
 
 def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
     require_dict(part, where)
+    has_uuid = bool(part.get("uuid"))
     nulls = sorted(str(key) for key, value in part.items() if value is None)
     part = {key: value for key, value in part.items() if key not in _HINTS and value is not None}
     declared = part.get("type")
@@ -96,6 +97,7 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
     if len(keys) != 1:
         found = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, part))}"
         found += f", and null in {nulls}" if nulls else ""
+        found += "; media are not kept by uuid, so send the data each time" if has_uuid and not keys else ""
         raise InputError(f"{where} must have exactly one of text, image, video, audio; found {found}")
     key = keys[0]
     if key in _TEXTS:
