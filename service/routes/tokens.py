@@ -21,7 +21,6 @@ from service.schemas.description import answered
 from service.schemas.message_types import AnyItem, AnyMessage
 from service.schemas.not_served import NOT_SERVED
 from service.schemas.openai_types import offered
-from service.schemas.unknown_fields import pass_over_fields
 
 router = APIRouter()
 
@@ -80,7 +79,6 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     """Token ids of a text, a chat or a `List[Dict]`; a word reads as the placeholder id on which it stands."""
     service = incoming.service
     service.check_model(body.model)
-    pass_over_fields(body.unknown, strict=service.config.strict)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
         raise InputError("give exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
@@ -128,7 +126,6 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
 async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
     """Return the text of token ids with special tokens spelled out."""
     service.check_model(body.model)
-    pass_over_fields(body.unknown, strict=service.config.strict)
 
     async def answer() -> DetokenizeAnswer:
         ids: list[int] = prompt_of_ids(service, body.tokens, "tokens").ids.tolist()
