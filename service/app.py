@@ -53,9 +53,9 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
 
     Call `require_places` first, which creates the spool and checks the folders.
     """
-    model_name = config.served_model_name or checkpoint_name(worker.config.model or EMBEDDED)
+    model_names = tuple(dict.fromkeys(config.served_model_name)) or (checkpoint_name(worker.config.model or EMBEDDED),)
     admission = Admission(config.max_concurrent_requests, config.request_timeout_s)
-    metrics = Metrics(model_name)
+    metrics = Metrics(model_names[0])
     metrics.watch(lambda: worker.engine.stats)
     metrics.watch_processes(worker)
     metrics.watch_arenas(lambda: arenas_of(worker.tokenizer_stage.pids))
@@ -67,7 +67,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
             app.state.service = Service(
                 worker=worker,
                 config=config,
-                model_name=model_name,
+                model_names=model_names,
                 spool=spool,
                 media=MediaPolicy(config),
                 spool_probe=SpoolProbe(spool),

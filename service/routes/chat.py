@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from mindie_mm.inputs import media_defaults
 from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
@@ -53,6 +54,7 @@ class _Chat(Form):
             messages=self.body.messages,
             add_generation_prompt=self.body.add_generation_prompt is not False,
             chat_template_kwargs=self.body.template_kwargs(),
+            media_defaults=media_defaults(self.body.mm_processor_kwargs, self.body.media_io_kwargs),
         )
 
     async def answer(self) -> ChatCompletion:

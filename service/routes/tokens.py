@@ -9,7 +9,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import template_variables
+from mindie_mm.inputs import media_defaults, template_variables
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from service.request.admitted import WholeAnswer
@@ -41,6 +41,9 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS, to a prompt. Default: true. A chat accepts only false."""
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: Any = None
+    """`mm_processor_kwargs` and `media_io_kwargs` are as in a chat completion, for `messages`."""
+    media_io_kwargs: Any = None
     tools: Array[dict[str, Any]] | None = None
     """`tools`, `tool_choice` and `reasoning_effort` are as in a chat completion."""
     tool_choice: Any = None
@@ -84,6 +87,9 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
         message = f"add_special_tokens is {body.add_special_tokens}, which is supported only with prompt"
         raise InputError(message, param="add_special_tokens")
     offered(body.tools, body.tool_choice)
+    defaults = media_defaults(body.mm_processor_kwargs, body.media_io_kwargs)
+    if defaults and body.messages is None:
+        raise InputError("mm_processor_kwargs and media_io_kwargs need messages; give an item its own options")
     wanted = TokenizeRequest(
         text=body.prompt,
         messages=body.messages,
@@ -98,6 +104,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
             cache_salt=body.cache_salt or "",
             add_special_tokens=body.prompt is None or body.add_special_tokens is not False,
         ),
+        media_defaults=defaults,
     )
 
     async def answer() -> TokenizeAnswer:

@@ -129,6 +129,10 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     """Whether the chat template ends with the start of the assistant's turn. Default: true."""
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: Any = None
+    """Options of all images and videos that state none: `min_pixels`, `max_pixels`, `fps`, `num_frames`, ..."""
+    media_io_kwargs: Any = None
+    """`{"video": {"fps": ..., "num_frames": ...}}`: options of all videos that state none."""
     tools: Array[dict[str, Any]] | None = None
     """Tools for a chat template that supports them. Tool calls in the answer are not parsed: they remain text."""
     tool_choice: Any = None
@@ -158,13 +162,7 @@ class ChatBody(GenerationBody):
 
 
 def offered(tools: Sequence[Any] | None, tool_choice: Any) -> None:
-    """Raise InputError if `tools` is empty or invalid, or if `tool_choice` is not served or needs tools."""
-    if tools is None and tool_choice == "auto":
-        raise InputError(
-            "tool_choice is 'auto', but there are no tools; leave it out, or send tools", param="tool_choice"
-        )
-    if tools is not None and not tools:
-        raise InputError("tools is an empty list; leave it out, or send at least one tool", param="tools")
+    """Raise InputError if `tools` is invalid, or if `tool_choice` is not served. An empty list counts as no tools."""
     template_variables(None, tools, tool_choice)
     require_tools(tools)
 

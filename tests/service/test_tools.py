@@ -65,21 +65,20 @@ def test_tool_choice_none_leaves_tools_out(handy: RunningService, handy_http: ht
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 @pytest.mark.parametrize(
-    ("given", "param", "message"),
+    "given",
     [
-        ({"tool_choice": "auto"}, "tool_choice", "tool_choice is 'auto', but there are no tools"),
-        ({"tool_choice": "auto", "tools": None}, "tool_choice", "tool_choice is 'auto', but there are no tools"),
-        ({"tools": []}, "tools", "tools is an empty list"),
-        ({"tools": [], "tool_choice": "auto"}, "tools", "tools is an empty list"),
-        ({"tools": [], "tool_choice": "none"}, "tools", "tools is an empty list"),
+        {"tool_choice": "auto"},
+        {"tool_choice": "auto", "tools": None},
+        {"tools": []},
+        {"tools": [], "tool_choice": "auto"},
+        {"tools": [], "tool_choice": "none"},
     ],
 )
-def test_a_tool_choice_without_tools_is_refused(
-    handy_http: httpx2.Client, path: str, given: Any, param: str, message: str
-) -> None:
-    answer = handy_http.post(path, json={"messages": MESSAGES} | given)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"], message in error["message"]) == (400, param, True), error
+def test_no_tools_are_no_error(handy_http: httpx2.Client, path: str, given: Any) -> None:
+    same = [handy_http.post(path, json={"messages": MESSAGES, "temperature": 0} | more) for more in ({}, given)]
+    assert [answer.status_code for answer in same] == [200, 200], same[1].text
+    assert same[0].json().keys() == same[1].json().keys()
+    assert same[0].json().get("tokens") == same[1].json().get("tokens")
 
 
 def test_the_reasoning_effort_reaches_the_template(handy: RunningService, handy_http: httpx2.Client) -> None:

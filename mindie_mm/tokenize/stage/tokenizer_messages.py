@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from mindie_mm.inputs import MediaDefaults
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
@@ -38,6 +39,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     """More variables for the chat template, such as `tools`."""
     options: PromptOptions = PromptOptions()
+    media_defaults: MediaDefaults = {}
+    """Options of media in `messages` that state none."""
 
 
 class Setup(msgspec.Struct, frozen=True):
