@@ -55,9 +55,7 @@ class Job:
         if status == -signal.SIGXCPU:
             is_page = self.item.page is not None
             limit_s, name = (caps.max_pdf_page_s, "pdf-page") if is_page else (caps.max_decode_s, "decode")
-            return LimitExceeded(
-                f"decoding takes more processor time than the limit of {limit_s:g} s (--max-{name}-s)"
-            )
+            return LimitExceeded(f"decoding takes more processor time than the limit of {limit_s:g} s (--max-{name}-s)")
         if not self.is_second_try:
             return None
         if status is not None and -status in _FAULTS_OF_THE_ITEM:

@@ -296,7 +296,7 @@ class ServiceConfig:
         require(self)
         complete_paths(self)
         if not all(name.strip() for name in self.served_model_name):
-            raise InputError("served_model_name is '', which holds no value: leave it out, or give one")
+            raise InputError("served_model_name is '', which is empty; leave it out, or give a value")
         if self.max_spool_bytes < self.max_media_bytes:
             raise InputError(f"max_spool_bytes is {self.max_spool_bytes}; it must be at least {self.max_media_bytes}")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):

@@ -81,7 +81,7 @@ def test_a_page_that_takes_too_much_fails_alone(strict: Tokenizer, tmp_path: Pat
     good = [{"document": two_pages()}, {"text": "What is it?"}]
     ids = strict.tokenize(good, tmp_path / "shm_name.txt")
     for pdf, error, message in (
-        (NEVER_ENDS, LimitExceeded, r"more than 1 s of processor time, the limit \(--max-pdf-page-s\)"),
+        (NEVER_ENDS, LimitExceeded, r"more processor time than the limit of 1 s \(--max-pdf-page-s\)"),
         (GROWS, MediaError, "it has ended two decoders"),
     ):
         with pytest.raises(error, match=message):

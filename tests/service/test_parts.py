@@ -72,7 +72,7 @@ def test_a_role_of_its_own_reaches_the_template(http: Any) -> None:
 def test_a_placeholder_gets_the_served_model(http: Any, name: str | None) -> None:
     assert post(http, model=name) == post(http)
     assert http.get("/v1/models/default").status_code == 404
-    assert "'gpt-3.5-turbo' is not served here" in post(http, 404, model="gpt-3.5-turbo")["message"]
+    assert "'gpt-3.5-turbo' does not exist" in post(http, 404, model="gpt-3.5-turbo")["message"]
 
 
 def spans(http: Any, *parts: Any, **changes: Any) -> list[int]:
