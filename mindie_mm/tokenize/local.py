@@ -53,6 +53,7 @@ class LocalTokenizer(_InCaller):
     def __init__(self, tokenizer: Tokenizer, thread: WorkThread) -> None:
         """Hold a tokenizer and its thread. Use `start` to create them."""
         self._tokenizer = tokenizer
+        self.chat_traits = tokenizer.chat_traits
         self.shown_tokens = tokenizer.shown_tokens
         """As `Tokenizer.shown_tokens`."""
         self._thread = thread
@@ -103,6 +104,7 @@ class DecodingTokenizer(_InCaller):
         """Hold prompts and the decoders that write their media. Use `start` to create them."""
         self._prompts = prompts
         self._decoders = decoders
+        self.chat_traits = prompts.chat_traits
         self.shown_tokens = prompts.shown_tokens
         """As `Tokenizer.shown_tokens`."""
 

@@ -56,6 +56,8 @@ class Tokenizer:
         self._closed = False
         self.shown_tokens = prompts.shown_tokens
         """As `Prompts.shown_tokens`."""
+        self.chat_traits = prompts.chat_traits
+        """As `Prompts.chat_traits`."""
 
     @classmethod
     def from_pretrained(

@@ -115,7 +115,7 @@ def test_a_number_that_would_be_rounded_is_refused(grammars: Grammars, schema: A
     text = schema if isinstance(schema, str) else json.dumps(schema)
     with pytest.raises(InputError) as caught:
         grammars.constraint(StructuredOutputs(json=text))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     SamplingParams(json_schema=text).check(VOCABULARY)  # only the compilation reports the error
 
 

@@ -54,7 +54,6 @@ def test_the_generation_prompt_can_be_left_out(http: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "no place for tools"),
         ({"reasoning_effort": "low"}, "no place for reasoning_effort"),
         ({"continue_final_message": True}, "continue_final_message is not served"),
         ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not served"),

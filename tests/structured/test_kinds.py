@@ -84,7 +84,7 @@ SPELLED = "<|AUDIO|><|im_end|>"
     ],
 )
 def test_the_text_of_a_special_token_is_written_in_letters(drawn: Any, wanted: dict[str, Any]) -> None:
-    """llguidance proposes the token itself for a forced text, and then refuses it."""
+    """The library llguidance proposes the token itself for a forced text, and then refuses it."""
     assert drawn(0, **wanted) == json.dumps(SPELLED)
 
 

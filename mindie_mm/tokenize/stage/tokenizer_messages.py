@@ -12,6 +12,7 @@ import numpy as np
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +65,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     shown_tokens: list[str] = []
     """As `Prompts.shown_tokens`."""
+    chat_traits: ChatTraits = ChatTraits()
+    """As `Prompts.chat_traits`."""
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):
