@@ -29,8 +29,8 @@ def with_own_ids(messages: Sequence[Any], parser: type[ToolCallParser]) -> list[
                 renamed.append(_renamed(call, parser, number, own))
                 number += 1
             changed = {**message, "tool_calls": renamed}
-        elif isinstance(message, Mapping) and (call_id := message.get("tool_call_id")) in own:
-            changed = {**message, "tool_call_id": own[call_id]}
+        elif isinstance(message, Mapping) and isinstance(call_id := message.get("tool_call_id"), str):
+            changed = {**message, "tool_call_id": own.get(call_id, call_id)}
         made.append(changed)
     return made
 

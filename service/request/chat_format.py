@@ -107,6 +107,8 @@ class ChatFormat:
     def shown_tokens(self, parser: type[ToolCallParser] | None, reasoning: ReasoningFormat | None) -> Collection[str]:
         """Return the special tokens that parsers need in the text."""
         texts = [*(parser.markers if parser else ()), *([reasoning.start, reasoning.end] if reasoning else [])]
+        if not texts:
+            return ()
         return [
             token
             for token, index in self.added_tokens.items()
