@@ -49,4 +49,4 @@ Report = Ready | Steps | Finished | Failure
 
 def death_error(how: str) -> str:
     """Return the error of a row at which two workers died."""
-    return f"ProcessDied: the worker ended with {how} at this row, twice"
+    return f"ProcessDied: the worker exited twice with {how} at this row"

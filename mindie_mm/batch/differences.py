@@ -27,7 +27,7 @@ def _difference(name: str, before: Any, now: Any) -> str:
     if isinstance(before, list | tuple) and isinstance(now, list | tuple):
         at = first_difference(before, now)
         was, value = (one[at] if at < len(one) else None for one in (before, now))
-        return f"number {at + 1} of {len(before)} {name} was {was}, now {value}"
+        return f"{name}[{at}] was {was}, now {value}"
     return f"{name} was {before}, now {now}"
 
 

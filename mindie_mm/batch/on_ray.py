@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from mindie_mm.batch.stage import Stage
 
 _CHECK = (
-    "Start its head node, or correct host and port. If the cluster has an authentication token, it must be in "
-    "RAY_AUTH_TOKEN here"
+    "Start its head node, or correct the host and port. If the cluster requires an authentication token, set "
+    "RAY_AUTH_TOKEN on this machine"
 )
 _DEATHS = 2
 """Number of deaths of actors at one row after which the row is not tried again."""
@@ -92,11 +92,14 @@ def _join(address: str) -> None:
     """Join the cluster at `address`, unless this process has joined one. Raise InputError if there is none."""
     named = address
     if address == "auto" and (address := ray_address() or "auto") != "auto":
-        named = f"{address}, which RAY_ADDRESS names"
+        named = f"{address} (from RAY_ADDRESS)"
     if "://" in address:
-        raise InputError(f"--ray {named}: a run joins a cluster itself, so give the host and port of its head node")
+        raise InputError(
+            f"--ray {named}: a run joins the cluster directly, not through a Ray client. Give the host and port of "
+            "the head node"
+        )
     if find_spec("ray") is None:
-        raise InputError("there is no Ray here: pip install 'mindie_mm[ray]'")
+        raise InputError("Ray is not installed: pip install 'mindie_mm[ray]'")
     imported = "ray" in sys.modules
     if address != "local":
         limit_ray_connect()
@@ -112,9 +115,9 @@ def _join(address: str) -> None:
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         reason = " ".join(str(error).split())
         advice = (
-            _CHECK if isinstance(error, ConnectionError) else "Give the host and port of its head node, as host:port"
+            _CHECK if isinstance(error, ConnectionError) else "Give the host and port of the head node, as host:port"
         )
-        raise InputError(f"no Ray cluster can be joined at {named}: {reason.rstrip('.')}. {advice}") from error
+        raise InputError(f"cannot join a Ray cluster at {named}: {reason.rstrip('.')}. {advice}") from error
 
 
 def _require_answer(address: str) -> None:
@@ -203,7 +206,7 @@ class _Actor:
         mark = self._folder / f"at-{chunk.number}.json"
         deaths = _deaths(mark, self._call)
         if max(deaths.values(), default=0) > _DEATHS:
-            raise ProcessDied(f"actors ended at rows {sorted(deaths)} again, though those were left out")
+            raise ProcessDied(f"actors exited at rows {sorted(deaths)} again, although these rows were skipped")
         doomed = {row: death_error("an unknown status") for row, count in deaths.items() if count >= _DEATHS}
 
         def at(row: int) -> None:

@@ -24,7 +24,7 @@ from mindie_mm.settings.paths import absolute
 from mindie_mm.shm.memory.liveness_lock import is_same
 
 LOCK_FILE = ".lock"
-_NAME_A_FOLDER = "Name a folder that you may write to, or one that does not exist yet"
+_NAME_A_FOLDER = "Choose a folder that you may write to, or one that does not exist yet"
 _LEFT_BY_ACTORS = ("at-*.json", "input-*.partial")
 """Files that killed actors of Ray leave in a node's folder, which may be copied into the run's."""
 
@@ -59,7 +59,7 @@ def run_batch(
 
     """
     if num_workers is not None and num_workers < 1:
-        raise InputError(f"{num_workers} workers; it takes at least 1")
+        raise InputError(f"num_workers is {num_workers}; it must be at least 1")
     folder = absolute(folder)
     _require_apart(settings.inputs, folder)
     with _locked(folder):
@@ -103,7 +103,7 @@ def _require_apart(inputs: Sequence[str], folder: Path) -> None:
     output = Path(os.path.realpath(folder))
     for given in inputs:
         if not is_stream(given) and Path(os.path.realpath(given)).is_relative_to(output):
-            raise InputError(f"the input {given} lies in the output folder {folder}. Name another output folder")
+            raise InputError(f"the input {given} is inside the output folder {folder}. Choose another output folder")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ FORMAT = 2
 RUN_FILE = "run.json"
 
 MAX_SHARD_BYTES = 2**40
-_GO_ON = "Name another folder for --output, or restore the earlier settings, files and versions to continue this run"
+_GO_ON = "Choose another folder for --output, or restore the earlier settings, files and versions to continue this run"
 
 _RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
 """Files that may exist before the run's file: its lock, gathered input, and files from another node."""
@@ -76,18 +76,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("max_tokens", 0, 2**31),
         ):
             if not least <= getattr(self, name) <= most:
-                raise InputError(f"{name} is {getattr(self, name)}, it must be {least} to {most}")
+                raise InputError(f"{name} is {getattr(self, name)}; it must be {least} to {most}")
         require_streams_once(self.inputs)
         for name, values in (("model", [self.model]), ("stdin_folder", [self.stdin_folder]), ("inputs", self.inputs)):
             for value in values:
                 if not _is_utf8(value):
-                    raise InputError(f"{name} has {value!r}, which is not UTF-8: the run's file cannot name it")
+                    raise InputError(
+                        f"{name} has {value!r}, which is not UTF-8 and cannot be written to the run's file. Rename it"
+                    )
         if (marks := self.template.count(MEDIA_MARK)) > 1:
-            raise InputError(f"template has {MEDIA_MARK} {marks} times; the media stand at one place")
+            raise InputError(f"template has {MEDIA_MARK} {marks} times; the limit is 1")
         if self.truncate and not self.max_tokens:
-            raise InputError("truncate needs max_tokens: nothing else says which rows are too long")
+            raise InputError("truncate needs max_tokens: without it, no row is too long")
         if self.limit is not None and self.limit < 1:
-            raise InputError(f"limit is {self.limit}, it must be at least 1")
+            raise InputError(f"limit is {self.limit}; it must be at least 1")
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint. Raise UnsupportedCheckpoint."""
@@ -153,7 +155,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         """
         sources = settings.sources(folder) if sources is None else sources
         if settings.template and not any(map(_takes_template, settings.inputs, sources)):
-            raise InputError("template is for folders of media and tars; rows of other files have their own texts")
+            raise InputError(
+                "template applies only to folders of media and tar files; the rows of other files have their own text"
+            )
         for source in sources:
             if isinstance(source, JSONLines):
                 _require_named(source)
@@ -186,15 +190,17 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         """
         sources = self.settings.sources(folder)
         if differing := _differences(self, Run.of(self.settings, folder, sources)):
-            raise InputError(f"{socket.gethostname()} has other files than the run: {'; '.join(differing)}")
+            raise InputError(
+                f"{socket.gethostname()} has files that differ from those of the run: {'; '.join(differing)}"
+            )
         return [source.state for source in sources]
 
     def require_model(self, checkpoint: Checkpoint) -> None:
         """Raise InputError unless `checkpoint`, at any path, is the one that the rows were tokenised with."""
         if (found := model_digest(checkpoint)) != self.model_digest:
             raise InputError(
-                f"{checkpoint.path} is not the checkpoint that the rows were tokenised with: the digest of the files "
-                f"that tokenising reads is {found}, not {self.model_digest}"
+                f"{checkpoint.path} is not the checkpoint that tokenized the rows: the digest of its tokenizer "
+                f"files is {found}, not {self.model_digest}"
             )
 
     def begin(self, folder: Path) -> None:
@@ -240,7 +246,7 @@ def _require_named(source: JSONLines) -> None:
             content = content[-longest:] + piece  # a name may lie across two pieces
             missing = {key: column for key, column in missing.items() if key not in content}
         if missing and content:
-            raise InputError(f"{source.name} has no row with {min(missing.values())!r}, which --select-columns names")
+            raise InputError(f"{source.name} has no row with {min(missing.values())!r}. Correct --select-columns")
 
 
 def _is_utf8(path: str) -> bool:
@@ -258,7 +264,10 @@ def require_run(folder: Path) -> None:
         with os_errors_as(InputError, f"{folder} cannot be listed"):
             others = [path.name for path in folder.iterdir() if not _RUN_FILES.fullmatch(path.name)]
         if others:
-            raise InputError(f"{folder} holds no run, but {min(others)}: name a folder that is empty, or not there yet")
+            raise InputError(
+                f"{folder} does not hold a run, but has {min(others)}. Choose a folder that is empty or does not "
+                "exist yet"
+            )
 
 
 def _differences(earlier: Run, now: Run) -> list[str]:
@@ -269,7 +278,7 @@ def _differences(earlier: Run, now: Run) -> list[str]:
         at = first_difference(before["input_digests"], after["input_digests"])
         if at < len(now.settings.inputs):
             name = called(now.settings.inputs[at])
-            found["input_digests"] += f", because {name} has another content than the earlier input"
+            found["input_digests"] += f", because the content of {name} differs from that of the earlier input"
     return [*found.values()] or _moved(earlier.settings, now.settings)
 
 
@@ -280,7 +289,7 @@ def _moved(earlier: Settings, now: Settings) -> list[str]:
     """
     pairs = [*zip(earlier.inputs, now.inputs, strict=True), (earlier.stdin_folder, now.stdin_folder)]
     return [
-        f"the input was {called(was)}, now {called(value)}, which may have other media beside the same rows"
+        f"the input was {called(was)}, now {called(value)}. The media beside the rows may differ"
         for was, value in pairs
         if not _is_same_place(was, value)
     ]

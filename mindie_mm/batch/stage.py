@@ -162,4 +162,4 @@ def _next(records: Iterator[Record], source: Source) -> Record:
         raise
     except (OSError, ValueError, NotImplementedError, StopIteration) as error:  # pyarrow raises the first three
         source.require_unchanged()
-        raise StorageError(f"{source.path} cannot be read any further: {str(error) or 'it ended early'}") from error
+        raise StorageError(f"{source.path} cannot be read to the end: {str(error) or 'it ended early'}") from error

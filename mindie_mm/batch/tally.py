@@ -108,8 +108,8 @@ class Tally:
                 if digest.hex() != shard.records_digest:
                     raise InputError(
                         f"{source.name} has changed since an earlier call: rows {shard.first_row} to "
-                        f"{shard.stop_row - 1} are not those that {self._folder} was made from. Restore the file, or "
-                        "name another folder for --output"
+                        f"{shard.stop_row - 1} differ from those in {self._folder}. Restore the file, or "
+                        "choose another folder for --output"
                     )
 
     def _add_all(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
@@ -131,4 +131,4 @@ class Tally:
 
     def _require_few_errors(self, why: str) -> None:
         if self._max_errors is not None and self.done.errors > self._max_errors:
-            raise TooManyErrors(f"{why} (rows that failed: {self.done.errors}, the limit is {self._max_errors})")
+            raise TooManyErrors(f"{why} (rows that failed: {self.done.errors}; the limit is {self._max_errors})")

@@ -84,10 +84,10 @@ class Workers:
             if chunk is not None:
                 self._set_aside.append(chunk)
             if not ready:
-                how = f"a worker ended with {_ended_with(child.status)} before it was ready"
+                how = f"a worker exited with {_ended_with(child.status)} before it was ready"
                 if alone or child.status is None or child.status >= 0:
                     raise ProcessDied(how)
-                _log.warning("%s: the run goes on with one less", how)
+                _log.warning("%s; the run continues with one worker less", how)
                 return
 
     async def _report(self, child: Child) -> Report | None:
@@ -142,12 +142,12 @@ class _Suspects:
     def blame(self, row: int, status: int | None) -> None:
         """Record a death at `row`. Raise ProcessDied if the row was left out, which makes this the third death."""
         how = _ended_with(status)
-        _log.warning("a worker ended with %s at row %d", how, row)
+        _log.warning("a worker exited with %s at row %d", how, row)
         if row in self.doomed:
-            raise ProcessDied(f"a worker ended with {how} at row {row} again, though that row was left out")
+            raise ProcessDied(f"a worker exited with {how} at row {row} again, although this row was skipped")
         self.deaths[row] = self.deaths.get(row, 0) + 1
         if self.deaths[row] > 1:
-            self.doomed[row] = f"{death_error(how)}, the second time alone"
+            self.doomed[row] = f"{death_error(how)}. The second time, no other row was being processed"
 
 
 def _ended_with(status: int | None) -> str:

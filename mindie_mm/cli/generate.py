@@ -25,11 +25,12 @@ from mindie_mm.processes.interrupts import importing
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True,
               help="Maximum number of tokens of an answer.")  # fmt: skip
 @click.option("--temperature", type=float, default=0.0, show_default=True,
-              help="Randomness of the answers. 0 always gives the same answers.")  # fmt: skip
+              help="Sampling temperature. 0 always gives the same answers.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), help="Run only the first N rows.", metavar="N")
 @click.option("--generation-config", metavar="auto|vllm|FOLDER",
-              help="Source of the other sampling parameters: the checkpoint's generation_config.json, neutral values, "
-              "or a folder with such a file. OUTPUT.origin.json shows what applied.  [default: auto]")  # fmt: skip
+              help="Source of the other sampling parameters: the checkpoint's generation_config.json, "
+              "neutral values, or a folder with such a file. OUTPUT.origin.json records the values "
+              "that were used.  [default: auto]")  # fmt: skip
 @click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
 @click.option("--dtype", help="Type of weights and activations: auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--tensor-parallel", type=click.IntRange(1),
@@ -66,7 +67,9 @@ def command(
         from mindie_mm.worker.offline import generate
 
     if output.name == "-":
-        raise click.BadParameter("answers go to a file, so that a second call can continue it", param_hint="--output")
+        raise click.BadParameter(
+            "answers are written to a file, so that a second call can continue it", param_hint="--output"
+        )
     dataset = Dataset(folder)
     settings = dataset.manifest.run.settings
     flags = {

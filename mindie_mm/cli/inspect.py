@@ -35,7 +35,7 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
         _show_run(dataset.manifest)
         return
     if not 0 <= row < len(dataset):
-        raise click.UsageError(f"there is no row {row}: {folder} has {len(dataset)}, numbered from 0")
+        raise click.UsageError(f"there is no row {row}: {folder} has {len(dataset)} rows, numbered from 0")
     dataset.shard(row).verify(folder)
     sample = dataset[row]
     click.echo(f"row {sample.row}, id {sample.id}")
@@ -55,7 +55,7 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
     if png is not None:
         _save(pictures, png)
     elif pictures:
-        click.echo(f"{_counted(pictures)}; --png FILE writes them")
+        click.echo(f"{_counted(pictures)}; to write a PNG file of them, use --png FILE")
 
 
 def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:

@@ -19,7 +19,7 @@ class _Path(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
-            self.fail("it is empty; leave it out, or give a path", param, ctx)
+            self.fail("the value is empty. Leave the option out, or give a path", param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -88,11 +88,11 @@ def _freeing(target: str, arenas: dict[int, ArenaInfo]) -> Callable[[], int]:
             raise InputError(f"{target}: there is no arena {file_name(number)} of this user")
         refs = [arenas[number].ref(block) for block in arenas[number].blocks if block.block == place]
         return lambda: sum(map(release_block, refs))
-    _require_file(Path(target), "neither a block of `mindie-mm shm list -b` nor a path file")
+    _require_file(Path(target), "neither a block from `mindie-mm shm list -b` nor a path file")
     return lambda: release(Path(target))
 
 
-@command.command(short_help="Reclaim what dead processes left.")
+@command.command(short_help="Reclaim the shared memory of dead processes.")
 @click.option("--dry-run", is_flag=True, help="Print what would be reclaimed, and change nothing.")
 @click.option(
     "--path-file",
@@ -114,11 +114,11 @@ def gc(*, dry_run: bool, path_files: tuple[Path, ...], spool: Path | None, as_js
     """
     if path_files:
         for path_file in path_files:
-            _require_file(path_file, "no path file")
+            _require_file(path_file, "not a path file")
         collected = _joined([collect_path_file(path_file, dry_run=dry_run) for path_file in path_files])
     else:
         if spool is not None:
-            _mode(spool, "no spool")
+            _mode(spool, "not a spool")
         root = spool or default_spool()
         # A fault of the default spool must not keep the rest from being reclaimed.
         with nullcontext() if spool else suppress(SharedMemoryError):
@@ -158,7 +158,7 @@ def _mode(path: Path, what: str) -> int:
         return path.lstat().st_mode
 
 
-@command.command(short_help="Show the arenas live.")
+@command.command(short_help="Watch the arenas.")
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.05),

@@ -21,13 +21,14 @@ from mindie_mm.settings.config import MediaCaps, MiB
 @click.option("--output", type=PATH, required=True, help="Folder for the run. It is created if it does not exist.")
 @click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]")
 @click.option("--family", default="",
-              help="Model family to use, whatever config.json says.  [default: the one in config.json]")  # fmt: skip
+              help="Model family to use instead of the one that config.json names.  [default: the one in "
+              "config.json]")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1),
               help="Number of worker processes, or of Ray actors.  [default: one per CPU]")  # fmt: skip
 @click.option("--shard-bytes", type=click.IntRange(1), default=256 * MiB, show_default=True,
               help="Size in bytes at which a shard ends.")  # fmt: skip
 @click.option("--shard-rows", type=click.IntRange(1), default=128, show_default=True,
-              help="Number of rows at which a shard ends. A worker takes so many rows at a time.")  # fmt: skip
+              help="Number of rows at which a shard ends. A worker processes that many rows at a time.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Tokenize only the first N rows.")
 @click.option("--select-columns", default="",
               help="Comma-separated columns of tables, or keys of JSON objects, to read.  [default: all]")  # fmt: skip
@@ -117,6 +118,6 @@ def _max_errors(on_error: str) -> int | None:
     name, _, number = on_error.partition("=")
     if name != "fail-after" or not number.isdecimal() or int(number) < 1:
         raise click.BadParameter(
-            f"{on_error!r} is none of skip, stop and fail-after=N, N at least 1", param_hint="--on-error"
+            f"{on_error!r} is not valid; use skip, stop or fail-after=N, where N is at least 1", param_hint="--on-error"
         )
     return int(number) - 1

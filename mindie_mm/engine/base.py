@@ -174,12 +174,12 @@ class BaseEngine(ABC):
         items = self._read(ids)
         same_ids = plain_ids(ids, items).tolist() == sequence.token_ids[: sequence.num_prompt]
         if not same_ids or [item.digest for item in items] != [item.digest for item in sequence.items]:
-            raise OperationalError("the request's media were read again after a preemption, and have changed since")
+            raise OperationalError("the request's media have changed since the request was preempted")
         return items
 
     def _constraint(self, wanted: StructuredOutputs) -> Constraint:
         if self.grammars is None:
-            raise InputError("this model takes no structured outputs")
+            raise InputError("this model does not support structured outputs")
         return self.grammars.constraint(wanted)
 
     def must_compile(self, message: Add) -> bool:
@@ -255,7 +255,7 @@ class BaseEngine(ABC):
         constraints = {row: one.constraint for row, one in enumerate(sequences) if one.constraint is not None}
         if not constraints:
             return
-        assert self.grammars is not None, "they have made the constraints"
+        assert self.grammars is not None, "every constraint comes from `grammars`"
         refused = upload(self.grammars.refused([*constraints.values()], logits.shape[1]), logits.device)
         rows = upload(np.array([*constraints], np.int64), logits.device)
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(refused, -torch.inf))
@@ -268,13 +268,13 @@ class BaseEngine(ABC):
         if draw is None:
             for item in sequence.items:  # their features may be the cause, so other requests must not reuse them
                 self._encoder_cache.drop(item)
-            return self._fail(sequence, OperationalError("the model gives no numbers for this request"))
+            return self._fail(sequence, OperationalError("the model returned non-finite logits for this request"))
         token, logprobs = draw
         if (constraint := sequence.constraint) is not None:
             # Only rank 0 asks the constraint which tokens may follow, so only rank 0 learns that it exceeds a limit.
             error = self._ranks.broadcast(str, lambda: constraint.accept(token))
             if error:
-                return self._fail(sequence, InputError(f"the output can no longer be kept to its structure: {error}"))
+                return self._fail(sequence, InputError(f"the output can no longer match its description: {error}"))
         first = sequence.num_output == 0
         if first:
             sequence.first_token_s = time.monotonic()

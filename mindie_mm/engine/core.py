@@ -77,7 +77,10 @@ class Engine(BaseEngine):
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         left_tokens = self._max_model_len - len(ids)
         if left_tokens < params.least_room or len(ids) == 0:
-            detail = f"{len(ids)} prompt tokens and {params.least_room} to generate do not fit; a prompt has at least 1"
+            detail = (
+                f"the prompt has {len(ids)} tokens and the request needs {params.least_room} output tokens. "
+                "Shorten the prompt, which must have at least 1 token, or lower max_tokens"
+            )
             raise ContextLengthExceeded.of(left_tokens + len(ids), detail)
         items = self._read(ids)
         sequence = Sequence(

@@ -110,7 +110,7 @@ class DecodeGraphs:
             if isinstance(why, torch.OutOfMemoryError):  # the limit halves, so this happens a few times at most
                 which = f" that gather {slots} tokens or more"
             self._most_slots = slots // 2 if which else 0
-            _log.warning("decode steps%s are not recorded, each operator is launched by itself: %s", which, why)
+            _log.warning("decode steps%s are not recorded; each operator is launched separately: %s", which, why)
             self._graphs.clear()  # the step needs their memory. Smaller graphs are captured again
             return None
 

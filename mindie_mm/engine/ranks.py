@@ -125,7 +125,7 @@ class _Group(Ranks):
     def open_device(self, name: str) -> Device:
         device = open_device(name)
         if device.name != "cpu" and (num_devices := torch.accelerator.device_count()) < self.count:
-            raise DeviceError(f"tensor_parallel is {self.count}, the visible {device.name} devices are {num_devices}")
+            raise DeviceError(f"tensor_parallel is {self.count}, but {num_devices} {device.name} devices are visible")
         return device
 
     def broadcast(self, kind: Any, make: Callable[[], T]) -> T:
@@ -143,7 +143,9 @@ class _Group(Ranks):
             work.wait(_FOREVER if error is None else patience)
         except RuntimeError:
             if error is not None:
-                _log.critical("rank %d failed, and the others do not come to hear it", self.number, exc_info=error)
+                _log.critical(
+                    "rank %d failed, and the other ranks did not receive its error", self.number, exc_info=error
+                )
             raise
         if (rank := int(first)) == self.count:
             return None

@@ -130,16 +130,17 @@ class Seq2SeqEngine(BaseEngine):
         params = message.params.check(self._spec.vocab_size)
         if params.prompt_logprobs is not None:
             raise InputError(
-                f"prompt_logprobs is {params.prompt_logprobs}, but this model is an encoder-decoder: it predicts no "
-                "tokens of a prompt"
+                f"prompt_logprobs is {params.prompt_logprobs}, but this model is an encoder-decoder, which "
+                "does not predict prompt tokens; leave prompt_logprobs out"
             )
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         most, wanted = min(self._max_len, self._scheduler.longest_output(len(ids))), max(params.least_room, 1)
         if not 0 < len(ids) <= self._max_len or wanted > most:
             raise ContextLengthExceeded.of(
                 self._max_len,
-                f"{len(ids)} prompt tokens and {wanted} to generate do not fit: a prompt has at least 1, and of one of "
-                f"{len(ids)} this encoder-decoder generates at most {max(most, 0)}",
+                f"the prompt has {len(ids)} tokens and the request needs {wanted} output tokens. This "
+                f"encoder-decoder model generates at most {max(most, 0)} tokens for such a prompt, which must "
+                "have at least 1 token",
             )
         items = self._read(ids)
         sequence = Sequence(

@@ -67,7 +67,7 @@ class Towers:
         try:
             fetch(views.values(), self._model.spec.device)
         except Exception:  # noqa: BLE001 - their own step reads them again, and fails alone
-            _log.debug("media of later steps cannot be fetched", exc_info=True)
+            _log.debug("media of later steps cannot be prefetched", exc_info=True)
             self._require_alive()
 
     def encode(self, step: abc.Sequence[Scheduled]) -> tuple[Features, dict[Sequence, MindieMMError]]:

@@ -69,7 +69,7 @@ class Grammars:
         try:
             self._vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=list(eos_token_ids))
         except ValueError as error:
-            self._unfit = f"this checkpoint's tokenizer takes no structured outputs: {error}"
+            self._unfit = f"structured outputs cannot be used with this checkpoint's tokenizer: {error}"
 
     def __contains__(self, wanted: StructuredOutputs) -> bool:
         """Return whether `wanted` is compiled already."""
@@ -107,7 +107,7 @@ class Grammars:
             if not len(allowed) or constraint.accept(int(rng.choice(allowed))):
                 break
         if constraint.error:
-            raise InputError(f"{wanted.noun} cannot be served: {constraint.error}")
+            raise InputError(f"{wanted.noun} is not supported: {constraint.error}")
 
     def refused(self, constraints: abc.Sequence[Constraint], vocab_size: int) -> NDArray[np.bool_]:
         """Return the tokens that may not come next, bool [constraints, vocab_size].
@@ -135,10 +135,10 @@ class Grammars:
         grammar = grammar_of(wanted, self._added, self._shown)
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise InputError(f"{wanted.noun} cannot be served: {matcher.get_error()[:_MAX_SAID]}")
+            raise InputError(f"{wanted.noun} is not supported: {matcher.get_error()[:_MAX_SAID]}")
         matcher.compute_logit_bias()
         if matcher.is_error():  # llguidance only reports a schema that refers to nothing but itself at this point
             error = matcher.get_error()[:_MAX_SAID]
-            reason = "nothing can begin an answer that fits it" if "NoExtension" in error else error
-            raise InputError(f"{wanted.noun} cannot be served: {reason}")
+            reason = "no output can match it" if "NoExtension" in error else error
+            raise InputError(f"{wanted.noun} is not supported: {reason}")
         return matcher

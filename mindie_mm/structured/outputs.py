@@ -75,4 +75,4 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
         except UnicodeEncodeError as error:
             raise InputError(f"{self.noun} holds a lone surrogate") from error
         if num_bytes > MAX_STRUCTURE_BYTES:
-            raise InputError(f"{self.noun} has {num_bytes} bytes, the limit is {MAX_STRUCTURE_BYTES}")
+            raise InputError(f"{self.noun} has {num_bytes} bytes; the limit is {MAX_STRUCTURE_BYTES}")

@@ -175,9 +175,9 @@ def _tried(grammars: Grammars, wanted: StructuredOutputs) -> tuple[str, float]:
     _, status, usage = os.wait4(pid, 0)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if ended_by == signal.SIGALRM:
-        raise TimeoutError(f"the machine is too busy to compile {wanted.noun} within {_WALL_S:g} s")
+        raise TimeoutError(f"the machine is too busy to compile {wanted.noun} within {_WALL_S:g} s; try again later")
     if ended_by == signal.SIGPROF:
-        message = f"compiling {wanted.noun} takes more than {COMPILE_S:g} s of processor time, the limit"
+        message = f"compiling {wanted.noun} takes more processor time than the limit of {COMPILE_S:g} s"
     elif status:
-        message = f"compiling {wanted.noun} fails, with status {os.waitstatus_to_exitcode(status)}"
+        message = f"compiling {wanted.noun} failed with status {os.waitstatus_to_exitcode(status)}"
     return message, usage.ru_utime + usage.ru_stime

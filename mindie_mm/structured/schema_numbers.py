@@ -44,7 +44,7 @@ def with_exact_numbers(schema: str) -> str:
     try:
         return json.dumps(_rewritten(json.loads(schema, parse_float=_finite, parse_constant=_finite)))
     except RecursionError as error:
-        raise InputError("the JSON schema nests too deeply") from error
+        raise InputError("the JSON schema is nested too deeply") from error
     except json.JSONDecodeError as error:
         raise InputError(f"the JSON schema is not valid JSON: {error}") from error
     except ValueError as error:
@@ -75,7 +75,7 @@ def _rewritten(schema: Any) -> Any:
     _rewrite_bounds(made)
     _rewrite_lengths(made)
     if _is_number(divisor := made.get("multipleOf")) and divisor > _MAX_DIVISOR:
-        raise InputError(f"the JSON schema has multipleOf {shown(divisor)}, the limit is {_MAX_DIVISOR}")
+        raise InputError(f"the JSON schema has multipleOf {shown(divisor)}; the limit is {_MAX_DIVISOR}")
     return made
 
 
@@ -88,8 +88,8 @@ def _require_exact(value: Any, keyword: str) -> None:
             _require_exact(part, keyword)
     elif _is_number(value) and abs(value) >= _EXACT and not _is_certain(value):
         raise InputError(
-            f"the JSON schema has {shown(value)} in {keyword}; "
-            f"numbers there are exact only from -{_EXACT} to {_EXACT}. Use a string"
+            f"the JSON schema has {shown(value)} in {keyword}; numbers there are exact only from -{_EXACT} to "
+            f"{_EXACT}. Use a string instead"
         )
 
 
@@ -119,8 +119,8 @@ def _require_range(schema: Mapping[str, Any], given: Sequence[Any]) -> None:
     low, high = schema.get("minimum"), schema.get("maximum")
     if _is_number(low) and _is_number(high) and low > high and all(map(_is_number, given)) and given[0] <= given[1]:
         raise InputError(
-            f"the JSON schema has minimum {shown(given[0])} and maximum {shown(given[1])}, with no number between "
-            f"them that is exact; numbers are exact from -{_EXACT} to {_EXACT}. Use a string"
+            f"the JSON schema has minimum {shown(given[0])} and maximum {shown(given[1])}, but no exact number "
+            f"lies between them; numbers are exact only from -{_EXACT} to {_EXACT}. Use a string instead"
         )
 
 
@@ -179,7 +179,7 @@ def _rewrite_lengths(schema: dict[str, Any]) -> None:
             schema[name] = value = int(value)
         if _is_number(value) and value > _MOST:
             if name in _LEAST_LENGTHS:
-                raise InputError(f"the JSON schema has {name} {shown(value)}, the limit is {_MOST}")
+                raise InputError(f"the JSON schema has {name} {shown(value)}; the limit is {_MOST}")
             schema[name] = _MOST
 
 

@@ -1,6 +1,6 @@
 """Translation of structural tags, in xgrammar's form and in vLLM's older one, into llguidance's Lark.
 
-A part that is a regular expression is merged with its neighbours into one terminal, because a terminal takes as much
+A part that is a regular expression is merged with those beside it into one terminal, because a terminal takes as much
 text as it can.
 """
 

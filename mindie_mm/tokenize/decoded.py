@@ -93,7 +93,7 @@ class _RequestMedia(RequestMedia):
 
     async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
         if path_file is None:
-            raise InputError("media need a path file, to record what is to be freed")
+            raise InputError("media need a path file, which records the blocks to free")
         room, all_specs = self._stage.room, [item.specs for item, _ in items]
         blocks = room.try_take(all_specs, path_file)
         if blocks is None:
@@ -141,7 +141,9 @@ class _RequestMedia(RequestMedia):
             # A compromised decoder could state so many features that the ids of the prompt take all memory.
             planner.require_makes(media.kind, facts.num_features, facts.grid)
             if facts.num_features > (most := stage.room.arena.capacity_bytes // _LEAST_FEATURE_BYTES):
-                raise LimitExceeded(f"it has {facts.num_features} features; the arena has room for at most {most}")
+                raise LimitExceeded(
+                    f"the item has {facts.num_features} features; the arena has room for at most {most}"
+                )
             pixels.picture_pixels, pixels.video_pixels = facts.picture_pixels, facts.video_pixels
             planned = planner.item(index, media.kind, facts.plan())
             self._sources[planned] = item, parcel

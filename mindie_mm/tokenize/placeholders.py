@@ -39,8 +39,9 @@ def check_order(actual: Sequence[object], expected: Sequence[object], num_items:
     """Raise InputError unless a prompt has the placeholders that its items take. A template can drop an item."""
     if [*actual] != [*expected]:
         raise InputError(
-            f"the prompt has {len(actual)} media placeholders for {num_items} media items that take {len(expected)}, "
-            "or in another order: its ids, or the chat template, do not go with these items"
+            f"the prompt has {len(actual)} media placeholders, but its {num_items} media items need "
+            f"{len(expected)}, in the order of the items; the token ids or the chat template do not match the "
+            "items"
         )
 
 

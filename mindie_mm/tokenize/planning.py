@@ -63,13 +63,15 @@ class Planner:
         taken, traits = self._processor.placeholders, self._processor.traits
         for kind in counts:
             if kind not in taken:
-                raise InputError(f"this model takes no {kind}; it takes {', '.join(taken) or 'text alone'}")
+                raise InputError(
+                    f"this model does not accept {kind} inputs; it accepts {', '.join(taken) or 'text only'}"
+                )
         for kind, limit in traits.max_items.items():
             if counts[kind] > limit:
                 raise LimitExceeded(f"the prompt has {counts[kind]} items of kind {kind}; the model's limit is {limit}")
         if len(counts) > 1 and not traits.mixes_kinds:
             raise InputError(
-                f"the prompt has media of the kinds {' and '.join(counts)}; this model takes one or the other"
+                f"the prompt has media of the kinds {' and '.join(counts)}; this model accepts only one kind per prompt"
             )
         return counts
 
@@ -77,13 +79,16 @@ class Planner:
         """Raise InputError if the family does not take the options."""
         for name in ("min_pixels", "max_pixels"):
             if getattr(options, name) is not None and not self._processor.traits.bounds_pixels:
-                raise InputError(f"{name} is given; {self._family} resizes to sizes of its own, and does not take it")
+                raise InputError(
+                    f"{name} is set, but {self._family} does not support it, because the model determines the "
+                    "image size; leave it out"
+                )
 
     def require_makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> None:
         """Raise OperationalError if the model makes no item of `kind` with this grid and number of features."""
         if self._processor.spelling(kind, num_features, grid) is None:
             raise OperationalError(
-                f"a decoder planned {num_features} features and the grid {grid}, which the model never makes"
+                f"a decoder planned {num_features} features and the grid {grid}, which is not possible for this model"
             )
 
     def item(self, index: int, kind: Kind, plan: Plan) -> PlannedItem:
@@ -103,9 +108,9 @@ class Planner:
         array = np.ascontiguousarray(source.array)
         num_features, width = array.shape
         if width != self._processor.feature_width:
-            raise InputError(f"the embeddings are {width} wide, the model takes {self._processor.feature_width}")
+            raise InputError(f"the embeddings have width {width}; the model needs {self._processor.feature_width}")
         if self._processor.spelling(kind, num_features, source.grid) is None:
-            raise InputError(f"the model makes no {kind} of {num_features} features that has the grid {source.grid}")
+            raise InputError(f"no {kind} of this model has {num_features} features and the grid {source.grid}")
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             arrays[EMBEDDINGS][...] = array

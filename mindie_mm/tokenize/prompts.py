@@ -146,7 +146,9 @@ class Prompts:
         if chat and self.has_template:
             return self.draft_messages([Message("user", tuple(items))], add_generation_prompt, template_kwargs, options)
         if template_kwargs or not add_generation_prompt:
-            raise InputError("there are variables of a chat template, and the prompt goes through none")
+            raise InputError(
+                "chat template variables were given, but the prompt does not use a chat template; leave them out"
+            )
         return self.draft_items(items, options)
 
     def draft_ids(self, ids: Sequence[int], items: Sequence[Media]) -> Draft:
@@ -267,5 +269,5 @@ def _token_id(index: Any) -> int:
     except TypeError:
         token = -1
     if isinstance(index, bool) or not 0 <= token < 2**31:
-        raise TokenOutOfRange(f"{index!r} is no token id")
+        raise TokenOutOfRange(f"{index!r} is not a token id")
     return token

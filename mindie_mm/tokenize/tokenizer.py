@@ -91,11 +91,11 @@ class Tokenizer:
 
         """
         if not isinstance(wire, Wire) and wire not in get_args(WireName):
-            raise InputError(f"wire is {wire!r}, it must be one of {', '.join(get_args(WireName))}")
+            raise InputError(f"wire is {wire!r}; it must be one of {', '.join(get_args(WireName))}")
         if arena is not None and wire != "native":
-            raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
+            raise InputError(f"arena is given, but the wire {wire!r} does not use one: every array has its own segment")
         if decoders and wire != "native":
-            raise InputError(f"decoders is {decoders}; the wire {wire!r} has no arena for decoders to fill")
+            raise InputError(f"decoders is {decoders}; it must be 0 with the wire {wire!r}, which has no arena")
         checkpoint, caps = Checkpoint.open(path), caps or MediaCaps()
         found = family_of(checkpoint, family)
         if not decoders:
@@ -249,7 +249,7 @@ def _in_process(
     if wire == "mindie":
         layouts = processor.traits.mindie_layouts
         if missing := ", ".join(kind for kind in family.kinds if kind not in layouts):
-            raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout of {missing}")
+            raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout for {missing}")
         wire = MindIEWire(layouts)
     elif not isinstance(wire, Wire):
         wire = NativeWire()
@@ -265,5 +265,6 @@ def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:
         if (path := source_path(item)) is not None:
             return absolute(path).parent.parent / PATH_FILE_NAME
     raise InputError(
-        f"shm_name_save_path is None and none of the {len(media)} media items is a file to put {PATH_FILE_NAME} near"
+        f"shm_name_save_path is None, and none of the {len(media)} media items is a file whose folder could "
+        f"hold {PATH_FILE_NAME}; set shm_name_save_path"
     )

@@ -27,8 +27,8 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
             start = span.stop + span.tail
     if start >= len(prompt):
         raise ContextLengthExceeded(
-            f"nothing would be left of the prompt within the limit of {max_tokens} tokens: what it begins with, or its "
-            "last media item, takes them all"
+            f"truncation to {max_tokens} tokens would leave nothing of the prompt: its beginning or its last "
+            "media item needs all of them"
         )
     opening = prompt.ids[first:last] if start > first else prompt.ids[:0]
     cut = start - len(opening)

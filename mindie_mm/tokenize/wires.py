@@ -171,7 +171,9 @@ class MindIEWire(Wire):
 
     def check(self, plan: Plan, kind: Kind) -> None:
         if plan.num_features < (needed := self._layouts[kind].num_slots):
-            raise LimitExceeded(f"the {kind} has {plan.num_features} features, MindIE's wire needs {needed} of them")
+            raise LimitExceeded(
+                f"the {kind} has {plan.num_features} features; MindIE's wire format needs at least {needed}"
+            )
 
     def store(
         self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack

@@ -8,25 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindie_mm.errors import InputError
-from mindie_mm.tool_calls.scanner import MAX_NAME
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import keyword
 
 MAX_CALLS = 8
 """Maximum number of calls in a forced answer. Without a limit, a small model repeats its call until max_tokens."""
 
-_MAX_REFERENCES = 16
 # The style of json.dumps. With flexible whitespace, a small model may write nothing but whitespace.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_TEXT = r"(.|\n)*"
-_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"})
-_DEFINITIONS = frozenset({"$defs", "definitions"})
-_OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$schema", "$id", "strict"})
 _FORMATS = {
     "date": r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
-    "time": r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-][0-2][0-9]:[0-5][0-9])",
+    "time": r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])",
     "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "email": r"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@[a-zA-Z0-9-]+(\.[a-zA-Z0-9-]+)+",
-    "uri": r"[a-z][a-z0-9+.-]*:[!#-;=?-_a-z~]+",
+    "uri": r"[a-z][a-z0-9+.-]*:\/\/[a-zA-Z0-9.-]+(\/[a-zA-Z0-9._~?&=+\/-]*)?",
 }
 _ASCII_CLASSES = {"d": "[0-9]", "w": "[a-zA-Z0-9_]"}
 _FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
@@ -105,99 +100,15 @@ def json_value(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _STYLE})}"
 
 
-def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[str, Any], bool]]:
-    """Return the schema of each argument of a tool, and whether it is required.
-
-    Args:
-        tool: A tool.
-        names: Pattern of the names that the format can write.
-
-    Raises:
-        InputError: The schema restricts the object by more than its properties, or a name cannot be written.
-
-    """
-    root = tool.schema
-    schema = _resolved(root, root)
-    for key in schema:
-        if key not in _OF_OBJECTS | _ANNOTATIONS | _DEFINITIONS and not key.startswith("x-"):
-            raise InputError(f"the parameters of the tool {tool.name!r} have {key!r}, which this format cannot enforce")
-    definitions = {key: root[key] for key in _DEFINITIONS if key in root}
-    properties = schema.get("properties") or {}
-    required = schema.get("required") or ()
-    for name in {**properties, **dict.fromkeys(required)}:
-        if not names.fullmatch(name) or len(name) > MAX_NAME:
-            raise InputError(
-                f"the tool {tool.name!r} has the parameter {name[:MAX_NAME]!r}, a name that this format cannot write"
-            )
-    return {
-        name: ({**(part if isinstance(part, Mapping) else {}), **definitions}, name in required)
-        for name, part in {**{key: {} for key in required}, **properties}.items()
-    }
-
-
-def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the schemas of one type each, or of constants, of which `schema` is the union.
-
-    Raises:
-        InputError: The schema is no such union.
-
-    """
-    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    found: list[dict[str, Any]] = []
-    _collect(schema, definitions, where, found, _MAX_REFERENCES)
-    return found
-
-
-def _collect(schema: Any, definitions: Mapping[str, Any], where: str, found: list[dict[str, Any]], depth: int) -> None:
-    if not isinstance(schema, Mapping):
-        schema = {}
-    schema = _resolved(schema, definitions)
-    if depth == 0:
-        raise InputError(f"the schema of {where} nests too deeply for this format")
-    for key in ("anyOf", "oneOf"):
-        if isinstance(parts := schema.get(key), list):
-            rest = {name: value for name, value in schema.items() if name not in {key, *_ANNOTATIONS, *_DEFINITIONS}}
-            if rest:
-                raise InputError(
-                    f"the schema of {where} has {key!r} beside {min(rest)!r}, which this format cannot enforce"
-                )
-            for part in parts:
-                _collect(part, definitions, where, found, depth - 1)
-            return
-    kind = schema.get("type")
-    if "enum" in schema or "const" in schema:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        found.extend({"const": value} for value in values)
-    elif isinstance(kind, list):
-        found.extend({**schema, **definitions, "type": one} for one in kind)
-    elif kind or not schema.keys() - _ANNOTATIONS - _DEFINITIONS:
-        found.append({"type": "string", **schema, **definitions})
-    else:
-        raise InputError(f"the schema of {where} has no type, which this format needs")
-
-
-def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(reference := schema.get("$ref"), str):
-            return schema
-        found: Any = root
-        for key in reference.removeprefix("#/").split("/"):
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping):
-            raise InputError(f"the schema refers to {reference!r}, which it does not define")
-        schema = {**found, **{key: value for key, value in schema.items() if key != "$ref"}}
-    raise InputError("the schema refers to nothing but itself")
-
-
 def _string_terms(schema: Mapping[str, Any]) -> list[str]:
     """Return the regular expressions that a string must match, all of them."""
-    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-    terms = [f"(.|\\n){{{low},{high}}}" if low or high != "" else _ANY_TEXT]
-    if (name := schema.get("format")) is not None:
+    low, high = (keyword(schema, name, int, "a string") for name in ("minLength", "maxLength"))
+    terms = [f"(.|\\n){{{low or 0},{'' if high is None else high}}}" if low or high is not None else _ANY_TEXT]
+    if (name := keyword(schema, "format", str, "a string")) is not None:
         if name not in _FORMATS:
             raise InputError(f"this format of tool calls cannot enforce strings of the format {name!r}")
         terms.append(_FORMATS[name])
-    if isinstance(expression := schema.get("pattern"), str):
+    if (expression := keyword(schema, "pattern", str, "a string")) is not None:
         for letter, meaning in _ASCII_CLASSES.items():  # of any script in Rust, and of ASCII in JSON Schema
             expression = re.sub(rf"(?<!\\)\\{letter}", meaning, expression)
         before = "" if expression.startswith("^") else _ANY_TEXT

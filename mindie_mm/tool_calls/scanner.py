@@ -198,7 +198,7 @@ class Scanner:
         while True:
             self._at = self._kept + num_spaces
             found = pattern(literals).search(self._text, self._at)
-            stop = found.start() if found else len(self._text) - partial(self._text, literals)
+            stop = found.start() if found else len(self._text) - partial(self._text, self._at, literals)
             if text := self._text[self._at : stop].rstrip(" \t\r\n"):
                 send(self._at + len(text))
             num_spaces = stop - self._kept
@@ -261,9 +261,9 @@ def pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, literals)))
 
 
-def partial(text: str, literals: tuple[str, ...]) -> int:
-    """Return the number of characters at the end of `text` with which one of the literals may begin."""
-    for length in range(min(len(text), max(map(len, literals)) - 1), 0, -1):
+def partial(text: str, start: int, literals: tuple[str, ...]) -> int:
+    """Return the number of characters at the end of `text`, from `start` on, with which one of the literals begins."""
+    for length in range(min(len(text) - start, max(map(len, literals)) - 1), 0, -1):
         if any(literal.startswith(text[-length:]) for literal in literals):
             return length
     return 0

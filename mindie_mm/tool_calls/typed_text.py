@@ -9,17 +9,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
 from mindie_mm.errors import InputError
-from mindie_mm.tool_calls.lark import Rules, branches_of, json_value, properties_of
+from mindie_mm.tool_calls.lark import Rules, json_value
 from mindie_mm.tool_calls.literals import escaped, json_of_python
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import Step
+from mindie_mm.tool_calls.schemas import branches_of, properties_of, type_of, types_of
 from mindie_mm.tool_calls.tool import Tool
 
-_MAX_REFERENCES = 16
 _NAMES = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 """Names of arguments that every one of the formats can write."""
 _CANDIDATE = re.compile(r"[\n<]")
-_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
 class TypedTextParser(ToolCallParser, ABC):
@@ -122,33 +121,6 @@ class TypedTextParser(ToolCallParser, ABC):
             self._at = self._kept + stop + 1
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows. They are empty if it allows any."""
-    return frozenset(_types(schema, root, _MAX_REFERENCES))
-
-
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
-    if not isinstance(schema, Mapping) or depth == 0:
-        return set()
-    if kind := schema.get("type"):
-        return {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
-    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        return {_KINDS.get(type(value), "null") for value in values}
-    if isinstance(reference := schema.get("$ref"), str):
-        return _types(_referenced(reference, root), root, depth - 1)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(parts := schema.get(key), list):
-            return set().union(*(_types(part, root, depth - 1) for part in parts))
-    return set()
-
-
-def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
-    found: Any = root
-    for key in reference.removeprefix("#/").split("/"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
-
-
 def json_of(text: str, types: frozenset[str]) -> str:
     """Return the JSON of a raw text for a schema that allows `types`, or any type if they are empty.
 
@@ -172,7 +144,7 @@ def _fits(text: str, types: frozenset[str]) -> bool:
         return False
     if not types:
         return not isinstance(value, str)
-    kind = _KINDS.get(type(value), "null")
+    kind = type_of(value)
     return kind != "string" and (
         kind in types or (kind in {"integer", "number"} and bool({"integer", "number"} & types))
     )

@@ -16,7 +16,7 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
 
-_GO_ON = "Name another file for --output, or restore the earlier settings, files and versions to continue this one"
+_GO_ON = "Choose another file for --output, or restore the earlier settings, files and versions to continue this one"
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         """Raise InputError with the differences unless the answers in `output` have this origin."""
         found = differences(self._read(output).parts(), self.parts())
         if found:
-            raise InputError(f"{output} has other answers: {'; '.join(found.values())}. {_GO_ON}")
+            raise InputError(f"{output} has answers of another run: {'; '.join(found.values())}. {_GO_ON}")
 
     def require_device(self, output: Path, device: str) -> None:
         """Record the device of the started engine.
@@ -71,7 +71,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         kind = device.partition(":")[0]
         earlier = self._read(output).device
         if earlier and earlier != kind:
-            raise InputError(f"{output} has other answers: device was {earlier}, now {kind}. {_GO_ON}")
+            raise InputError(f"{output} has answers of another run: device was {earlier}, now {kind}. {_GO_ON}")
         if not earlier:
             msgspec.structs.replace(self, device=kind).begin(output)
 
@@ -80,9 +80,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.json.decode(file.read_bytes(), type=Origin)
         except FileNotFoundError:
-            raise InputError(f"{output} is not what an earlier call left: there is no {file}") from None
+            raise InputError(f"{output} is not the file that an earlier call wrote: there is no {file}") from None
         except NOT_JSON as error:
-            raise InputError(f"{file} is not what an earlier call left: {in_words(error)}") from None
+            raise InputError(f"{file} is not the file that an earlier call wrote: {in_words(error)}") from None
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], 
         StorageError: The file cannot be written. The yielded function raises this error as well.
 
     """
-    with creating(output, "Name a file in a folder that you may write to"):
+    with creating(output, "Choose a file in a folder that you may write to"):
         file = output.open("a+b")
 
     def append(line: bytes) -> None:
@@ -128,7 +128,7 @@ def _writing(output: Path) -> AbstractContextManager[None]:
 
 def _require_lock(file: BinaryIO, output: Path) -> None:
     if not locked(file.fileno(), output):
-        raise InputError(f"another call writes {output}")
+        raise InputError(f"another process is writing {output}")
 
 
 def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
@@ -144,7 +144,7 @@ def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
         except (*NOT_JSON, RecursionError):
             answer = None
         if not isinstance(answer, dict) or answer.get("row") != rows:
-            raise InputError(f"{output} is not what an earlier call left: line {rows + 1} is not row {rows}")
+            raise InputError(f"{output} is not the file that an earlier call wrote: line {rows + 1} is not row {rows}")
         rows, errors, whole = rows + 1, errors + ("error" in answer), whole + len(line)
         last_id = answer.get("id")
     file.truncate(whole)

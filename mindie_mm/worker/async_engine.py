@@ -201,7 +201,7 @@ class AsyncEngine:
             async with asyncio.timeout(self._starter.patience_s(wait_s)):
                 await self._settled.wait()
         except TimeoutError:
-            raise NoProcess(f"the engine {self._why_down}; it is not back after {wait_s:g} s") from None
+            raise NoProcess(f"the engine {self._why_down}; it was not restarted within {wait_s:g} s") from None
         if self._closed:
             raise ProcessDied("the engine is closed")
         if not self._up:
@@ -237,10 +237,10 @@ class AsyncEngine:
         """Serve the process and its successors until cancelled."""
         while True:
             hung = ""
-            with logged(f"engine process {self.pid} cannot be served"):
+            with logged(f"the connection to engine process {self.pid} failed"):
                 hung = await self._serve()
-            with logged(f"engine process {self.pid} cannot be ended"):
-                await self._reap("process died, another is being started", hung)
+            with logged(f"engine process {self.pid} cannot be stopped"):
+                await self._reap("process died, and another one is being started", hung)
             _log.warning("engine process %d %s", self.pid, hung or f"died with status {self._child.status}")
             await self._starter.again(self._launch)
 
@@ -257,7 +257,7 @@ class AsyncEngine:
                 num_steps, waiting = self._num_steps, {*self._requests} - self._parked
                 await asyncio.wait({dispatching}, timeout=patience_s)
                 if self._num_steps == num_steps and not waiting.isdisjoint(self._requests) and not dispatching.done():
-                    return f"made no step for {patience_s:g} s, and was ended"
+                    return f"made no step for {patience_s:g} s and was stopped"
             dispatching.result()
             return ""
         finally:

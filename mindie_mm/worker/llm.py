@@ -117,7 +117,7 @@ class LLM:
 
         """
         if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
-            raise InputError(f"inputs is a {type(inputs).__name__}, {_ONE_LIST_PER_PROMPT}")
+            raise InputError(f"inputs is a {type(inputs).__name__}; {_ONE_LIST_PER_PROMPT}")
         requests = [_request(i, one, chat_template) for i, one in enumerate(inputs)]
         outputs = self._loop.run(self._generate(requests, self._checked(params)))
         if on_error == "raise":
@@ -190,7 +190,7 @@ class LLM:
                 except MindieMMError as error:
                     return Output("", [], None, error=error)
                 except Exception as error:  # noqa: BLE001 - one input fails, not all
-                    failure = OperationalError(f"the answer failed: {type(error).__name__}")
+                    failure = OperationalError(f"the request failed: {type(error).__name__}")
                     failure.__cause__ = error
                     return Output("", [], None, error=failure)
                 finally:
@@ -218,7 +218,7 @@ def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:
     if isinstance(one, str):
         one = [{"text": one}]
     if isinstance(one, Mapping):
-        raise InputError(f"inputs[{index}] is one item of a prompt, {_ONE_LIST_PER_PROMPT}")
+        raise InputError(f"inputs[{index}] is one item of a prompt; {_ONE_LIST_PER_PROMPT}")
     if not isinstance(one, list | tuple):
-        raise InputError(f"inputs[{index}] is a {type(one).__name__}, {_ONE_LIST_PER_PROMPT}")
+        raise InputError(f"inputs[{index}] is a {type(one).__name__}; {_ONE_LIST_PER_PROMPT}")
     return TokenizeRequest(items=list(one), chat=chat_template, folder=working_directory())

@@ -97,9 +97,12 @@ async def generate(
     )
     with continued(output, origin) as (append, begun, earlier_errors, last_id):
         if begun > stop:
-            raise InputError(f"{output} has {begun} rows; {stop} are asked for")
+            raise InputError(f"{output} has {begun} rows, but only {stop} were requested")
         if begun and last_id != (own := dataset.record(begun - 1).id):
-            raise InputError(f"{output} answers another run: its row {begun - 1} is {last_id!r}, this run's {own!r}")
+            raise InputError(
+                f"{output} has the answers of another run: its row {begun - 1} has the id {last_id!r}, but the id "
+                f"in this run is {own!r}"
+            )
         errors, done = earlier_errors, begun
         if done == stop:
             return stop, errors
@@ -202,7 +205,7 @@ class _Asking:
         if oldest.answer is None:
             await asyncio.gather(*(asked.task for asked in self._asked))
             failed = [asked for asked in self._asked if asked.answer is None]
-            _log.warning("%s. It had %d rows, which are asked again", oldest.failure, len(failed))
+            _log.warning("%s. %d unfinished rows are requested again", oldest.failure, len(failed))
             await self._ask_again(failed)
         self._asked.popleft()
         if oldest.mount is not None:

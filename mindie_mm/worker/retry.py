@@ -107,13 +107,15 @@ class PromptSource:
             for ref in held.prompt.refs():
                 free(ref)
         except SharedMemoryError as error:
-            _log.warning("blocks stay until the request ends: %s", error)
+            _log.warning("blocks cannot be freed before the request ends: %s", error)
         faults.point("freed-early")
 
     async def _make_again(self, *, freed: bool) -> Prompt:
         """Make the prompt again. A `freed` prompt is made again any number of times, and a lost one only once."""
         if self._again is None or (self._retried and not freed):
-            raise ProcessDied("the request's media were lost with their tokenizer, and there is no third try")
+            raise ProcessDied(
+                "the request's media were lost twice because the tokenizer process died; send the request again"
+            )
         self._retried = self._retried or not freed
         while True:
             try:

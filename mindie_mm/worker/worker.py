@@ -210,7 +210,9 @@ class Worker:
         if info.max_output_len is not None:
             left_tokens = info.max_model_len if wanted <= info.max_output_len else 0
         if left_tokens < 1:
-            raise ContextLengthExceeded.of(info.max_model_len, f"{wanted} to generate and a prompt do not fit")
+            raise ContextLengthExceeded.of(
+                info.max_model_len, f"the request needs {wanted} output tokens, which leaves no room for a prompt"
+            )
         truncate = self.config.truncate or truncate_to is not None
         options = replace(
             request.options,
@@ -233,7 +235,7 @@ class Worker:
                 raise
             limit = self.engine.info.max_model_len
             wanted = limit - options.max_prompt_tokens
-            message = f"{wanted} to generate and the prompt do not fit: {error}"
+            message = f"the request needs {wanted} output tokens, and the prompt does not fit in the rest: {error}"
             raise ContextLengthExceeded.of(limit, message) from error
 
     def generate(
@@ -284,7 +286,7 @@ class Worker:
                     use.release()
                 if step.needs_media:
                     if use is None:
-                        raise SegmentMissing("the engine needs the request's media again, which were freed")
+                        raise SegmentMissing("the engine needs the request's media again, but they were freed")
                     renewed = await use.renew()
                     self.engine.refill(request_id, renewed.ids)
                 if not step.token_ids and step.finish_reason is None:

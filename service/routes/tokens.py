@@ -79,9 +79,9 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
         raise InputError("give exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
-        raise InputError(f"chat_template is {body.chat_template}, which needs inputs", param="chat_template")
+        raise InputError(f"chat_template is {body.chat_template}, which requires inputs", param="chat_template")
     if body.add_special_tokens and body.prompt is None:
-        message = f"add_special_tokens is {body.add_special_tokens}; it is not served"
+        message = f"add_special_tokens is {body.add_special_tokens}, which is supported only with prompt"
         raise InputError(message, param="add_special_tokens")
     use = ToolUse.of(body.tools, body.tool_choice, None)
     if body.messages is None:

@@ -88,7 +88,7 @@ class GenerationBody(Body, StructureFields):
     def _of_a_stream(cls, given: Any, info: ValidationInfo) -> Any:
         """Refuse stream options without a stream, as OpenAI and vLLM do. Empty options count as absent."""
         if given and not info.data.get("stream"):
-            raise PydanticCustomError("no_stream", "needs stream to be true")
+            raise PydanticCustomError("no_stream", "requires stream to be true")
         return given
 
     @property
@@ -104,7 +104,7 @@ class GenerationBody(Body, StructureFields):
     def params(self, default: SamplingParams, **overrides: Any) -> SamplingParams:
         """Return the settings as in `Settings.params`. Raise InputError for a value that is not served."""
         if self.best_of not in (None, 1, self.n):
-            raise InputError(f"best_of is {self.best_of}; it is not served", param="best_of")
+            raise InputError(f"best_of is {self.best_of}; only 1 and the value of n are supported", param="best_of")
         own = {
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
@@ -146,11 +146,12 @@ class ChatBody(GenerationBody):
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise InputError(
-                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; give one",
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}; "
+                "give only one of them",
                 param="max_tokens",
             )
         if self.top_logprobs and not self.logprobs:
-            message = f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true"
+            message = f"top_logprobs is {self.top_logprobs}, which requires logprobs to be true"
             raise InputError(message, param="top_logprobs")
         return self.params(
             default,
@@ -170,7 +171,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[
         str | Array[str] | TokenIds | Array[TokenIds],
-        must_be("a text, a list of texts, token ids or a list of lists of token ids"),
+        must_be("a string, a list of strings, a list of token ids or a list of lists of token ids"),
     ]
     """Texts or token ids, one prompt or several."""
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
@@ -189,7 +190,7 @@ class CompletionBody(GenerationBody):
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         if self.max_tokens == 0 and not self.echo:
-            raise InputError("max_tokens is 0, which needs echo to be true", param="max_tokens")
+            raise InputError("max_tokens is 0, which requires echo to be true", param="max_tokens")
         return self.params(
             default,
             max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
@@ -202,6 +203,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 def _by_id(biases: dict[str, float]) -> dict[int, float]:
     if (bad := next((token for token in biases if not _ID.fullmatch(token)), None)) is not None:
-        message = f"logit_bias has the key {bad[:40]!r}; keys must be token ids in digits, each below {2**31}"
+        message = f"logit_bias has the key {bad[:40]!r}; keys must be token ids in decimal digits, each below {2**31}"
         raise InputError(message, param="logit_bias")
     return {int(token): bias for token, bias in biases.items()}

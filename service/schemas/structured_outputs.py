@@ -22,6 +22,7 @@ Schema = Annotated[dict[str, Any] | str | None, must_be("a JSON schema, as an ob
 Tag = Annotated[dict[str, Any] | str | None, must_be("a structural tag, as an object or as a text"), _ABSENT]
 
 
+_OPTIONS = frozenset({"type", "name", "description", "strict"})
 _ANY_OBJECT = StructuredOutputs(json_object=True)
 
 
@@ -54,7 +55,13 @@ class ResponseFormat(Closed):
     type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar", "structural_tag"]
     json_schema: NamedSchema | None = None
     content: dict[str, Any] | None = Field(None, alias="schema")
-    """The JSON schema in llama.cpp's, Together's and Fireworks' place."""
+    """The JSON schema in llama.cpp's, Together's and Fireworks' place, and in that of OpenAI's responses."""
+    name: str | None = None
+    """Ignored."""
+    description: str | None = None
+    """Ignored."""
+    strict: bool | None = None
+    """As in `json_schema`, for a schema in another place."""
     value: dict[str, Any] | str | None = None
     """The JSON schema or the regular expression in text-generation-inference's place."""
     pattern: str | None = None
@@ -70,7 +77,7 @@ class ResponseFormat(Closed):
     def wanted(self, *, close: bool) -> StructuredOutputs | None:
         """Return the description, or None for a text. Raise InputError if it is missing, or of another `type`."""
         found = {"schema" if name == "content" else name: getattr(self, name) for name in type(self).model_fields}
-        found = {name: value for name, value in found.items() if value is not None and name != "type"}
+        found = {name: value for name, value in found.items() if value is not None and name not in _OPTIONS}
         if self.type == "structural_tag":
             return StructuredOutputs(structural_tag=_tag_text({**found, "type": self.type}, close=close))
         own = self.places[self.type]
@@ -80,7 +87,7 @@ class ResponseFormat(Closed):
         ((_, value),) = found.items() or (("", None),)
         if value is None and self.type not in ("text", "json_object"):
             raise InputError(f"response_format is {self.type!r} and has no {' or '.join(own)}")
-        return self._of(value, close=close)
+        return self._of(value, close=close or bool(self.strict))
 
     def _of(self, value: Any, *, close: bool) -> StructuredOutputs | None:
         if value is None:
@@ -194,27 +201,27 @@ def _of_grammar(given: str | dict[str, Any], *, close: bool) -> StructuredOutput
 
 
 def _schema_text(given: dict[str, Any] | str, *, close: bool) -> str:
-    """Return a JSON schema as text. Raise InputError if it is not JSON, or nests too deeply."""
-    if isinstance(given, str) and not close:
-        return given
-    try:
-        schema = json.loads(given) if isinstance(given, str) else given
-        return json.dumps(closed(schema) if close else schema)
-    except RecursionError as error:
-        raise InputError("the JSON schema nests too deeply") from error
-    except ValueError as error:
-        raise InputError(f"the JSON schema is not valid JSON: {error}") from error
+    """Return a JSON schema as text. Raise InputError if it is not JSON, is too large or nests too deeply."""
+    return _text(given, lambda text: StructuredOutputs(json=text), closed if close else None)
 
 
 def _tag_text(given: dict[str, Any] | str, *, close: bool) -> str:
-    """Return a structural tag as text. Raise InputError if it is not JSON, or nests too deeply."""
+    """Return a structural tag as text. Raise InputError as in `_schema_text`."""
+    return _text(given, lambda text: StructuredOutputs(structural_tag=text), _closed_tag if close else None)
+
+
+def _text(
+    given: dict[str, Any] | str, described: Callable[[str], StructuredOutputs], change: Callable[[Any], Any] | None
+) -> str:
+    noun = described("").noun
     try:
-        tag = json.loads(given) if isinstance(given, str) else given
-        return json.dumps(_closed_tag(tag) if close else tag)
+        text = given if isinstance(given, str) else json.dumps(given)
+        described(text).check()  # first, because changing a large text takes long
+        return text if change is None else json.dumps(change(json.loads(text)))
     except RecursionError as error:
-        raise InputError("the structural tag nests too deeply") from error
+        raise InputError(f"{noun} nests too deeply") from error
     except ValueError as error:
-        raise InputError(f"the structural tag is not valid JSON: {error}") from error
+        raise InputError(f"{noun} is not valid JSON: {error}") from error
 
 
 def _closed_tag(tag: Any) -> Any:

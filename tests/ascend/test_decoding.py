@@ -133,6 +133,7 @@ def checkpoint(request, tmp_path: Path) -> str | None:
     return str(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoint", "kind"),
     [(None, "image"), (None, "audio"), *((family, "image") for family in FAMILIES)],
@@ -148,6 +149,7 @@ def test_a_step_waits_for_the_device_once(dtype):
     assert call(decode, dtype) == [1] * 7
 
 
+@pytest.mark.slow
 def test_a_step_of_an_encoder_decoder_waits_for_the_device_once(tmp_path):
     """Include the forced tokens and the token that ends an answer."""
     test_florence2.TestFlorence2.write_checkpoint(tmp_path)

@@ -197,6 +197,7 @@ def failing_with_media(kind: str) -> list[str | None]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "tower alone", "encoder-decoder"])
 def test_a_lost_device_ends_the_engine_if_the_tower_fails_first(kind):
     """Raise although a tower's failure otherwise fails its own request only. Every later request would fail too."""

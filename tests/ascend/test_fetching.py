@@ -137,6 +137,7 @@ def test_waiting_pictures_are_read_during_a_step_of_others(apart: dict, tmp_path
     assert found["held"] == 0
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_reads_waiting_pictures_early_too(tmp_path: Path) -> None:
     """Use pictures of one size, as the model requires."""
     from tests.models.test_florence2 import TestFlorence2  # as a module's import, it would open the device too early

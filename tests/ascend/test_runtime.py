@@ -179,6 +179,7 @@ def test_calls_fail_on_demand():
     assert errors == ["507033", "done", "507033", "done"]
 
 
+@pytest.mark.slow
 def test_the_version_of_cann_is_the_configured_one():
     script = "import torch, torch_npu; print(torch.npu.utils.get_cann_version(), torch.npu.utilization())"
     command = [sys.executable, "-c", script]  # a new process, because torch_npu reads the version at import

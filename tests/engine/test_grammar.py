@@ -61,7 +61,7 @@ def test_every_draw_matches_the_schema(grammars: Grammars, seed: int) -> None:
     assert text in ('{"a": 1}', '{"a": 22}')
 
 
-def test_ids_beyond_the_tokenizers_own_are_refused(grammars: Grammars) -> None:
+def test_ids_beyond_the_tokenizer_are_refused(grammars: Grammars) -> None:
     constraint = grammars.constraint(fits('{"type": "string"}'))
     refused = grammars.refused([constraint], VOCABULARY)
     assert refused.shape == (1, VOCABULARY)
@@ -69,7 +69,7 @@ def test_ids_beyond_the_tokenizers_own_are_refused(grammars: Grammars) -> None:
     assert (grammars.refused([constraint], 500) == refused[:, :500]).all()
 
 
-def test_a_token_that_does_not_fit_is_an_error(grammars: Grammars) -> None:
+def test_a_token_that_breaks_the_schema_is_an_error(grammars: Grammars) -> None:
     constraint = grammars.constraint(fits('{"type": "boolean"}'))
     constraint.accept(90)
     assert constraint.error
@@ -116,7 +116,7 @@ def test_a_batch_of_rows_with_and_without_a_schema_is_drawn_as_alone(grammars: G
 def test_a_schema_is_compiled_once(grammars: Grammars) -> None:
     schema = '{"type": "integer", "multipleOf": 20011}'
     first = grammars.constraint(fits(schema))
-    with processor_time_below(0.5):  # compiling it 64 times takes seconds
+    with processor_time_below(0.5):  # 64 compilations would take seconds
         further = [grammars.constraint(fits(schema)) for _ in range(64)]
     assert walk(grammars, first, 0) == walk(grammars, further[0], 0)
     assert walk(grammars, further[1], 1) != walk(grammars, further[2], 2), "each goes its own way"
@@ -131,7 +131,7 @@ def test_a_schema_is_compiled_once(grammars: Grammars) -> None:
         {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(800)}},
     ],
 )
-def test_what_a_step_takes_is_bounded(grammars: Grammars, schema: dict[str, object]) -> None:
+def test_the_time_of_a_step_is_bounded(grammars: Grammars, schema: dict[str, object]) -> None:
     constraint = grammars.constraint(fits(json.dumps(schema)))
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -149,5 +149,5 @@ def test_an_invalid_schema_is_refused(grammars: Grammars, schema: str) -> None:
 
 def test_a_tokenizer_of_an_unsupported_kind_is_refused() -> None:
     unfit = Grammars(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")), [0])
-    with pytest.raises(InputError, match="tokenizer takes no structured outputs"):
+    with pytest.raises(InputError, match="structured outputs cannot be used with this checkpoint's tokenizer"):
         unfit.constraint(fits("{}"))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from mindie_mm import LLM, SamplingParams, Tokenizer
+from mindie_mm import LLM, SamplingParams, StructuredOutputs, Tokenizer
 from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, OperationalError, ProcessDied
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import arenas_of
@@ -90,11 +91,11 @@ def test_an_unexpected_exception_does_not_fail_the_others(llm, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"temperature": -1}, "temperature is -1, it must be in"),
+        ({"temperature": -1}, "temperature is -1; it must be in"),
         ({"max_tokens": "5"}, "max_tokens is '5': it must be an integer, not a string"),
         ({"stop": None}, "stop must be a list, not null"),
         ({"stop": (1,)}, r"stop\[0\] must be a string, not an integer"),
-        ({"stop_token_ids": (10**6,)}, "stop_token_ids names token 1000000"),
+        ({"stop_token_ids": (10**6,)}, "stop_token_ids has token id 1000000"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_any_input_is_read(llm, wrong, message):
@@ -121,7 +122,7 @@ def test_an_output_has_the_requested_logprobs_and_stop_reason(llm):
 def test_a_chat_passes_template_options_except_reserved_names(llm):
     messages = [{"role": "user", "content": "Hello"}]
     assert llm.chat(messages, GREEDY).token_ids != llm.chat(messages, GREEDY, add_generation_prompt=False).token_ids
-    with pytest.raises(InputError, match="cannot hold 'messages'"):
+    with pytest.raises(InputError, match="must not contain 'messages'"):
         llm.chat(messages, GREEDY, chat_template_kwargs={"messages": []})
 
 
@@ -190,6 +191,17 @@ def test_relative_paths_are_resolved_at_the_call(llm, picture, tmp_path, monkeyp
     assert llm.generate(["Yes?"], constrained)[0].text in ("true", "false")
 
 
+def test_a_structured_output_may_begin_after_the_reasoning(llm):
+    """The bias makes the model think for a while, and then end its reasoning. The rest is up to the mask."""
+    dot = llm._worker.tokenizer.token_to_id(".")
+    wanted = StructuredOutputs(regex="[xyz]{3}", after=".....")
+    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=wanted, logit_bias={dot: 100})
+    found = llm.generate(["Hello"] * 3, params)
+    assert all(re.fullmatch(r"\.{5}[xyz]{3}", output.text) for output in found)
+    assert {output.finish_reason for output in found} == {"stop"}
+    assert llm.generate(["Hello"], GREEDY)[0].text != found[0].text
+
+
 def test_an_engine_that_dies_between_two_calls_is_restarted(llm, picture):
     inputs = [[{"image": picture}, {"text": "What?"}]]
     (before,) = llm.generate(inputs, GREEDY)
@@ -211,11 +223,11 @@ def test_a_tuple_works_like_a_list(llm, picture):
     [
         (
             [{"image": "a.png"}, {"text": "What?"}],
-            r"inputs\[0\] is one item of a prompt, wrap it in a list: one list per",
+            r"inputs\[0\] is one item of a prompt; wrap it in a list: one list per",
         ),
-        ({"text": "What?"}, "inputs is a dict, wrap it in a list: one list per prompt"),
-        ("Hello", "inputs is a str, wrap it in a list: one list per prompt"),
-        ([[{"text": "a"}], 5], r"inputs\[1\] is a int, wrap it in a list"),
+        ({"text": "What?"}, "inputs is a dict; wrap it in a list: one list per prompt"),
+        ("Hello", "inputs is a str; wrap it in a list: one list per prompt"),
+        ([[{"text": "a"}], 5], r"inputs\[1\] is a int; wrap it in a list"),
     ],
 )
 def test_inputs_that_are_not_wrapped_in_a_list_are_refused(llm, inputs, message):

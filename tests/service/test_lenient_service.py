@@ -1,4 +1,4 @@
-"""Tests of a service with --truncate and --allow-private-media.
+"""Tests of a service with --truncate, --allow-private-media and --json-additional-properties allow.
 
 The last tests kill the processes of the service, one after another.
 """
@@ -33,7 +33,8 @@ STAR = encode(picture("green", (40, 160, 60), "star", x=0.5), "PNG")
 @pytest.fixture(scope="module")
 def lenient(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("lenient")
-    given = settings | {"spool": folder / "spool", "truncate": True, "allow_private_media": True}
+    options = {"truncate": True, "allow_private_media": True, "json_additional_properties": "allow"}
+    given = settings | {"spool": folder / "spool", **options}
     with running_service(given, folder / "log") as running:
         yield running
         assert running.stop() == 0, (folder / "log").read_text()[-2000:]
@@ -65,6 +66,21 @@ def post(service: RunningService, path: str, body: dict[str, Any], status: int =
     return answer.json()
 
 
+def test_json_objects_may_have_other_properties(lenient: RunningService, service: RunningService) -> None:
+    """A bias against the closing brace shows what else may follow. `strict` closes objects in any case."""
+    (brace,) = post(service, "/tokenize", {"prompt": "}"})["tokens"]
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+
+    def answer(asked: RunningService, **strict: bool) -> str:
+        form = {"type": "json_schema", "json_schema": {"schema": schema, **strict}}
+        body = chat([], "Hello!", response_format=form, logit_bias={str(brace): -100}, max_tokens=12, ignore_eos=False)
+        return str(post(asked, CHAT, body)["choices"][0]["message"]["content"])
+
+    assert answer(lenient).startswith('{"a": 1, "')
+    assert answer(lenient, strict=False).startswith('{"a": 1, "')
+    assert answer(lenient, strict=True) == answer(service) == answer(service, strict=False) == '{"a": 1}'
+
+
 def test_truncation_never_cuts_through_a_picture(lenient: RunningService, red_square: str) -> None:
     limit = lenient.get("/v1/models")["data"][0]["max_model_len"]
     room = limit - 4
@@ -85,7 +101,9 @@ def test_a_prompt_too_long_is_truncated(service: RunningService, lenient: Runnin
     limit = service.get("/v1/models")["data"][0]["max_model_len"]
     text = "red square " * limit
     message = post(service, CHAT, chat([red_square], text), 400)["error"]["message"]
-    assert message.startswith(f"This model's maximum context length is {limit} tokens; 4 to generate and the prompt")
+    assert message.startswith(
+        f"This model's maximum context length is {limit} tokens; the request needs 4 output tokens, and the prompt"
+    )
     assert message.endswith(f"the limit is {limit - 4}")
     answer = post(lenient, CHAT, chat([red_square], text))
     assert answer["usage"]["prompt_tokens"] == limit - 4

@@ -52,6 +52,7 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("json", {"grammar": {"type": "json", "value": SCHEMA}}),
     ("json", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}),
     ("json", {"response_format": {"type": "json_schema", "schema": SCHEMA}}),
+    ("json", {"response_format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}),
     ("json", {"response_format": {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}}),
     ("json", {"response_format": {"type": "json_schema", "value": SCHEMA}}),
     ("json", {"response_format": {"type": "json", "value": SCHEMA}}),
@@ -174,9 +175,9 @@ async def test_a_batch_gives_the_same_as_each_alone(service: RunningService, ans
         ({"regex": r"(a)\1"}, "regex", "backreferences"),
         ({"regex": "a\\"}, "regex", "ends with a single backslash"),
         ({"ebnf": "root ::= x"}, "ebnf", "there is no rule 'x'"),
-        ({"ebnf": r'root ::= "\ud800"'}, "ebnf", "cannot be served"),
+        ({"ebnf": r'root ::= "\ud800"'}, "ebnf", "is not supported"),
         ({"grammar": {"type": "json"}}, "grammar", '"type" "json" or "regex" and a "value"'),
-        ({"grammar": "start: nothing"}, "grammar", "the grammar cannot be served"),
+        ({"grammar": "start: nothing"}, "grammar", "the grammar is not supported"),
         (
             {"structural_tag": {"format": {"type": "token", "token": 5}}},
             "structural_tag",
@@ -219,6 +220,7 @@ ABUSE: dict[str, dict[str, Any]] = {
     "GBNF often in itself": {"ebnf": "root ::= " + '(root|"a")? ' * 2000},
     "nested GBNF": {"ebnf": "root ::= " + "(" * 10_000 + '"a"' + ")" * 10_000},
     "GBNF of many rules": {"ebnf": "root ::= r0\n" + "".join(f'r{i} ::= r{i + 1} | "{i}"\n' for i in range(1200))},
+    "GBNF that a few letters make too ambiguous": {"ebnf": 'root ::= [^x] root | "a" root | root "b" | .'},
     "an intersection": {"grammar": f"start: X\nX: {INTERSECTION}"},
     "an intersection after reasoning": {"grammar": f"start: THINK X\nTHINK: /.*/\nX: {INTERSECTION}"},
     "Lark in itself": {"grammar": "start: start | start start"},
@@ -226,6 +228,9 @@ ABUSE: dict[str, dict[str, Any]] = {
     "slow JSON in Lark": {"grammar": f"start: %json {json.dumps(SLOW)}"},
     "slow JSON in a tag": {"structural_tag": {"format": {"type": "json_schema", "json_schema": SLOW}}},
     "nested tag": {"structural_tag": '{"format": ' * 5000 + "{}" + "}" * 5000},
+    "a large schema": {"guided_json": {"enum": ["x"] * 100_000}},
+    "a large schema as a text": {"guided_json": json.dumps({"enum": ["x"] * 100_000})},
+    "a large tag": {"structural_tag": {"format": {"type": "or", "elements": [{"type": "any_text"}] * 50_000}}},
     "NUL bytes": {"grammar": "\x00" * 1000},
 }
 SERVED: dict[str, dict[str, Any]] = {
@@ -250,10 +255,11 @@ def regex_is_served(http: Any, answers: dict[str, str]) -> Any:
 @pytest.mark.parametrize("name", ABUSE)
 def test_abuse_is_refused_soon(http: Any, service: RunningService, name: str) -> None:
     before = processor_s(service.process.pid)
-    answer = http.post(CHAT, json=asked(CHAT, ABUSE[name], n=64))
+    answers = [http.post(CHAT, json=asked(CHAT, ABUSE[name], n=64, stream=stream)) for stream in (False, True)]
     assert processor_s(service.process.pid) - before < 0.5 + COMPILE_S
-    assert answer.status_code == 400, answer.text
-    assert len(answer.json()["error"]["message"]) < 1000
+    for answer in answers:
+        assert answer.status_code == 400, answer.text
+        assert len(answer.json()["error"]["message"]) < 1000
 
 
 @pytest.mark.usefixtures("regex_is_served")

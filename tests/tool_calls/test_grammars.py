@@ -170,14 +170,44 @@ def test_what_raw_text_cannot_enforce_is_refused_by_name():
     refused = (
         ({"properties": {"a": {"type": "string", "format": "regex"}}}, "'regex'"),
         ({"properties": {"a": {"minimum": 3}}}, "f.a"),
-        ({"properties": {"a": {"anyOf": [{"type": "string"}], "minLength": 2}}}, "'minLength'"),
-        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "'#/$defs/none'"),
+        ({"properties": {"a": {"anyOf": [{"type": "string"}], "minLength": 2}}}, "'anyOf'"),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "'$ref'"),
         ({"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, "f.a"),
+        ({"properties": {"a": {"enum": []}}}, "f.a allows no value"),
+        ({"properties": {"a": {"type": "string", "not": {"const": "x"}}}}, "'not'"),
         ({"properties": {}, "minProperties": 1}, "'minProperties'"),
     )
     for schema, said in refused:
         with pytest.raises(InputError, match=said.replace("$", r"\$")):
             parser_named("qwen3_coder").grammar([Tool("f", schema)], parallel=False, one_of=["f"], added_tokens={})
+
+
+def test_invalid_schemas_are_refused():
+    invalid = (
+        {"properties": [1]},
+        {"properties": {"a": 1}, "required": "a"},
+        {"required": [["a"]]},
+        {"properties": {"a": {"enum": 5}}},
+        {"properties": {"a": {"type": "string", "minLength": "0}/"}}},
+        {"properties": {"a": {"type": "string", "maxLength": True}}},
+        {"properties": {"a": {"type": "string", "pattern": 3}}},
+        {"properties": {"a": {"type": "string", "format": {}}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}, "not": {}},
+        {"$ref": 3},
+    )
+    for schema in invalid:
+        with pytest.raises(InputError):
+            parser_named("glm47").grammar([Tool("f", schema)], parallel=False, one_of=["f"], added_tokens={})
+
+
+def test_a_schema_with_exponentially_many_paths_costs_little():
+    levels = {f"n{level}": {"anyOf": [{"$ref": f"#/$defs/n{level + 1}"}] * 20} for level in range(14)}
+    tool = Tool("f", {"properties": {"a": {"$ref": "#/$defs/n0"}}, "$defs": {**levels, "n14": {"type": "integer"}}})
+    for name in ("qwen3_coder", "gemma4"):
+        grammar = parser_named(name).grammar([tool], parallel=False, one_of=["f"], added_tokens={})
+        assert len(grammar) < 100_000
+    text = "<function=f>\n<parameter=a>\n5\n</parameter>\n</function>"
+    assert calls_of(answer_of(parser_named("qwen3_coder")([tool]), [text])) == [{"name": "f", "arguments": {"a": 5}}]
 
 
 def test_text_may_stand_around_calls_that_begin_with_a_token():

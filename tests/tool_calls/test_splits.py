@@ -29,6 +29,7 @@ ODD = {
     ),
     "glm45": ("<tool_call>read_text\n<arg_key>note</arg_key><arg_value>a</tool_call>b</tool_call> ",),
     "deepseek_v3": ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": }<｜tool▁calls▁end｜>x',),
+    "phi4": ('functools[{"name": "now", "arguments": {"a": functools[',),
     "mistral": ('[TOOL_CALLS] x [TOOL_CALLS][{"name": "now"}, {}] [TOOL_CALLS]now[CALL_ID]abcdefgh1[ARGS]{}',),
     "gemma4": ('<|tool_call>call:f{a:"x", b c:<|"|>"<|"|>,d:{},e:[]}<tool_call|> <|tool_call>call:g<|tool_call>',),
 }

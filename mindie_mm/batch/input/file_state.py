@@ -55,7 +55,7 @@ class FileState(msgspec.Struct, frozen=True, kw_only=True):
         """Return how a file that had this state has changed, in words."""
         found = []
         if (self.device, self.inode) != (now.device, now.inode):
-            found.append("another file has taken its path")
+            found.append("another file replaced it")
         if self.size != now.size:
             found.append(f"its size was {self.size}, now {now.size}")
         if self.mtime_ns != now.mtime_ns:

@@ -54,7 +54,7 @@ def creating(path: Path, advice: str) -> Iterator[None]:
         blocking = next((one for one in (path, *path.parents) if os.path.lexists(one) and not one.is_dir()), None)
         why = error.strerror or str(error)  # Python's own error for a pipe has no number
         if isinstance(error, FileExistsError | NotADirectoryError) and blocking is not None:
-            why = f"{blocking} is a link that leads nowhere" if blocking.is_symlink() else f"{blocking} is no folder"
+            why = f"{blocking} is a broken symbolic link" if blocking.is_symlink() else f"{blocking} is not a folder"
         raise InputError(f"{path} cannot be written: {why}. {advice}") from error
 
 
@@ -104,7 +104,9 @@ def locked(descriptor: int, what: Path) -> bool:
         if error.errno not in NO_LOCKS:
             raise
         _log.warning(
-            "%s: its file system has no locks (flock: %s). Do not let another call write there", what, error.strerror
+            "%s: the file system does not support locks (flock: %s). Do not let another process write there",
+            what,
+            error.strerror,
         )
     return True
 

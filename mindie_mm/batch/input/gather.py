@@ -45,7 +45,7 @@ def input_named(given: str) -> str:
 
     """
     if not given:
-        raise InputError("an input is empty. Leave it out, or name a file")
+        raise InputError("an input is an empty string. Remove it, or give the name of a file")
     return STDIN if given == STDIN or given in _STDIN_PATHS else str(absolute(given))
 
 
@@ -63,7 +63,7 @@ def require_streams_once(inputs: Sequence[str]) -> None:
     """Raise InputError if standard input or a pipe occurs more than once."""
     for given in filter(is_stream, inputs):
         if (times := inputs.count(given)) > 1:
-            raise InputError(f"{called(given)} is named {times} times; it can be read only once")
+            raise InputError(f"{called(given)} is given {times} times; it can be read only once")
 
 
 def is_folder(given: str) -> bool:
@@ -153,7 +153,7 @@ def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
         found = True
     if not found:
         tables = [ending for ending in left_out if ending in _ROWS]
-        advice = f". Name files of rows directly: {root}/*{tables[0]}" if tables else ""
+        advice = f". If these files hold rows, give their names: {root}/*{tables[0]}" if tables else ""
         raise InputError(f"{root} has no file with a media extension; it has {left_out_summary(left_out)}{advice}")
     return left_out
 

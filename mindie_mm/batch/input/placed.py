@@ -32,7 +32,9 @@ def with_media(messages: Sequence[Any], columns: Sequence[Mapping[str, Any]]) ->
     places = Counter(filter(None, map(_kind_of_place, chain.from_iterable(map(_parts_of, messages)))))
     for kind, items in media.items():
         if places[kind] != len(items):
-            raise InputError(f"the row's chat has {places[kind]} places for {kind}, the row {len(items)} to put there")
+            raise InputError(
+                f"the row has {len(items)} items of kind {kind}, but its messages have places for {places[kind]}"
+            )
     left = {kind: iter(items) for kind, items in media.items()}
 
     def filled(part: Any) -> Any:

@@ -173,7 +173,7 @@ def _from_object(record: Any, locate: _Locate) -> Row:
     given = [key for key in _PROMPTS if key in record]
     flat = [key for key in record if key in _FLAT]
     if not (flat or given):
-        raise InputError(f"the row has {sorted(record)}; it takes inputs, messages, or text and media")
+        raise InputError(f"the row has the keys {sorted(record)}; it must have inputs, messages, or text and media")
     prompt: Any = record[given[0]] if given else None
     if isinstance(prompt, str):
         prompt = _decoded(prompt, f"the row's {given[0]}")
@@ -181,8 +181,8 @@ def _from_object(record: Any, locate: _Locate) -> Row:
         prompt, flat = with_media(prompt, _flat_items(record)), []
     if len(given) + bool(flat) > 1 or record.keys() >= {*_TEXTS}:
         raise InputError(
-            f"the row has {given + flat}; it takes inputs, messages, or text and media, of which prompt is another "
-            "name for text: --select-columns chooses"
+            f"the row has the keys {given + flat}; it must have only one of inputs, messages, and text (or its "
+            "alias prompt) with media. Choose with --select-columns"
         )
     variables = _variables(record)
     if flat:
@@ -199,13 +199,13 @@ def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
     chosen = ",".join(key for key in record if key == "id" or key in flat)
     if others and not any(key in _TEXTS for key in flat):
         raise InputError(
-            f"the row has media, no text, and {others}, which is passed over: a text is called text; without one "
-            f"--select-columns {chosen} chooses"
+            f"the row has media, no text, and {others}, which would be ignored. Rename the key of the text to "
+            f"text, or use --select-columns {chosen} to read the row without a text"
         )
     if _MEDIA.isdisjoint(flat) and (named := [key for key in others if key in _FILE_KEYS]):
         raise InputError(
-            f"the row has a text, no medium, and {named}, which is passed over: a medium is called image, video or "
-            f"audio; without one --select-columns {chosen} chooses"
+            f"the row has a text, no media, and {named}, which would be ignored. Rename the key of the media "
+            f"to image, video or audio, or use --select-columns {chosen} to read the row without media"
         )
 
 
@@ -216,7 +216,7 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
     from the .json, from `template` or from a .txt.
     """
     if record.repeated is not None:  # for example if all rows have the same name
-        raise InputError(f"{record.key} has several files {record.repeated}, one behind another")
+        raise InputError(f"{record.key} has several files named {record.repeated}")
     media = [Media(kind, data) for name, data in record.files.items() if (kind := kind_of(name))]
     described: Any = {}
     if (own := record.own(".json")) is not None:
@@ -227,15 +227,16 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
     if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
         raise InputError(f"{record.key} has {packed[0]}, which is compressed and may hold a part of the row. Unpack it")
     if not media:
-        raise MediaError(f"{record.key} has no medium among {sorted({*map(ending_of, record.files)})}")
+        raise MediaError(f"{record.key} has no media file, only {sorted({*map(ending_of, record.files)})}")
     text = _own_text(record, described) or template or _text_file(record)
     if not text and (others := sorted(described.keys() - _KNOWN)):
         raise InputError(
-            f"{record.key} has media, no text, and {others} in its .json, which is passed over: a text is called text; "
-            "--template gives one, and --select-columns id goes without"
+            f"{record.key} has media, no text, and {others} in its .json, which would be ignored. Rename the "
+            "key of the text to text, give a text with --template, or use --select-columns id to read the row "
+            "without a text"
         )
     if text.count(MEDIA_MARK) > 1:
-        raise InputError(f"the text of {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; it takes one")
+        raise InputError(f"the text of {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; the limit is 1")
     before, _, after = text.rpartition(MEDIA_MARK)
     items: list[Item] = [Text(before), *media, Text(after)]
     return Row([item for item in items if item != Text("")], **_variables(described))
@@ -250,7 +251,7 @@ def _is_meant(name: str) -> bool:
 def _own_text(record: Files, described: Mapping[str, Any]) -> str:
     texts = [value for key, value in described.items() if key in _TEXTS] or [""]
     if len(texts) > 1:
-        raise InputError(f"{record.key}.json has text and prompt, of which one is another name for the other")
+        raise InputError(f"{record.key}.json has both text and prompt, which is an alias of text. Remove one")
     if not isinstance(texts[0], str):
         raise InputError(f"the text in {record.key}.json is {type(texts[0]).__name__}; it must be a string")
     return texts[0]
@@ -291,7 +292,7 @@ def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the other fields of a `Row`, read as in the body of a chat request. Raise InputError."""
     if refused := refused_fields(record, _NOT_SERVED):
-        raise InputError(f"the row has {refused[0]}, which is not served")
+        raise InputError(f"the row has {refused[0]}, which is not supported")
     if _VARIABLES.isdisjoint(record):
         return {}
     opens = _typed(record, "add_generation_prompt", bool)

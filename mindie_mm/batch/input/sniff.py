@@ -32,7 +32,7 @@ def packing(data: bytes) -> str | None:
 def no_lines(head: bytes) -> str | None:
     """Return the format of a file that begins with `head` if it is not JSON lines, with advice, or None."""
     if head[_TAR_MAGIC] == b"ustar":
-        return "a tar. Save it under a name that ends in .tar"
+        return "a tar file. Save it under a name that ends in .tar"
     first, newline, _ = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")
     if newline and first.strip() in (b"[", b"{"):
         return "JSON that spans several lines. Write one row per line: jq -c '.[]' for an array, jq -c . for an object"
@@ -48,7 +48,7 @@ def _no_text(head: bytes) -> str | None:
         return "text in UTF-16, as PowerShell's > writes it. Convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
     row, carriage_return, more = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")[0].partition(b"\r")
     if carriage_return and more.strip() and _is_json(row):
-        return "lines that end in CR alone. Convert them to LF: tr '\\r' '\\n'"
+        return "text with CR line endings. Convert them to LF: tr '\\r' '\\n'"
     return None
 
 
@@ -65,9 +65,9 @@ def no_json(text: str | bytes) -> str | None:
     except (ValueError, RecursionError):
         return None
     if constants:
-        return f"it has {constants[0]}, which JSON does not allow. Write null"
+        return f"it has {constants[0]}, which JSON does not allow. Write null instead"
     if half := _HALF_PAIR.search(json.dumps(value, ensure_ascii=False)):
-        return f"it has \\u{ord(half[0]):04x}, half of a surrogate pair, as in a text that was cut within an emoji"
+        return f"it has \\u{ord(half[0]):04x}, half of a surrogate pair. The text may have been cut inside an emoji"
     return None
 
 

@@ -28,7 +28,7 @@ MEDIA_MARK = "{media}"
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
 """Exceptions of msgspec for bytes that are not JSON, or are JSON of another type."""
 _PIECE_BYTES = 1 << 16
-_RESTORE = "Restore the file, or name another output folder for its new content"
+_RESTORE = "Restore the file, or give another output folder for its new content"
 _MOST_ROWS_AT_ONCE = 64
 _BYTES_AT_ONCE = 1 << 20
 
@@ -131,7 +131,7 @@ class Source(ABC):
         except (FileNotFoundError, NotADirectoryError):
             raise StorageError(f"{self.name} was removed while the run read it. {_RESTORE}") from None
         except OSError as error:
-            raise StorageError(f"{self.name} cannot be read any further: {error.strerror}") from error
+            raise StorageError(f"{self.name} cannot be read to the end: {error.strerror}") from error
 
     def _require_state(self, file: BinaryIO) -> None:
         now = FileState.of(file.fileno())
@@ -184,7 +184,7 @@ class JSONLines(Source):
         with _reading(self.path), self.opened() as file:
             head = file.read(_BYTES_AT_ONCE)
         if found := no_lines(head):
-            raise InputError(f"{self.name} is not JSON lines, but {found}")
+            raise InputError(f"{self.name} is not JSON lines: it is {found}")
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         with self.opened() as file:
@@ -233,7 +233,7 @@ class Table(Source):
         if missing := set(columns) - set(names):
             raise InputError(f"{path} has no column {sorted(missing)}; it has {names}")
         if twice := [name for name, count in Counter(names).items() if count > 1 and (not columns or name in columns)]:
-            raise InputError(f"{path} has several columns of the name {twice[0]!r}; rename or drop all but one")
+            raise InputError(f"{path} has several columns named {twice[0]!r}; rename them, or drop all but one")
         groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
         self._group_starts = list(accumulate((group.num_rows for group in groups[:-1]), initial=0))
         row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
@@ -248,7 +248,9 @@ class Table(Source):
     def check(self) -> None:
         with _reading(self.path), self.opened() as file:
             if are_tables(file, self._metadata):
-                raise InputError(f"{self.path} is several concatenated Parquet files. Name each of them separately")
+                raise InputError(
+                    f"{self.path} is several concatenated Parquet files. Split it, and give each file separately"
+                )
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         for start in range(0, self.size, num_rows):

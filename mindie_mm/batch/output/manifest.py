@@ -52,7 +52,9 @@ class Shard(msgspec.Struct, frozen=True):
             except OSError as error:
                 raise CorruptReference(f"{path} cannot be read: {error.strerror}") from error
             if found != written:
-                raise CorruptReference(f"{path} is not what the run wrote: its digest is {found}, not {written}")
+                raise CorruptReference(
+                    f"{path} is not the file that the run wrote: its digest is {found}; the manifest has {written}"
+                )
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +85,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         infos = [shard.info for shard in shards]
         if (found := sum(info.num_rows for info in infos)) != num_rows:
             raise StorageError(
-                f"{folder} has the first {found} of {num_rows} rows: copy the shards here that other nodes wrote to "
-                "the same folder of theirs, and call again"
+                f"{folder} has the first {found} of {num_rows} rows. Copy the shards from the same folder on "
+                "the other nodes, then run the command again"
             )
         repeated = RepeatedIds.of(_ids(folder, shard) for shard in shards)
         if repeated.num_rows:
@@ -128,19 +130,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         try:
             manifest = msgspec.json.decode(file.read_bytes(), type=cls)
         except NotADirectoryError:
-            raise InputError(f"{folder} is a file; give the folder of a finished run") from None
+            raise InputError(f"{folder} is a file. Give the folder of a finished run") from None
         except FileNotFoundError:
-            raise InputError(f"{folder} holds no finished run: there is no {MANIFEST_FILE}") from None
+            raise InputError(f"{folder} does not hold a finished run: there is no {MANIFEST_FILE}") from None
         except OSError as error:
             raise StorageError(f"{file} cannot be read: {error.strerror}") from error
         except NOT_JSON as error:
             raise CorruptReference(f"{file} is damaged: {in_words(error)}") from None
         if manifest.run.format != FORMAT:
-            raise InputError(f"{folder} was written in format {manifest.run.format}; only {FORMAT} is read")
+            raise InputError(f"{folder} was written in format {manifest.run.format}; only format {FORMAT} is supported")
         stops = [0, *(shard.info.stop_row for shard in manifest.shards)]
         firsts = [*(shard.info.first_row for shard in manifest.shards), manifest.num_rows]
         if stops != firsts or any(shard.info.num_rows < 1 for shard in manifest.shards):
-            raise CorruptReference(f"{file} is damaged: its shards do not have the rows 0 to {manifest.num_rows - 1}")
+            raise CorruptReference(f"{file} is damaged: its shards do not hold the rows 0 to {manifest.num_rows - 1}")
         return manifest
 
 
@@ -173,10 +175,11 @@ def drop_changed(folder: Path, run: Run) -> None:
     manifest = Manifest.read(folder)
     for shard in manifest.shards if manifest.run.digest == run.digest else ():
         path = table_path(folder, shard.info.first_row)
-        with os_errors_as(StorageError, f"{path} cannot be read, or removed"):
+        with os_errors_as(StorageError, f"{path} cannot be read or removed"):
             if path.exists() and (found := file_digest(path)) != shard.table_digest:
                 _log.warning(
-                    "%s is not what the run wrote: its digest is %s, not %s. Its shard is made anew",
+                    "%s is not the file that the run wrote: its digest is %s; the manifest has %s. The shard "
+                    "is written again",
                     path,
                     found,
                     shard.table_digest,

@@ -143,11 +143,13 @@ class ShardRow:
         prompt = None
         if error is None:
             if ids is None or spans is None:
-                raise CorruptReference(f"row {record['row']} has neither ids nor an error")
+                raise CorruptReference(f"row {record['row']} has neither token ids nor an error")
             prompt = Prompt(np.asarray(ids, np.int64), tuple(MediaSpan(**span) for span in spans))
             bounds = [0, *(bound for span in prompt.spans for bound in (span.start, span.stop)), len(prompt)]
             if any(start > stop for start, stop in pairwise(bounds)):
-                raise CorruptReference(f"row {record['row']}: its media items' slots {bounds[1:-1]} are not in its ids")
+                raise CorruptReference(
+                    f"row {record['row']}: the slots {bounds[1:-1]} of its media items are outside its token ids"
+                )
         return cls(record["row"], record["id"], prompt, error, record["digests"] or (), record["arrays"] or ())
 
     def plain_prompt(self) -> Prompt:
@@ -171,7 +173,7 @@ def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) 
     except (OSError, pa.ArrowException) as error:
         raise CorruptReference(f"{path} cannot be read: {error}") from error
     if not schema.equals(SCHEMA) or table.num_rows != num_rows:
-        raise CorruptReference(f"{path} is no table of {num_rows} rows of a run")
+        raise CorruptReference(f"{path} is not a table of {num_rows} rows written by a run")
     return table
 
 

@@ -157,7 +157,7 @@ def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
         LOADING_PATIENCE,
     )
     if ranks.number == 0 and (detail := slow_dtype(model.module)):
-        _log.warning("%s; --dtype float32, or 32 bits for that part, is faster", detail)
+        _log.warning("%s. Use --dtype float32, or 32 bits for this part", detail)
     checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):

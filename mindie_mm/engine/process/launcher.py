@@ -34,7 +34,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, num_ranks: str, device: str)
             number = numbers.pop(pid)
             if status:
                 lifeline.end()  # does not return if the parent is gone, which is why the rank was killed
-                _log.error("rank %d, process %d, ended with status %d", number, pid, os.waitstatus_to_exitcode(status))
+                _log.error("rank %d (process %d) exited with status %d", number, pid, os.waitstatus_to_exitcode(status))
                 _end(ranks)
                 sys.exit(1)
 

@@ -74,8 +74,11 @@ def kv_cache_bytes(
     if config.kv_cache_bytes is not None:
         asked = min(config.kv_cache_bytes, useful)
         if asked + taken + config.encoder_cache_bytes > free:
-            raise DeviceError(f"kv_cache_bytes of {mib(asked)} does not fit: {says}. Lower it, or one of the others")
-        _log.info("%s, the KV cache %s (kv_cache_bytes)", says, mib(asked))
+            raise DeviceError(
+                f"kv_cache_bytes of {mib(asked)} does not fit: {says}. Lower kv_cache_bytes, encoder_cache_bytes, "
+                "or a limit of the largest step, such as max_num_batched_tokens"
+            )
+        _log.info("%s, the KV cache takes %s (kv_cache_bytes)", says, mib(asked))
         return asked
     left = int(free * share) - taken - config.encoder_cache_bytes
     # A decode step gathers one layer of the sequences' KV cache. Padding at most doubles its size.
@@ -83,7 +86,11 @@ def kv_cache_bytes(
     if left < block_bytes:
         raise DeviceError(f"no memory is left for the KV cache: {says}; memory_share is {share:g}. {MORE_ROOM}")
     _log.info(
-        "%s, the KV cache %s of the %s that memory_share %g leaves", says, mib(min(left, useful)), mib(left), share
+        "%s, the KV cache takes %s of the %s that memory_share %g leaves",
+        says,
+        mib(min(left, useful)),
+        mib(left),
+        share,
     )
     return min(left, useful)
 

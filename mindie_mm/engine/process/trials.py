@@ -84,9 +84,9 @@ class Trials:
             raise
         except Exception as error:
             raise DeviceError(
-                f"{what} of {trial.size} {unit}, which requests may ask for, fails on {self.device.torch_device}: "
-                f"{error}. Lower max_model_len, max_num_batched_tokens, max_tower_tokens or max_tower_bytes, or set "
-                "measure_s to 0 to start without the trial"
+                f"{what} of {trial.size} {unit}, which requests may cause, fails on "
+                f"{self.device.torch_device}: {error}. Lower max_model_len, max_num_batched_tokens, "
+                "max_tower_tokens or max_tower_bytes, or set measure_s to 0 to start without the trial"
             ) from error
 
 

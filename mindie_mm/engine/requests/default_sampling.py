@@ -51,7 +51,7 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
             return _params(config, checkpoint.path)
         except InputError as error:
             raise UnsupportedCheckpoint(
-                f"{error}. Correct the file, or choose other defaults by --generation-config vllm"
+                f"{error}. Correct the file, or use other defaults with --generation-config vllm"
             ) from error
     return _params(_file_in(source), Path(source))
 
@@ -89,7 +89,7 @@ def _file_in(source: str) -> dict[str, Any]:
     folder = Path(source)
     if not (folder / FILE).is_file():
         raise InputError(
-            f"generation_config is {source!r}, it must be auto, vllm or a folder with a {FILE}",
+            f"generation_config is {source!r}; it must be auto, vllm or a folder with a {FILE}",
             param="generation_config",
         )
     return Checkpoint(folder, {}).json(FILE)

@@ -116,14 +116,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require_ranges(self)
         typed = self._typed()
         if typed.top_p == 0:
-            raise InputError("top_p is 0, it must be above 0", param="top_p")
+            raise InputError("top_p is 0; it must be above 0", param="top_p")
         if typed.max_tokens is not None and typed.min_tokens > typed.max_tokens:
             raise InputError(
-                f"min_tokens is {typed.min_tokens}, above max_tokens, {typed.max_tokens}", param="min_tokens"
+                f"min_tokens is {typed.min_tokens}; it must not exceed max_tokens, {typed.max_tokens}",
+                param="min_tokens",
             )
         if len(typed.cache_salt) > MAX_SALT_CHARACTERS:
             raise InputError(
-                f"cache_salt has {len(typed.cache_salt)} characters, the limit is {MAX_SALT_CHARACTERS}",
+                f"cache_salt has {len(typed.cache_salt)} characters; the limit is {MAX_SALT_CHARACTERS}",
                 param="cache_salt",
             )
         with blaming("stop"):
@@ -132,7 +133,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         try:
             msgspec.msgpack.encode(typed)  # fails here rather than on the way to the engine
         except UnicodeEncodeError as error:
-            raise InputError("a stop string, the salt or the structured output holds a lone surrogate") from error
+            raise InputError("a stop string, cache_salt or the structured output contains a lone surrogate") from error
         _require_structure(typed)
         return typed
 
@@ -147,6 +148,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             given["stop_token_ids"] = tuple(map(whole, self.stop_token_ids))
         if isinstance(self.logit_bias, dict):
             given["logit_bias"] = {whole(token): bias for token, bias in self.logit_bias.items()}
+        if isinstance(self.structured_outputs, StructuredOutputs):
+            given["structured_outputs"] = msgspec.structs.asdict(self.structured_outputs)
         try:
             return msgspec.convert(given, SamplingParams)
         except msgspec.ValidationError as error:
@@ -176,7 +179,7 @@ def _require_ranges(params: SamplingParams) -> None:
     for name, low, high in _RANGES:
         value = getattr(params, name)
         if isinstance(value, int | float) and not low <= value <= high:
-            raise InputError(f"{name} is {shown(value)}, it must be in [{low}, {high}]", param=name)
+            raise InputError(f"{name} is {shown(value)}; it must be in [{low}, {high}]", param=name)
 
 
 def _require_structure(params: SamplingParams) -> None:
@@ -184,21 +187,27 @@ def _require_structure(params: SamplingParams) -> None:
     if (wanted := params.structure) is None:
         return
     if params.json_schema is not None and params.structured_outputs is not None:
-        raise InputError("there are json_schema and structured_outputs; give one", param="structured_outputs")
+        raise InputError(
+            "json_schema and structured_outputs cannot be used together; leave one of them out",
+            param="structured_outputs",
+        )
     with blaming("structured_outputs" if params.json_schema is None else "json_schema"):
         wanted.check()
     if params.ignore_eos or params.min_tokens:
-        raise InputError(f"{wanted.noun} determines the end of the output; leave out ignore_eos and min_tokens")
+        raise InputError(
+            f"ignore_eos and min_tokens cannot be used with {wanted.noun}, which determines the end of the output; "
+            "leave them out"
+        )
 
 
 def _require_stop(stop: Sequence[str]) -> None:
     """Raise InputError if there are too many stop strings, or one is too long or empty."""
     if len(stop) > MAX_STOP_STRINGS:
-        raise InputError(f"there are {len(stop)} stop strings, the limit is {MAX_STOP_STRINGS}")
+        raise InputError(f"there are {len(stop)} stop strings; the limit is {MAX_STOP_STRINGS}")
     if "" in stop:
         raise InputError(f"stop string {stop.index('')} of {len(stop)} is empty")
     if (longest := max(map(len, stop), default=0)) > MAX_STOP_CHARACTERS:
-        raise InputError(f"a stop string has {longest} characters, the limit is {MAX_STOP_CHARACTERS}")
+        raise InputError(f"a stop string has {longest} characters; the limit is {MAX_STOP_CHARACTERS}")
 
 
 def _require_ids(params: SamplingParams, vocab_size: float) -> None:
@@ -209,16 +218,16 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
         ("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS),
     ):
         if len(ids) > most:
-            raise InputError(f"{name} names {len(ids)} tokens, the limit is {most}", param=name)
+            raise InputError(f"{name} has {len(ids)} tokens; the limit is {most}", param=name)
         if bad := [i for i in ids if not 0 <= i < limit]:
-            raise InputError(f"{name} names token {shown(bad[0])}, ids are in [0, {limit})", param=name)
+            raise InputError(f"{name} has token id {shown(bad[0])}; it must be in [0, {limit})", param=name)
     if bad_bias := [b for b in params.logit_bias.values() if not -100 <= b <= 100]:
-        raise InputError(f"logit_bias is {bad_bias[0]}, it must be in [-100, 100]", param="logit_bias")
+        raise InputError(f"logit_bias is {bad_bias[0]}; it must be in [-100, 100]", param="logit_bias")
 
 
 def _mistyped(given: Mapping[str, Any], message: str) -> InputError:
     """Return the error for msgspec's `message`. If the setting's value is short, the error shows it."""
-    name = message.removeprefix("a key of ").partition(" ")[0].partition("[")[0]
+    name = message.removeprefix("a key of ").partition(" ")[0].partition("[")[0].partition(".")[0]
     value = given.get(name)
     if message.startswith(f"{name} ") and isinstance(value, str | int | float) and len(repr(value)) <= _MAX_SHOWN:
         message = f"{name} is {value!r}: it{message.removeprefix(name)}"

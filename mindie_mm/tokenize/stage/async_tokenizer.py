@@ -156,10 +156,10 @@ class AsyncTokenizer(TokenizerStage):
         while True:
             assert self._child is not None
             pid, hung = self._child.pid, ""
-            with logged(f"tokenizer process {pid} cannot be served"):
+            with logged(f"the connection to tokenizer process {pid} failed"):
                 hung = await self._serve()
-            with logged(f"tokenizer process {pid} cannot be ended"):
-                await self._reap("it died, and another is being started", hung)
+            with logged(f"tokenizer process {pid} cannot be stopped"):
+                await self._reap("it died, and another one is being started", hung)
             _log.warning("tokenizer process %d %s", pid, hung or f"died with status {self._child.status}")
             await self._starter.again(self._launch)
 
@@ -172,7 +172,7 @@ class AsyncTokenizer(TokenizerStage):
                 if not self._replies:
                     self._heard_s = time.monotonic()
                 elif time.monotonic() - self._heard_s > HANG_S:
-                    return f"has not answered for {HANG_S:g} s, and is killed"
+                    return f"has not responded for {HANG_S:g} s and is killed"
                 else:
                     self._send(Ping())
             receiving.result()
@@ -210,7 +210,7 @@ class AsyncTokenizer(TokenizerStage):
                 if not prompts.done():  # its caller was cancelled
                     prompts.set_exception(died)
             self._replies.clear()
-        with logged("the arena of the tokenizer process cannot be collected"):
+        with logged("the arena of the tokenizer process cannot be reclaimed"):
             await asyncio.to_thread(collect)  # it is still there if the process was killed
 
     def _send(self, message: ToProcess) -> None:
@@ -223,7 +223,7 @@ def _hand_over(reply: Tokenized | Failed, prompts: asyncio.Future[list[Prompt]])
         if not prompts.done():
             prompts.set_exception(reply.error.exception())
     elif prompts.done():
-        with logged("the blocks of a request that was given up cannot be freed"):  # its directory's removal tries again
+        with logged("the blocks of an aborted request cannot be freed"):  # its directory's removal tries again
             for prompt in reply.prompts():
                 for ref in prompt.refs():
                     free(ref)

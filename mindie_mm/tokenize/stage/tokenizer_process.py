@@ -93,10 +93,10 @@ class Server:
         except asyncio.CancelledError:
             if self._ending:  # the client sends the request again, as it does when the process dies
                 raise
-            reply = Failed(number, Failure.of(RequestAborted("the request was given up")))
+            reply = Failed(number, Failure.of(RequestAborted("the request was aborted")))
         except MindieMMError as error:
             if self._arena.lost:
-                _log.error("a request: %s", error)
+                _log.error("a request failed: %s", error)
                 await self._channel.close()
                 return
             reply = Failed(number, Failure.of(error))

@@ -115,7 +115,7 @@ class ChatTemplate:
 
         """
         if reserved := _RESERVED_KWARGS & template_kwargs.keys():
-            raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}", param="chat_template_kwargs")
+            raise InputError(f"chat_template_kwargs must not contain {min(reserved)!r}", param="chat_template_kwargs")
         self._check_placed(template_kwargs)
         conversation = [self._turn(message) for message in messages]
         if self._is_deterministic and not template_kwargs and not any(message.extra for message in messages):
@@ -140,7 +140,7 @@ class ChatTemplate:
                 **{name: escapes.apply(value) for name, value in template_kwargs.items()},
             )
         except RecursionError as error:
-            raise InputError("the chat template refuses these messages: they nest too deeply") from error
+            raise InputError("the chat template refuses these messages: they are nested too deeply") from error
         except Exception as error:  # a template is a program and can raise anything
             raise InputError(f"the chat template refuses these messages: {error}") from error
         return escapes.rendered(_with_items(text, mark, items) if mark else text)
@@ -151,14 +151,14 @@ class ChatTemplate:
         if message.role == "developer" and not self._knows_developer:
             turn["role"] = "system"  # OpenAI's name for it
         if turn["role"] in self._lost_roles:
-            raise InputError(f"the role {message.role} is not served: the model's chat template passes over it")
+            raise InputError(f"the role {message.role} is not supported: the model's chat template ignores it")
         self._check_placed(message.extra, "messages")
         return turn
 
     def _check_placed(self, given: Mapping[str, Any], field: str | None = None) -> None:
         for name in self._placeless:
             if given.get(name) and given[name] != "none":  # OpenAI's word for no effort
-                detail = f"not served: the model's chat template has no place for {name}"
+                detail = f"not supported: the model's chat template does not use {name}"
                 raise InputError(detail, param=field or name)
 
     def _reads(self, wraps_strings: bool) -> bool | None:
@@ -234,8 +234,8 @@ class TemplateSources:
         for templates in (own, named):
             if templates and not {"default"} & {*templates, *own}:
                 raise UnsupportedCheckpoint(
-                    f"{checkpoint.path} has the chat templates {', '.join(sorted(templates))} and none with the name "
-                    "default; give one of them that name"
+                    f"{checkpoint.path} has the chat templates {', '.join(sorted(templates))}, but none named "
+                    "default; rename one of them to default"
                 )
         return cls(own.get("default"), named.get("default"), named.get("tool_use") or own.get("tool_use"))
 
@@ -266,7 +266,7 @@ def _with_items(text: str, mark: str, items: Sequence[str]) -> str:
     """Replace each `mark` by the spelling of its item. Raise InputError if the template lost or repeated one."""
     first, *pieces = text.split(mark)
     if len(pieces) != len(items):
-        raise InputError(f"the chat template writes {len(pieces)} media items of {len(items)}")
+        raise InputError(f"the chat template writes {len(pieces)} of {len(items)} media items")
     return first + "".join(item + piece for item, piece in zip(items, pieces, strict=True))
 
 

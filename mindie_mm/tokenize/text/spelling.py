@@ -70,7 +70,7 @@ def unused_character(texts: Sequence[str]) -> str:
     for character in map(chr, reversed(_FREE)):
         if character not in taken:
             return character
-    raise InputError(f"the texts have all {len(_FREE)} characters from U+{_FREE[0]:X} on; one has to be left")
+    raise InputError(f"the texts use all {len(_FREE)} characters from U+{_FREE[0]:X} on; at least one must be unused")
 
 
 class ControlSpelling:
@@ -108,7 +108,9 @@ class ControlSpelling:
         free = (character for character in map(chr, _FREE) if character not in taken)
         replacements = dict(zip(spelled, free, strict=False))
         if len(replacements) < len(spelled):
-            raise InputError(f"the texts have all {len(_FREE)} characters from U+{_FREE[0]:X} on; one has to be left")
+            raise InputError(
+                f"the texts use all {len(_FREE)} characters from U+{_FREE[0]:X} on; at least one must be unused"
+            )
         return Escapes(self, replacements)
 
     def places(self, text: str) -> Iterator[int]:
@@ -134,7 +136,7 @@ def strings(value: Any) -> Iterator[str]:
         elif isinstance(value, (list, tuple)):
             waiting += value
         elif not isinstance(value, (int, float, NoneType)):  # a template could write any other value as text, unescaped
-            raise InputError(f"a chat template is given what JSON can hold, not {type(value).__name__}")
+            raise InputError(f"chat template variables must be JSON values, not {type(value).__name__}")
 
 
 def _pattern(control: Sequence[str], beginnings: Collection[str]) -> re.Pattern[str]:

@@ -141,7 +141,7 @@ class TextEncoder:
     def _check_size(self, texts: Iterable[str], max_tokens: int) -> None:
         if (size := sum(map(len, texts))) > (most := max(_ALWAYS_ENCODED, max_tokens * self._longest_token)):
             raise ContextLengthExceeded(
-                f"the prompt has {size} characters; with a limit of {max_tokens} tokens at most {most} are encoded"
+                f"the prompt has {size} characters; the limit is {most} characters for at most {max_tokens} tokens"
             )
 
     def spell(self, ids: Sequence[int]) -> str:
@@ -294,7 +294,7 @@ class TextEncoder:
         cuts = [0, *sorted(start + 1 for start in starts), len(text)]
         pieces = [(start, self._encoding(text[start:stop], plain=True)) for start, stop in pairwise(cuts)]
         if made := self._never_text.intersection(index for _, piece in pieces for index in piece.ids):
-            raise InputError(f"the text makes the control token {self.spell(sorted(made)[:1])}")
+            raise InputError(f"the text would produce the control token {self.spell(sorted(made)[:1])}")
         return pieces
 
     def _as_meant(self, text: str, ids: Sequence[int]) -> bool:

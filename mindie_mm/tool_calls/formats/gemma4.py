@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from mindie_mm.errors import InputError
-from mindie_mm.tool_calls.lark import Rules, branches_of, json_value, properties_of, separated
+from mindie_mm.tool_calls.lark import Rules, json_value, separated
 from mindie_mm.tool_calls.literals import LiteralScanner, escaped
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import NoMatch, Step, partial
+from mindie_mm.tool_calls.schemas import branches_of, properties_of
 from mindie_mm.tool_calls.tool import Tool
 
 _WRITTEN_KEY = re.compile(r'[^\s:{}\[\],<>"](?:[^:{}\[\],<>"\n]*[^\s:{}\[\],<>"])?')
@@ -88,7 +89,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
         self.taken()
         while not (yield from self.accept(self.quote)):
             stop = self._text.find(self.quote, self._at)
-            self._at = stop if stop >= 0 else len(self._text) - partial(self._text, (self.quote,))
+            self._at = stop if stop >= 0 else len(self._text) - partial(self._text, self._at, (self.quote,))
             self.send_arguments(escaped(self.taken()))
             if stop < 0:
                 yield from self.more()

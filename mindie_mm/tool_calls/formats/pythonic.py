@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from mindie_mm.tool_calls.lark import Rules, json_value, properties_of, separated
+from mindie_mm.tool_calls.lark import Rules, json_value, separated
 from mindie_mm.tool_calls.literals import LiteralScanner
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import NAME, NoMatch, Step
+from mindie_mm.tool_calls.schemas import properties_of
 from mindie_mm.tool_calls.tool import Tool
 
 _CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
