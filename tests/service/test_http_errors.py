@@ -284,7 +284,7 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
         (CHAT, {"min_tokens": 5, "max_tokens": 2}, "min_tokens", "min_tokens is 5"),
         (CHAT, {"temperature": True}, "temperature", "temperature: Input should be a valid number, not true"),
         (CHAT, {"seed": "5"}, "seed", 'seed: Input should be a valid integer, not "5"'),
-        (CHAT, {"tool_choice": "required"}, "tool_choice", "tool_choice must be"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "there are no tools"),
         (CHAT, {"tools": [{"type": "web_search"}]}, "tools", "tools[0].type is 'web_search'"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools[0].function is missing"),
         (CHAT, {"tools": [NAMELESS]}, "tools", "tools[0].function.name is missing"),
