@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,8 +61,15 @@ def _after_reasoning(wanted: StructuredOutputs, added: Mapping[str, int]) -> str
         lines = _limited_up_to(wanted.after, added, wanted.reasoning_tokens)
     if wanted.opening is None:
         return "\n".join(["start: reasoning @output", *lines])
-    opening = lark.token(added[wanted.opening]) if wanted.opening in added else lark.literal(wanted.opening)
+    opening = _sequence(wanted.opening, added)
     return "\n".join([f"start: @output | {opening} reasoning @output", *lines])
+
+
+def _sequence(text: str, added: Mapping[str, int]) -> str:
+    """Return the Lark of a text that may contain added tokens."""
+    tokens = sorted((token for token in added if token and token in text), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+    return " ".join(lark.token(added[piece]) if piece in added else lark.literal(piece) for piece in pieces if piece)
 
 
 def _free_up_to(marker: str, added: Mapping[str, int]) -> list[str]:

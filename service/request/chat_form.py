@@ -90,9 +90,10 @@ class ChatForm:
         wanted = self.call.params.structured_outputs
         if tail.rstrip().endswith(reasoning.end.rstrip()) or (wanted is None and self.budget is None):
             return form
-        if wanted is None:
-            wanted = _anything(self.format)
         opening = None if opened else reasoning.start
+        if wanted is None:
+            with blaming("thinking_token_budget"):
+                wanted = _anything(self.format, opening)
         wanted = msgspec.structs.replace(wanted, after=reasoning.end, opening=opening, reasoning_tokens=self.budget)
         call = _kept_to(self.call, wanted, self.call.structure_field or "thinking_token_budget")
         await call.check_structure()
@@ -163,8 +164,18 @@ def _schema(given: StructuredOutputs | None) -> dict[str, Any] | None:
     return schema if isinstance(schema, dict) else None
 
 
-def _anything(written: ChatFormat) -> StructuredOutputs:
-    """Return the structured output of any text, with any added tokens."""
-    ids = ",".join(map(str, sorted(written.added_tokens.values())))
+def _anything(written: ChatFormat, opening: str | None) -> StructuredOutputs:
+    """Return the structured output of any text, with any added tokens but those that open a reasoning.
+
+    Raises:
+        InputError: No token opens the reasoning, so that any text may do so.
+
+    """
+    excluded = [token for token in written.added_tokens if opening and token and token in opening]
+    if opening and not excluded:
+        raise InputError(
+            f"the reasoning cannot be limited, because this vocabulary has no token for its start, {opening.strip()}"
+        )
+    ids = ",".join(str(index) for token, index in written.added_tokens.items() if token not in excluded)
     lines = ["start: other{0,} TEXT", f"other: TEXT <[{ids}]>", "TEXT: /(?s:.*)/"] if ids else ["start: /(?s:.*)/"]
     return StructuredOutputs(grammar="\n".join(lines))

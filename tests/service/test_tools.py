@@ -174,6 +174,8 @@ def test_structured_outputs_begin_after_the_reasoning(handy: RunningService, str
         extra = {"thinking_token_budget": 5, "structured_outputs": {"choice": ["yes", "no"]}}
         shaped = ask(handy, stream=stream, extra_body=extra, logit_bias=bias)
         assert (shaped.content in ("yes", "no"), shaped.usage.completion_tokens > 5) == (True, bias["789"] > 0)
+        free = ask(handy, stream=stream, extra_body={"thinking_token_budget": 5}, logit_bias=bias, max_tokens=9)
+        assert free.usage.completion_tokens_details.reasoning_tokens == (6 if bias["789"] > 0 else 0), "with its start"
     begun = ask(handy, tools=TOOLS, logit_bias={"789": 100}, stream=stream, max_tokens=6)
     assert (begun.content, begun.calls) == ("", [])
     assert begun.usage.completion_tokens_details.reasoning_tokens == 6

@@ -18,6 +18,9 @@ def test_the_model_may_begin_with_the_output_if_the_reasoning_is_optional(takes:
     assert not takes("yes", **CHOICE)
     for text, is_taken in ((f"{START}a plan{END}yes", True), ("yes", True), (f"a plan{END}yes", False)):
         assert takes(text, opening=START, **CHOICE) is is_taken
+    both = CHOICE | {"opening": f"{START}thought "}
+    assert takes(f"{START}thought a plan{END}yes", **both)
+    assert not takes(f"{START}a plan{END}yes", **both)
     assert takes("<think>a plan</think>yes", opening="<think>", **CHOICE | {"after": "</think>"})
 
 
