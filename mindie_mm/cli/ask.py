@@ -72,7 +72,7 @@ def command(
         "generation_config": generation_config,
     }
     found = configured(model, flags)
-    SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # first, as it needs no checkpoint
+    SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # needs no checkpoint
     default = defaults_of(found.worker.model, found.worker.family, found.worker.generation_config)
     params = default.stating(max_tokens=max_tokens, temperature=temperature).check(math.inf)
     level = found.service.log_level if "log_level" in found.origins else "warning"
@@ -95,7 +95,7 @@ def command(
 
 
 def _require_kinds(config: WorkerConfig, given: list[str]) -> None:
-    """Raise InputError if the checkpoint does not accept a given kind of media. Called before weights are loaded."""
+    """Raise InputError if the checkpoint does not support a given kind of media. Do not load weights."""
     from mindie_mm.models import family_of
     from mindie_mm.nn.checkpoint.directory import Checkpoint
 

@@ -50,14 +50,14 @@ def command(
     dtype: str | None,
     tensor_parallel: int | None,
 ) -> None:
-    """Run the model on rows that `mindie-mm tokenize` has prepared, without preprocessing them again.
+    """Run the model on rows that `mindie-mm tokenize` has prepared.
 
-    Each line of the output has row, id, text, token_ids and finish_reason, or row, id and error. Lines keep the order
-    of the rows. The same command continues after the last line of an output file that an earlier call began; the file
-    OUTPUT.origin.json tells whether the call is the same.
+    Each line of the output has row, id, text, token_ids and finish_reason, or row, id and error. The lines are in the
+    order of the rows. Run the same command again to continue an unfinished output file. OUTPUT.origin.json records the
+    settings, which must be the same.
 
-    Exit status: 0 if every row has an answer, 1 if some rows failed, 130 after an interrupt, 3 if the run is not
-    finished for another reason.
+    Exit status: 0 if every row has an answer, 1 if some rows failed, 130 if interrupted, 3 if the run is not finished
+    for another reason.
     """
     with importing():
         import asyncio
@@ -79,7 +79,7 @@ def command(
         "generation_config": generation_config,
         "arena_bytes": 1 << 20,
     }
-    # The environment may name the checkpoint and family of a service. The rows have their own.
+    # The environment may set the checkpoint and family of a service, which need not be those of the rows.
     own = Path(settings.model) if settings.model else None
     config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
     default = defaults_of(config.model, config.family, config.generation_config)

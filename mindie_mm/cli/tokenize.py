@@ -66,11 +66,11 @@ def command(
     """Tokenize and preprocess the rows of INPUT, for `mindie-mm generate` or for training.
 
     INPUT is a .jsonl or .parquet file, a .tar file in WebDataset format, a folder of media, or JSON lines from a pipe
-    or, for -, from standard input. A row is a List[Dict], an object with `inputs` or `messages`, or an object with
-    text and media.
+    or from standard input (-). A row is a List[Dict], an object with `inputs` or `messages`, or an object with text and
+    media.
 
-    Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 after an
-    interrupt, 3 if the run is not finished for another reason. Run the same command again to continue.
+    Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 if interrupted, 3
+    if the run is not finished for another reason. Run the same command again to continue.
     """
     with importing():
         from mindie_mm.batch.input.gather import input_named, is_stream, left_out_summary
@@ -110,7 +110,7 @@ def command(
 
 
 def _max_errors(on_error: str) -> int | None:
-    """Return the number of rows that may fail, or None for any number."""
+    """Return the maximum number of rows that may fail, or None for any number."""
     if on_error == "skip":
         return None
     if on_error == "stop":

@@ -1,4 +1,4 @@
-"""Media that are decoded in the caller's process, one item after another. No method suspends."""
+"""A media stage that decodes one item after another in the caller's process. Its coroutines never suspend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mindie_mm.tokenize.wires import Wire
 
 
 class InProcess(MediaStage):
-    """A media stage that decodes items itself and stores them through a wire."""
+    """A media stage that decodes items in this process and stores them through a wire."""
 
     def __init__(self, processor: Processor, planner: Planner, wire: Wire, caps: MediaCaps) -> None:
         self._processor = processor
@@ -47,7 +47,7 @@ class _RequestMedia(RequestMedia):
         self._wire = wire
         self._caps = caps
         self._data: dict[PlannedItem, Data] = {}
-        """Sources of the items."""
+        """Source data of the planned items."""
 
     async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
         return [self._plan_prompt(media) for media in prompts]

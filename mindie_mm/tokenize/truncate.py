@@ -1,4 +1,4 @@
-"""Truncation of prompts at the front, never within a media item."""
+"""Truncation of prompts. The beginning is removed, and media items are never split."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mindie_mm.tokenize.prompt import Prompt
 
 
 def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
-    """Return the last tokens of `prompt`, at most `max_tokens`. Drop the oldest text and whole media items.
+    """Return at most the last `max_tokens` tokens of `prompt`. Drop the oldest text and whole media items.
 
-    The last spans remain. The opening stays, as with a tokenizer that truncates on the left.
+    The opening is kept, as in a tokenizer that truncates on the left.
 
     Raises:
-        ContextLengthExceeded: Nothing but the opening would be left.
+        ContextLengthExceeded: Only the opening would be left.
 
     """
     first, last = prompt.opening

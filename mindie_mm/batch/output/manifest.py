@@ -1,4 +1,4 @@
-"""The manifest of a finished run: counts, settings, fingerprints and digests. It is the same for the same input."""
+"""The manifest of a finished run, with its counts, settings and digests. The same input gives the same manifest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shard(msgspec.Struct, frozen=True):
     info: ShardInfo
 
     def verify(self, folder: Path) -> None:
-        """Check that both files in `folder` are exactly those that the run wrote.
+        """Check that both files in `folder` have the content that the run wrote.
 
         Raises:
             CorruptReference: A file differs or cannot be read.
@@ -68,17 +68,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     """Size of the blocks in bytes."""
     num_repeated_ids: int = 0
-    """Number of rows with the id of an earlier row."""
+    """Number of rows that repeat the id of an earlier row."""
     shards: list[Shard]
 
     @classmethod
     def write(cls, folder: Path, run: Run, num_rows: int) -> Manifest:
-        """Count the shards in `folder`, list the rows that failed, and write the manifest of a finished run.
+        """Write the manifest of a finished run, and a file that lists the rows that failed.
 
         A warning is logged if rows share an id.
 
         Raises:
-            StorageError: Shards of the `num_rows` rows are missing. Other nodes have them on disks of their own.
+            StorageError: Shards of the `num_rows` rows are missing, for example because other nodes wrote them to their
+                own disks.
 
         """
         shards = _shards(folder, run.digest)
@@ -113,7 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Digest of the rows. It changes if a shard is written again with other bytes, but not if inputs have moved."""
+        """Digest of the rows. It depends on the shards' content, but not on the paths of the inputs."""
         return blake3(msgspec.json.encode((self.run.digest, self.shards))).hexdigest(16)
 
     @classmethod
@@ -121,7 +122,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Read the manifest in `folder`.
 
         Raises:
-            InputError: There is no finished run, or its format is another one.
+            InputError: There is no finished run, or its format is not supported.
             CorruptReference: The file is damaged.
             StorageError: The file cannot be read.
 
@@ -161,9 +162,9 @@ def _warn(repeated: RepeatedIds) -> None:
 
 
 def drop_changed(folder: Path, run: Run) -> None:
-    """Remove tables of a finished run that differ from those that it wrote, so that their shards are written again.
+    """Remove tables that were changed after a finished run wrote them, so that their shards are written again.
 
-    Otherwise the next manifest would record the changed tables as valid. The digests of blocks are in the tables.
+    Otherwise the next manifest would record the changed tables as valid. The files of blocks are not checked here.
 
     Raises:
         CorruptReference: The manifest is damaged.

@@ -1,4 +1,4 @@
-"""Tokenization of a request, shared by all tokenizer stages."""
+"""Tokenization of a request. All tokenizer stages use this function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 
 async def answer(prompts: Prompts, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
-    """Return the prompts of `requests`. Their media get room together. Errors are those of `Prompts.make`."""
+    """Return the prompts of `requests`, whose blocks are allocated together. `Prompts.make` describes the errors."""
     path_files = {request.path_file for request in requests}
     if len(path_files) != 1:
         raise InputError(f"prompts that are tokenized together must share one path file; found {sorted(path_files)}")
