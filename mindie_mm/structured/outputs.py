@@ -29,7 +29,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     structural_tag: str | None = None
     """Structural tag in the format of xgrammar or vLLM, as JSON text."""
     after: str | None = None
-    """End of the reasoning, such as `</think>`. Text is free up to it, and the output begins after it."""
+    """End of the reasoning, such as `</think>`. The text before it is not constrained, and the output begins after
+    it."""
     opening: str | None = None
     """Start of the reasoning, such as `<think>`, if the model decides whether it reasons. None: it reasons. Needs
     `after`."""

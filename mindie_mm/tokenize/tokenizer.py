@@ -56,9 +56,9 @@ class Tokenizer:
             self._end_decoders = weakref.finalize(self, loop.close, decoders.close)
         self._closed = False
         self.shown_tokens = prompts.shown_tokens
-        """As `Prompts.shown_tokens`."""
+        """Same as `Prompts.shown_tokens`."""
         self.chat_traits = prompts.chat_traits
-        """As `Prompts.chat_traits`."""
+        """Same as `Prompts.chat_traits`."""
 
     @classmethod
     def from_pretrained(

@@ -67,9 +67,9 @@ class AsyncTokenizer(TokenizerStage):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder[FromProcess](FromProcess)
         self.shown_tokens: list[str] = []
-        """As `Prompts.shown_tokens`. Known when the process is ready."""
+        """Same as `Prompts.shown_tokens`. Known when the process is ready."""
         self.chat_traits = ChatTraits()
-        """As `Prompts.chat_traits`. Known when the process is ready."""
+        """Same as `Prompts.chat_traits`. Known when the process is ready."""
         self._why_down = "it is being started"
         self._closed = False
 

@@ -65,9 +65,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """First message from the tokenizer process: it is ready. A process that cannot start sends a Failure instead."""
 
     shown_tokens: list[str] = []
-    """As `Prompts.shown_tokens`."""
+    """Same as `Prompts.shown_tokens`."""
     chat_traits: ChatTraits = ChatTraits()
-    """As `Prompts.chat_traits`."""
+    """Same as `Prompts.chat_traits`."""
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):

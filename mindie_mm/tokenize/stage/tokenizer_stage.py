@@ -15,9 +15,9 @@ class TokenizerStage(ABC):
     """A tokenizer for the prompts of requests, which runs in a separate process or in the caller's process."""
 
     shown_tokens: list[str]
-    """As `Prompts.shown_tokens`."""
+    """Same as `Prompts.shown_tokens`."""
     chat_traits: ChatTraits
-    """As `Prompts.chat_traits`."""
+    """Same as `Prompts.chat_traits`."""
 
     @property
     @abstractmethod

@@ -27,8 +27,8 @@ class TextStream:
         self._skip = skip_special_tokens and silent is None
         self._silent = silent or ()
         self._last: list[int] = []  # the ids of the last piece
-        self._last_text = ""  # their text
-        self._behind: list[int] = []  # ids that have produced no text yet
+        self._last_text = ""  # text of the last piece
+        self._behind: list[int] = []  # ids that have not produced text yet
 
     def push(self, token_id: int) -> str:
         """Decode another token, and return new text that cannot change.
