@@ -150,7 +150,7 @@ def _require_listed(record: Record, folder: Path) -> None:
         source = item.source if isinstance(item, Media) else None
         # A name with an escaped byte, such as \xe9, belongs to a file that exists under its unescaped name.
         if isinstance(source, str) and "\\x" not in source and not os.path.lexists(source):
-            raise StorageError(f"{source} was removed while the run read {folder}. Restore the file")
+            raise StorageError(f"{source} was removed while the run was reading {folder}. Restore the file")
 
 
 def _next(records: Iterator[Record], source: Source) -> Record:

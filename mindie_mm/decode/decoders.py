@@ -240,7 +240,7 @@ class Decoders:
             after = {process: (process.job, _processor_ticks(process.pid)) for process in working}
             for process, work in after.items():
                 if work == before.get(process):
-                    _log.error("decoder %d has made no progress for %g s and is killed", process.pid, _HANG_S)
+                    _log.error("decoder %d has made no progress for %g s and was killed", process.pid, _HANG_S)
                     self._nursery.kill(process.pid)
             before = after
 

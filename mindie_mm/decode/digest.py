@@ -69,7 +69,7 @@ def _part_digest(settings: str, descriptor: int, part: Part, offset: int, salt: 
     while offset < stop:
         piece = os.pread(descriptor, min(_PIECE_BYTES, stop - offset), offset)
         if not piece:
-            raise MediaError("the file was truncated while it was read")
+            raise MediaError("the file was truncated while it was being read")
         digest.update(piece)
         offset += len(piece)
     return digest.digest(DIGEST_BYTES)

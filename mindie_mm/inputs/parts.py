@@ -76,7 +76,7 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
     """Return `num_frames` plus the number of frames in lists of `media`. Raise LimitExceeded if the sum is too high."""
     num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
     if num_frames > _MAX_LISTED_IN_ALL:
-        raise LimitExceeded(f"{where} has lists with more frames in total than the limit of {_MAX_LISTED_IN_ALL}")
+        raise LimitExceeded(f"{where} has more frames in all its lists than the limit of {_MAX_LISTED_IN_ALL}")
     return num_frames
 
 

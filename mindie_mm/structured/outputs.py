@@ -63,7 +63,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
             found = " and ".join(given) or "none"
             raise InputError(f"structured_outputs has {found}; give exactly one of {', '.join(self.nouns)}")
         if self.choice is not None and not self.choice:
-            raise InputError("choice is an empty list; give at least one text")
+            raise InputError("choice is an empty list; give at least one string")
         if self.after == "":
             raise InputError("after is empty; give the text that ends the reasoning, or None")
         if self.after is None and (self.opening is not None or self.reasoning_tokens is not None):
@@ -75,6 +75,6 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
         try:
             num_bytes = sum(len(text.encode()) for text in texts if text)
         except UnicodeEncodeError as error:
-            raise InputError(f"{self.noun} holds a lone surrogate") from error
+            raise InputError(f"{self.noun} contains a lone surrogate") from error
         if num_bytes > MAX_STRUCTURE_BYTES:
             raise InputError(f"{self.noun} has {num_bytes} bytes; the limit is {MAX_STRUCTURE_BYTES}")

@@ -99,9 +99,11 @@ class ToolCallParser(Scanner, ABC):
 
         """
         if not any(tool.name in one_of for tool in tools):
-            raise InputError(f"none of the tools offered is named {' or '.join(map(repr, one_of))}")
+            raise InputError(f"none of the offered tools is named {' or '.join(map(repr, one_of))}")
         if with_text and not any(opening in added_tokens for opening in cls.openings):
-            raise InputError("calls amid text cannot be enforced, because this vocabulary has no token for their begin")
+            raise InputError(
+                "tool calls after text cannot be enforced, because no token of the vocabulary begins a call"
+            )
         for tool in tools:
             if tool.name in one_of and not (cls.tool_names.fullmatch(tool.name) and len(tool.name) <= MAX_NAME):
                 raise InputError(f"the tool {tool.name[:MAX_NAME]!r} has a name that this format cannot write")

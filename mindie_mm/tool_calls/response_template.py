@@ -78,7 +78,7 @@ class ResponseTemplateParser(ToolCallParser):
     ) -> str:
         """Return the grammar of the known format."""
         if cls.known is None:
-            raise InputError("calls cannot be required, because the format of this checkpoint's calls has no grammar")
+            raise InputError("tool calls cannot be required, because this checkpoint's tool-call format has no grammar")
         return cls.known.grammar(
             tools, parallel=parallel, one_of=one_of, added_tokens=added_tokens, with_text=with_text
         )
@@ -87,7 +87,7 @@ class ResponseTemplateParser(ToolCallParser):
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
         """Return the rule of the known format."""
         if cls.known is None:
-            raise InputError("calls cannot be required, because the format of this checkpoint's calls has no grammar")
+            raise InputError("tool calls cannot be required, because this checkpoint's tool-call format has no grammar")
         return cls.known.call_rule(tool, rules)
 
     def answer(self) -> Step[None]:

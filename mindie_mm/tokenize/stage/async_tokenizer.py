@@ -172,7 +172,7 @@ class AsyncTokenizer(TokenizerStage):
                 if not self._replies:
                     self._heard_s = time.monotonic()
                 elif time.monotonic() - self._heard_s > HANG_S:
-                    return f"has not responded for {HANG_S:g} s and is killed"
+                    return f"did not respond for {HANG_S:g} s and was killed"
                 else:
                     self._send(Ping())
             receiving.result()

@@ -170,7 +170,7 @@ class TextEncoder:
         """
         kinds = {item.kind for item in media_of_messages(messages)}
         if (template := self._template(kinds, with_tools=bool(template_kwargs.get("tools")))) is None:
-            raise InputError("the checkpoint has no chat template; give a list of items or a text")
+            raise InputError("the checkpoint has no chat template; give a list of items or a string")
         return template.render(messages, add_generation_prompt, template_kwargs, items)
 
     def replace_markers(
@@ -352,7 +352,7 @@ def _control_ids(
     """Map texts of control tokens to ids. Raise UnsupportedCheckpoint if a placeholder id is not an added token."""
     added = tokenizer.added_tokens_decoder
     if missing := sorted(set(placeholder_ids) - added.keys()):
-        raise UnsupportedCheckpoint(f"{checkpoint.path}: the tokenizer has no added tokens of the media ids {missing}")
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: the tokenizer has no added tokens for the media ids {missing}")
     control = {token.content: index for index, token in added.items() if token.special or index in placeholder_ids}
     return control | {tokenizer.convert_ids_to_tokens(index): index for index in set(pieces) - added.keys()}
 
