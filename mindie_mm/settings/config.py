@@ -244,6 +244,16 @@ class ServiceConfig:
     """Whether an object of a JSON schema may have properties that the schema does not name, where the schema does not
     state additionalProperties. close: it may not, so that small models end. allow: it may, as JSON Schema says. A
     schema with `strict` is closed in any case."""
+    tool_call_parser: str | None = None
+    """Format of tool calls, such as hermes or mistral. Default: the format that the chat template shows, or else
+    hermes."""
+    reasoning_parser: str | None = None
+    """Format of reasoning, such as qwen3 or mistral, or none to leave reasoning in the content. Default: the format
+    that the chat template shows, if there is one."""
+    tools_without_template: Literal["describe", "ignore", "refuse"] = "describe"
+    """How to serve tools if the chat template has no place for them. describe: describe the tools in a system message,
+    and read calls in the format of Hermes. ignore: leave the tools out, with a warning. refuse: answer with status
+    400."""
     log_prompts: bool = False
     """Log the text of prompts. Media are never logged."""
     otlp_endpoint: str | None = None

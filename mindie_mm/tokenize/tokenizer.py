@@ -58,6 +58,8 @@ class Tokenizer:
         self._closed = False
         self.shown_tokens = prompts.shown_tokens
         """Same as `Prompts.shown_tokens`."""
+        self.chat_traits = prompts.chat_traits
+        """Same as `Prompts.chat_traits`."""
 
     @classmethod
     def from_pretrained(

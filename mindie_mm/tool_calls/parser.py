@@ -137,6 +137,11 @@ class ToolCallParser(Scanner, ABC):
         """Return a new id for a call of the tool `name`."""
         return f"call_{secrets.token_hex(12)}"
 
+    @classmethod
+    def history_id(cls, call_id: str, name: str, number: int) -> str:  # some templates demand a form of ids
+        """Return the id of call `number` of the chat, in the form that the chat template expects."""
+        return call_id
+
     def push(self, text: str) -> list[Event]:
         """Parse the next piece of the answer."""
         self.append(text)
@@ -225,10 +230,16 @@ class ToolCallParser(Scanner, ABC):
         self.end_call()
 
     def close(self, *literals: str) -> Step[str]:
-        """Read whitespace and one of the literals, and return the literal. Otherwise read nothing and return ""."""
+        """Read white space and one of the literals, or nothing, and return the literal or "".
+
+        A literal that is cut at the end of the answer is lost.
+        """
+        self.is_cut = False
         yield from self.space()
         if literal := (yield from self.accept(*literals)):
             self.taken()
+        elif self.is_cut:
+            self._drop()
         else:
             self._at = self._kept
         return literal

@@ -105,6 +105,11 @@ class ResponseTemplateParser(ToolCallParser):
         self._known.num_calls = self.num_calls
         return self._known.call_id(name)
 
+    @classmethod
+    def history_id(cls, call_id: str, name: str, number: int) -> str:
+        """Return an id in the form of the format that the chat template shows."""
+        return call_id if cls.known is None else cls.known.history_id(call_id, name, number)
+
     def push(self, text: str) -> list[Event]:
         """Parse the next piece of the answer.
 

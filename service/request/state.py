@@ -12,6 +12,7 @@ from mindie_mm.errors import ModelNotFound, ServiceStopping
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.worker.worker import Worker
 from service.request.admission import Admission
+from service.request.chat_format import ChatFormat
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
 from service.request.token_text import TokenTexts
@@ -39,6 +40,8 @@ class Service:
     admission: Admission
     metrics: Metrics
     tokens: TokenTexts
+    chat_format: ChatFormat
+    """Format of calls and reasoning."""
     spool_probe: SpoolProbe
     """Check whether files can be written to the spool."""
     created: int

@@ -20,7 +20,7 @@ from service.schemas.body import Array, Body, CacheSalt, NotServed, Templated, T
 from service.schemas.description import answered
 from service.schemas.message_types import AnyItem, AnyMessage
 from service.schemas.not_served import NOT_SERVED
-from service.schemas.openai_types import offered
+from service.schemas.tool_types import ToolUse
 
 router = APIRouter()
 
@@ -86,19 +86,24 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     if body.add_special_tokens and body.prompt is None:
         message = f"add_special_tokens is {body.add_special_tokens}, which is supported only with prompt"
         raise InputError(message, param="add_special_tokens")
-    offered(body.tools, body.tool_choice)
     defaults = media_defaults(body.mm_processor_kwargs, body.media_io_kwargs)
     if defaults and body.messages is None:
         raise InputError("mm_processor_kwargs and media_io_kwargs need messages; give an item its own options")
+    use = ToolUse.of(body.tools, body.tool_choice, None)
+    if body.messages is None:
+        messages = None
+        variables = template_variables(body.chat_template_kwargs, use.offered, None, body.reasoning_effort)
+    else:
+        messages, variables = service.chat_format.request(
+            body.messages, use, body.chat_template_kwargs, body.reasoning_effort
+        )
     wanted = TokenizeRequest(
         text=body.prompt,
-        messages=body.messages,
+        messages=messages,
         items=body.inputs,
         chat=body.chat_template is not False,
         add_generation_prompt=body.add_generation_prompt is not False,
-        chat_template_kwargs=template_variables(
-            body.chat_template_kwargs, body.tools, body.tool_choice, body.reasoning_effort
-        ),
+        chat_template_kwargs=variables,
         options=PromptOptions(
             service.worker.engine.info.max_model_len,
             cache_salt=body.cache_salt or "",

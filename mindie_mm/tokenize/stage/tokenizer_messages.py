@@ -13,6 +13,7 @@ from mindie_mm.inputs import MediaDefaults
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +69,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     shown_tokens: list[str] = []
     """Same as `Prompts.shown_tokens`."""
+    chat_traits: ChatTraits = ChatTraits()
+    """Same as `Prompts.chat_traits`."""
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):

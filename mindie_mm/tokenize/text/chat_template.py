@@ -17,6 +17,7 @@ from mindie_mm.inputs import KINDS, ROLES, Message, Text
 from mindie_mm.inputs.unknown_keys import warn_once
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import ContentFormat
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings, unused_character
 
 _REMEMBERED = 256
@@ -89,7 +90,10 @@ class ChatTemplate:
         self._wraps_strings = self._content_format == "openai"
         self._placeless = [name for name in _PLACED if not re.search(rf"\b{name}\b", source)]
         self._knows_developer = re.search(r"\bdeveloper\b", source) is not None
-        self._lost_roles = [role for role, tried in _TRIED.items() if self._loses(tried)]
+        shown = {role: self._shows_messages(tried) for role, tried in _TRIED.items()}
+        self._lost_roles = [role for role, is_shown in shown.items() if is_shown is False]
+        self.traits = ChatTraits(source, takes_system=bool(shown["system"]))
+        """Properties of the template that the service needs."""
         self._takes_role = lru_cache(_REMEMBERED)(self._takes)
         self._is_deterministic = not _VOLATILE.search(source)
         self._remembered = lru_cache(_REMEMBERED)(
@@ -196,9 +200,9 @@ class ChatTemplate:
         system = as_dict(Message("system", "another"), wraps_strings)
         return next((shown for tried in ([user], [system, user]) if (shown := self._shows(tried)) is not None), None)
 
-    def _loses(self, tried: Sequence[Message]) -> bool:
-        """Return whether the template skips a part of the messages. Return False if it refuses them."""
-        return self._shows([as_dict(message, self._wraps_strings) for message in tried]) is False
+    def _shows_messages(self, tried: Sequence[Message]) -> bool | None:
+        """Return whether the template writes the probe in messages. If it refuses them, it raises an error itself."""
+        return self._shows([as_dict(message, self._wraps_strings) for message in tried])
 
     def _shows(self, conversation: Sequence[Mapping[str, Any]]) -> bool | None:
         """Return whether the template writes the probe into a prompt, or None if it refuses the conversation."""

@@ -27,6 +27,7 @@ from mindie_mm.nn.family import Processor
 from mindie_mm.settings.config import ContentFormat
 from mindie_mm.tokenize.placeholders import check_order
 from mindie_mm.tokenize.text.chat_template import ChatTemplate, TemplateSources, as_dict
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings
 
 _ALWAYS_ENCODED = 2**18
@@ -108,6 +109,9 @@ class TextEncoder:
         self._templates: dict[str, ChatTemplate] = {}
         self.has_template = self._template(()) is not None
         """Whether the checkpoint has a chat template."""
+        for_tools = self._template((), with_tools=True)
+        self.chat_traits = ChatTraits() if for_tools is None else for_tools.traits
+        """Traits of the template for conversations with tools."""
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._prefix, self._suffix = self._frame()
         self._bos: str | None = tokenizer.bos_token
