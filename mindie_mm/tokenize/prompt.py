@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from mindie_mm.errors import CorruptReference
 from mindie_mm.inputs import Kind
 from mindie_mm.shm import Ref
+
+Side = Literal["left", "right"]
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -81,6 +84,13 @@ class PromptOptions:
     """Salt of the digests of media. Prompts with different salts share no cached media."""
     add_special_tokens: bool = True
     """Add special tokens of the tokenizer or family, such as BOS, to a text without media and without a template."""
+    repeat_special_tokens: bool = False
+    """Add the tokenizer's special tokens to a chat even if its template has written a BOS."""
+    cut_to: int = 0
+    """Number of tokens to which a longer prompt is cut. 0: it is not cut. -1: `max_prompt_tokens`. In contrast to
+    `truncate`, exactly as many tokens stay, and the cut must not go through a media item."""
+    cut_side: Side = "left"
+    """Side from which tokens are cut off."""
 
 
 def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:

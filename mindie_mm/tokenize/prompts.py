@@ -27,7 +27,7 @@ from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions, put_words
 from mindie_mm.tokenize.text.spelling import Rendered
 from mindie_mm.tokenize.text.text_encoder import Encoded, TextEncoder
-from mindie_mm.tokenize.truncate import truncate
+from mindie_mm.tokenize.truncate import cut, truncate
 
 _PLAIN = PromptOptions()
 
@@ -112,19 +112,29 @@ class Prompts:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         options: PromptOptions = _PLAIN,
+        *,
+        continue_final_message: bool = False,
     ) -> Draft:
-        """Return the draft of chat messages, formatted with the chat template. Raise InputError."""
+        """Return the draft of chat messages, formatted with the chat template. Raise InputError.
+
+        With `continue_final_message`, the prompt ends with the text of the last message.
+        """
         variables = template_kwargs or {}
         if options.max_prompt_tokens:
             self._text.check_messages(messages, variables, options.max_prompt_tokens)
 
         def expand(planned: Sequence[PlannedItem]) -> Prompt:
             rendered = self._text.render_messages(
-                messages, add_generation_prompt, variables, list(self._spell(planned))
+                messages,
+                add_generation_prompt,
+                variables,
+                list(self._spell(planned)),
+                continue_final_message=continue_final_message,
             )
             if options.max_prompt_tokens:
                 self._text.check_rendered(rendered, options.max_prompt_tokens)
-            return self._expanded(self._encode(rendered, planned), planned)
+            encoded = self._encode(rendered, planned, framed=options.repeat_special_tokens)
+            return self._expanded(encoded, planned)
 
         return Draft(media_of_messages(messages), expand, options)
 
@@ -189,16 +199,19 @@ class Prompts:
                 prompt = _bounded(draft.expand(planned), draft.options)
                 prompts.append(prompt)
                 salt = draft.options.cache_salt
-                kept += [(item, salt) for item in planned[len(planned) - len(prompt.spans) :]]
+                from_right = draft.options.cut_side == "right"
+                first = 0 if from_right else len(planned) - len(prompt.spans)
+                kept += [(item, salt) for item in planned[first : first + len(prompt.spans)]]
             faults.point("planned")
             words = iter(await media.store(kept, path_file) if kept else ())
         return [put_words(prompt, islice(words, len(prompt.spans))) for prompt in prompts]
 
-    def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem]) -> Encoded:
+    def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem], *, framed: bool = False) -> Encoded:
         rendered = Rendered(self._processor.prompt_text(rendered.text), rendered.restore)
         if self._markers:
             rendered = self._text.replace_markers(rendered, self._markers, *self._spellings(planned))
-        return self._text.encode(rendered)
+        encoded = self._text.encode(rendered)
+        return self._text.framed(rendered, encoded) if framed else encoded
 
     def _expanded(self, encoded: Encoded, planned: Sequence[PlannedItem]) -> Prompt:
         processor, tokens = self._processor, self._tokens
@@ -238,7 +251,10 @@ class Prompts:
 
 
 def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
-    """Return the prompt, truncated to its limit if allowed. Raise ContextLengthExceeded otherwise."""
+    """Return the prompt, cut and truncated if allowed. Raise ContextLengthExceeded if it is longer than its limit."""
+    num_kept = options.max_prompt_tokens if options.cut_to == -1 else options.cut_to
+    if 0 < num_kept < len(prompt):
+        prompt = cut(prompt, num_kept, options.cut_side)
     if not 0 < options.max_prompt_tokens < len(prompt):
         return prompt
     if not options.truncate:

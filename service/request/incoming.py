@@ -53,7 +53,7 @@ class Incoming:
             structure = settings.structure(close=self.service.config.json_additional_properties == "close")
             if structure is not None:
                 params = msgspec.structs.replace(params, structured_outputs=structure.wanted)
-            params = params.check(worker.engine.info.vocab_size)
+            params = worker.spelled(params.check(worker.engine.info.vocab_size))
         except InputError as error:
             error.param = settings.field or error.param
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -15,9 +15,10 @@ from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.worker import Delta
 from service.request.incoming import Form, IncomingDep
+from service.request.prompt_logprobs import prompt_logprobs
 from service.request.sse import DONE
 from service.request.text_logprobs import LogprobsBuffer
-from service.request.token_text import chat_logprobs
+from service.request.token_text import TokensAsIds, chat_logprobs
 from service.schemas.choices import Choice, Used, media_spans, usage
 from service.schemas.description import streamed
 from service.schemas.openai_answers import (
@@ -26,7 +27,10 @@ from service.schemas.openai_answers import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatLogprobs,
+    Prompted,
+    Scored,
     Spanned,
+    Tokened,
 )
 from service.schemas.openai_types import ChatBody
 
@@ -51,8 +55,10 @@ class _Chat(Form):
         """Return the request for the tokenizers. Raise InputError for invalid tools or template variables."""
         return TokenizeRequest(
             messages=self.body.messages,
-            add_generation_prompt=self.body.add_generation_prompt is not False,
+            add_generation_prompt=self.body.opens_turn,
+            continue_final_message=bool(self.body.continue_final_message),
             chat_template_kwargs=self.body.template_kwargs(),
+            options=replace(self.body.prompt_options, repeat_special_tokens=bool(self.body.add_special_tokens)),
         )
 
     async def answer(self) -> ChatCompletion:
@@ -64,10 +70,13 @@ class _Chat(Form):
             "object": "chat.completion",
             "created": self.created,
             "model": self.call.service.model_name,
+            "system_fingerprint": self.call.service.fingerprint,
             "choices": [await self._choice(choice) for choice in choices],
             "usage": usage([source.prompt], choices),
             **self.call.timings(choices),
             **self._spans(source.prompt),
+            **self._prompted(source.prompt),
+            **await self._scored(choices[0]),
         }
 
     async def events(self) -> AsyncGenerator[ChatCompletionChunk, None]:
@@ -84,10 +93,13 @@ class _Chat(Form):
                 choices[index].add(delta)
                 if first:
                     so_far = self._so_far(source.prompt, choices, len(delta.token_ids))
-                    yield {**self._chunk([_first(index)]), **spans, **so_far}
+                    head = _first(index, self.body.role)
+                    yield {**self._chunk([head]), **spans, **self._prompted(source.prompt), **so_far}
                     spans = {}  # only the first chunk has them
+                    if echoed := self.body.echoed:
+                        yield {**self._chunk([{**head, "delta": {"content": echoed}}]), **so_far}
                 chunk = await self._delta(index, delta, buffers[index])
-                if delta.text or chunk["logprobs"] or delta.finish_reason:
+                if delta.text or chunk["logprobs"] or chunk.get("token_ids") or delta.finish_reason:
                     yield {**self._chunk([chunk]), **self._so_far(source.prompt, choices)}
         used: Used = {"usage": usage([source.prompt], choices)} if self.body.include_usage else {}
         timed = self.call.timings(choices)
@@ -107,16 +119,18 @@ class _Chat(Form):
             "object": "chat.completion.chunk",
             "created": self.created,
             "model": self.call.service.model_name,
+            "system_fingerprint": self.call.service.fingerprint,
             "choices": choices,
         }
 
     async def _choice(self, choice: Choice) -> ChatChoice:
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": self.body.role, "content": self.body.echoed + choice.text, "refusal": None},
             "logprobs": await self._logprobs(choice, self._logprobs_buffer()) if self.body.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **self._tokened(choice),
         }
 
     async def _delta(self, index: int, delta: Delta, buffer: LogprobsBuffer) -> ChatChunkChoice:
@@ -126,24 +140,43 @@ class _Chat(Form):
             "logprobs": await self._logprobs(delta, buffer) if self.body.logprobs else None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
+            **self._tokened(delta),
         }
 
+    def _prompted(self, prompt: Prompt) -> Prompted:
+        return {"prompt_token_ids": prompt.plain_ids.tolist()} if self.body.return_token_ids else {}
+
+    def _tokened(self, part: Delta | Choice) -> Tokened:
+        return {"token_ids": part.token_ids} if self.body.return_token_ids else {}
+
+    async def _scored(self, choice: Choice) -> Scored:
+        num_top = self.body.prompt_logprobs
+        if num_top is None:
+            return {}
+        return {"prompt_logprobs": await prompt_logprobs(self.call.service.tokens, choice.prompt_logprobs, num_top)}
+
     def _logprobs_buffer(self) -> LogprobsBuffer:
-        return LogprobsBuffer(self.call.service.worker.tokenizer, self.call.params.stop)
+        return LogprobsBuffer(self.call.service.worker.tokenizer, self.call.params)
 
     async def _logprobs(self, part: Delta | Choice, buffer: LogprobsBuffer) -> ChatLogprobs | None:
         """Return the log-probabilities to send with a choice, or with its next part. None if a part has none."""
         released = await buffer.push(part)
         if not released.logprobs and isinstance(part, Delta):
             return None
-        return await chat_logprobs(self.call.service.tokens, released.logprobs, released.cut)
+        texts = self.call.service.tokens
+        return await chat_logprobs(
+            TokensAsIds(texts) if self.body.return_tokens_as_token_ids else texts,
+            released.logprobs,
+            released.cut,
+            named=self.body.logprob_token_ids is not None,
+        )
 
 
-def _first(index: int) -> ChatChunkChoice:
+def _first(index: int, role: str) -> ChatChunkChoice:
     """Return the content of a choice's first chunk, which is its role."""
     return {
         "index": index,
-        "delta": {"role": "assistant", "content": ""},
+        "delta": {"role": role, "content": ""},
         "logprobs": None,
         "finish_reason": None,
         "stop_reason": None,

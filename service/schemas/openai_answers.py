@@ -27,6 +27,36 @@ class Head(TypedDict):
     created: int
     """Unix time of the request."""
     model: str
+    system_fingerprint: str
+    """Hash of the checkpoint, the software and the settings that may change an answer."""
+
+
+class Prompted(TypedDict):
+    """The prompt's tokens, if the request sets `return_token_ids`. In a stream, only the first chunk has them."""
+
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Tokened(TypedDict):
+    """The tokens of a choice, or of a part of one, if the request sets `return_token_ids`."""
+
+    token_ids: NotRequired[list[int]]
+
+
+class PromptToken(TypedDict):
+    """A token of a prompt, or a likely one in its place."""
+
+    logprob: float
+    rank: int | None
+    """Rank among all tokens, from 1 on."""
+    decoded_token: str
+
+
+class Scored(TypedDict):
+    """Log-probabilities of the prompt, if the request sets `prompt_logprobs`."""
+
+    prompt_logprobs: NotRequired[Annotated[Raw, _json_of(list[dict[str, PromptToken] | None])]]
+    """One entry per token, by token id. The first token has none."""
 
 
 class Spanned(TypedDict):
@@ -54,7 +84,7 @@ class ChatToken(TypedDict):
 class ChatPosition(ChatToken):
     """A token of the answer, and the likeliest in its place."""
 
-    top_logprobs: list[ChatToken]
+    top_logprobs: Annotated[list[ChatToken] | Raw, _json_of(list[ChatToken])]
 
 
 class ChatLogprobs(TypedDict):
@@ -66,12 +96,13 @@ class ChatLogprobs(TypedDict):
 class ChatMessage(TypedDict):
     """The answer's text."""
 
-    role: Literal["assistant"]
+    role: str
+    """`assistant`, or the role of the last message if `add_generation_prompt` is false."""
     content: str
     refusal: None
 
 
-class ChatChoice(End):
+class ChatChoice(End, Tokened):
     """One of `n`."""
 
     index: int
@@ -79,7 +110,7 @@ class ChatChoice(End):
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(Head, Timed, Spanned):
+class ChatCompletion(Head, Timed, Spanned, Prompted, Scored):
     """The answer of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
@@ -90,12 +121,12 @@ class ChatCompletion(Head, Timed, Spanned):
 class ChatDelta(TypedDict):
     """What a choice grew by."""
 
-    role: NotRequired[Literal["assistant"]]
+    role: NotRequired[str]
     """Present in a choice's first chunk."""
     content: str
 
 
-class ChatChunkChoice(End):
+class ChatChunkChoice(End, Tokened):
     """What one choice grew by."""
 
     index: int
@@ -103,7 +134,7 @@ class ChatChunkChoice(End):
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletionChunk(Head, Used, Timed, Spanned):
+class ChatCompletionChunk(Head, Used, Timed, Spanned, Prompted):
     """An event of a streamed chat completion."""
 
     object: Literal["chat.completion.chunk"]
@@ -119,7 +150,7 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class CompletionChoice(End):
+class CompletionChoice(End, Tokened, Prompted, Scored):
     """One of `n` for each prompt, or what one grew by."""
 
     index: int

@@ -56,9 +56,7 @@ def test_the_generation_prompt_can_be_left_out(http: Any) -> None:
     [
         ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "no place for tools"),
         ({"reasoning_effort": "low"}, "no place for reasoning_effort"),
-        ({"continue_final_message": True}, "continue_final_message is not served"),
         ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not served"),
-        ({"add_special_tokens": True}, "add_special_tokens is True; it is not served"),
     ],
 )
 def test_unsupported_prompt_options_are_refused(http: Any, change: dict[str, Any], message: str) -> None:

@@ -69,6 +69,8 @@ class Sequence:
     """Bidirectional spans [start, stop) of the prompt, ascending. No chunk may end within a span."""
     unique_prompt_ids: NDArray[np.int64] = field(init=False)
     """Distinct ids of the prompt, int64, ascending. Empty without a repetition penalty."""
+    allowed_ids: NDArray[np.int64] | None = field(init=False)
+    """Distinct ids that may be generated, int64, ascending. None: all of them."""
     output_counts: Counter[int] = field(init=False)
     """Number of occurrences of each id in the output."""
     _item_starts: list[int] = field(init=False)
@@ -80,6 +82,8 @@ class Sequence:
         self.spans = _spans(self.span_ids)
         penalised = self.token_ids[: self.num_prompt] if self.params.repetition_penalty != 1 else []
         self.unique_prompt_ids = np.unique(np.array(penalised, dtype=np.int64))
+        allowed = self.params.allowed_token_ids
+        self.allowed_ids = None if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
         self.output_counts = Counter(self.output_ids)
         self._item_starts = [item.start for item in self.items]
         self._item_stops = [*accumulate((item.stop for item in self.items), max)]

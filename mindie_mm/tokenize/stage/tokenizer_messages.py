@@ -34,6 +34,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Directory for relative paths of media. Empty: the tokenizer's working directory."""
     add_generation_prompt: bool = True
     """End the chat with the beginning of the assistant's turn."""
+    continue_final_message: bool = False
+    """End the chat with the text of its last message."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables of the chat template, such as `tools`."""
     options: PromptOptions = PromptOptions()
