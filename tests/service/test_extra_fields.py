@@ -1,15 +1,22 @@
 """Tests of vLLM's fields that OpenAI's requests lack."""
 
+import json
 import math
+import re
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from tokenizers import Tokenizer
 
+from service.schemas.body import Settings
+from service.schemas.extra_fields import ExtraFields
 from tests.service.conftest import TINY
 from training.questions import CHAT_ANSWERS
 
+PAGE = (Path(__file__).parents[2] / "docs/vllm-fields.md").read_text()
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
 GREETING = CHAT_ANSWERS["hello"]
 VOCABULARY = 792
@@ -266,7 +273,20 @@ def test_other_names_of_the_token_limits(client: openai.OpenAI, http: Any) -> No
     assert "max_new_tokens 6; give one" in refusal(http, max_tokens=5, max_new_tokens=6)["message"]
 
 
-# --- the service
+# --- the page and the service
+
+
+def test_each_example_of_the_page_is_answered(http: Any) -> None:
+    examples = [json.loads(body) for body in re.findall(r"\| `(\{.*\})` \|$", PAGE, re.MULTILINE)]
+    fields = ExtraFields.model_fields.keys() - Settings.model_fields.keys()
+    assert {*chain(*examples)} >= fields | {"continue_final_message", "echo", "add_special_tokens"}
+    for example in examples:
+        answer = http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 4} | limits(example))
+        assert answer.status_code == 200, answer.text
+
+
+def limits(example: dict[str, Any]) -> dict[str, Any]:
+    return example | ({"max_tokens": None} if "max_new_tokens" in example else {})
 
 
 def test_the_fingerprint_is_in_answers_and_chunks(client: openai.OpenAI, http: Any) -> None:
