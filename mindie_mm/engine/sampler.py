@@ -89,14 +89,12 @@ def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tupl
 
 def _allow(logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
     """Mask all but the allowed tokens of each sequence that names some, in place."""
-    allowed: _Weights = [(row, ids, 0) for row, one in enumerate(sequences) if (ids := one.allowed_ids) is not None]
-    if not allowed:
+    rows = [row for row, one in enumerate(sequences) if one.params.allowed_token_ids is not None]
+    if not rows:
         return
-    flat = logits.view(-1)
-    places, _ = _placed(allowed, logits)
-    scores = flat.index_select(0, places)
-    logits.index_fill_(0, _indices((row for row, *_ in allowed), logits.device), -torch.inf)
-    flat.index_copy_(0, places, scores)
+    refused = upload(np.stack([sequences[row].refused(logits.shape[1]) for row in rows]), logits.device)
+    places = _indices(rows, logits.device)
+    logits.index_copy_(0, places, logits.index_select(0, places).masked_fill(refused, -torch.inf))
 
 
 def _bad_tokens(sequence: Sequence) -> set[int]:
@@ -112,7 +110,7 @@ def without_tokens(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor 
 
     Return None if no sequence has settings that exclude tokens.
     """
-    if not any(one.allowed_ids is not None or one.params.bad_token_ids for one in sequences):
+    if not any(one.params.allowed_token_ids is not None or one.params.bad_token_ids for one in sequences):
         return None
     return (logits == -torch.inf).all(dim=1)
 

@@ -196,12 +196,13 @@ class Prompts:
             for draft, planned in zip(drafts, all_planned, strict=True):
                 if prompts:
                     await asyncio.sleep(0)  # encoding many long texts in one go would hold up other requests
-                prompt = _bounded(draft.expand(planned), draft.options)
+                prompt = _cut(draft.expand(planned), draft.options)
+                from_right = draft.options.cut_side == "right"
+                own = planned[: len(prompt.spans)] if from_right else planned[len(planned) - len(prompt.spans) :]
+                prompt = _bounded(prompt, draft.options)
                 prompts.append(prompt)
                 salt = draft.options.cache_salt
-                from_right = draft.options.cut_side == "right"
-                first = 0 if from_right else len(planned) - len(prompt.spans)
-                kept += [(item, salt) for item in planned[first : first + len(prompt.spans)]]
+                kept += [(item, salt) for item in own[len(own) - len(prompt.spans) :]]
             faults.point("planned")
             words = iter(await media.store(kept, path_file) if kept else ())
         return [put_words(prompt, islice(words, len(prompt.spans))) for prompt in prompts]
@@ -250,11 +251,14 @@ class Prompts:
         return markers, [marker if text is None else text for marker, text in zip(markers, texts, strict=True)]
 
 
-def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
-    """Return the prompt, cut and truncated if allowed. Raise ContextLengthExceeded if it is longer than its limit."""
+def _cut(prompt: Prompt, options: PromptOptions) -> Prompt:
+    """Return the prompt with as many tokens as `cut_to` allows."""
     num_kept = options.max_prompt_tokens if options.cut_to == -1 else options.cut_to
-    if 0 < num_kept < len(prompt):
-        prompt = cut(prompt, num_kept, options.cut_side)
+    return cut(prompt, num_kept, options.cut_side) if 0 < num_kept < len(prompt) else prompt
+
+
+def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
+    """Return the prompt, truncated to its limit if allowed. Raise ContextLengthExceeded otherwise."""
     if not 0 < options.max_prompt_tokens < len(prompt):
         return prompt
     if not options.truncate:

@@ -69,10 +69,9 @@ class Sequence:
     """Bidirectional spans [start, stop) of the prompt, ascending. No chunk may end within a span."""
     unique_prompt_ids: NDArray[np.int64] = field(init=False)
     """Distinct ids of the prompt, int64, ascending. Empty without a repetition penalty."""
-    allowed_ids: NDArray[np.int64] | None = field(init=False)
-    """Distinct ids that may be generated, int64, ascending. None: all of them."""
     output_counts: Counter[int] = field(init=False)
     """Number of occurrences of each id in the output."""
+    _refused: NDArray[np.bool_] | None = field(init=False, default=None)
     _item_starts: list[int] = field(init=False)
     """First slot of each item, ascending."""
     _item_stops: list[int] = field(init=False)
@@ -82,8 +81,6 @@ class Sequence:
         self.spans = _spans(self.span_ids)
         penalised = self.token_ids[: self.num_prompt] if self.params.repetition_penalty != 1 else []
         self.unique_prompt_ids = np.unique(np.array(penalised, dtype=np.int64))
-        allowed = self.params.allowed_token_ids
-        self.allowed_ids = None if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
         self.output_counts = Counter(self.output_ids)
         self._item_starts = [item.start for item in self.items]
         self._item_stops = [*accumulate((item.stop for item in self.items), max)]
@@ -130,6 +127,13 @@ class Sequence:
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the positions of tokens [start, stop), int64 [axes, stop - start]."""
         return self.prompt_positions.of(start, stop)
+
+    def refused(self, vocab_size: int) -> NDArray[np.bool_]:
+        """Return which ids are not among `allowed_token_ids`, bool [vocab_size]."""
+        if self._refused is None:
+            self._refused = np.ones(vocab_size, np.bool_)
+            self._refused[list(self.params.allowed_token_ids or range(vocab_size))] = False
+        return self._refused
 
     def items_in(self, start: int, stop: int) -> list[MediaItem]:
         """Return the media items with slots in [start, stop)."""
