@@ -230,6 +230,9 @@ class ServiceConfig:
     """Whether an object of a JSON schema may have properties that the schema does not name, where the schema does not
     state additionalProperties. close: it may not, so that small models end. allow: it may, as JSON Schema says. A
     schema with `strict` is closed in any case."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order in which requests are scheduled. fcfs: first come, first served; a `priority` other than 0 is refused.
+    priority: requests with a lower `priority` come first. Any client may then delay the others."""
     log_prompts: bool = False
     """Log the text of prompts. Media are never logged."""
     otlp_endpoint: str | None = None

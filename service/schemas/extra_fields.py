@@ -43,7 +43,7 @@ class ExtraFields(Settings):
     truncation_side: Literal["left", "right"] | None = None
     """Side from which the prompt is truncated. Default: left, which keeps the last tokens."""
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
-    """Only 0, because requests are scheduled in the order of their arrival."""
+    """Rank in the queue; lower numbers come first. Only 0, unless `--scheduling-policy priority` is set."""
 
     @property
     def prompt_options(self) -> PromptOptions:
@@ -52,9 +52,6 @@ class ExtraFields(Settings):
 
     def check_extra(self, *, stream: bool) -> None:
         """Raise InputError for a value that is not served."""
-        if self.priority:
-            message = f"priority is {self.priority}, it must be 0: requests are scheduled in the order of their arrival"
-            raise InputError(message, param="priority")
         if self.truncate_prompt_tokens == 0:
             message = "truncate_prompt_tokens is 0, it must be -1 or at least 1"
             raise InputError(message, param="truncate_prompt_tokens")

@@ -27,6 +27,7 @@ GIVEN: dict[str, Any] = {
     "stop": ["a", "b"],
     "stop_token_ids": [4, 5],
     "ignore_eos": True,
+    "priority": -3,
     "cache_salt": "s",
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,

@@ -88,6 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `logprobs`, whose value then has no effect."""
     prompt_logprobs: int | None = None
     """As `logprobs`, for each position of the prompt except the first."""
+    priority: int = 0
+    """Rank in the queue of the engine. Requests with a lower number are scheduled earlier and preempted later."""
     cache_salt: str = ""
     """Salt of cache keys. Only requests with the same salt share preprocessed media, features and KV blocks."""
     json_schema: str | None = None
@@ -203,10 +205,11 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2, 2),
     ("repetition_penalty", 0.01, 100),
     ("seed", -(2**63), 2**63 - 1),
+    ("priority", -(2**63), 2**63 - 1),
     ("logprobs", ALL_TOKENS, MAX_LOGPROBS),
     ("prompt_logprobs", ALL_TOKENS, MAX_LOGPROBS),
 )
-_INTEGERS = frozenset({"max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"})
+_INTEGERS = frozenset({"max_tokens", "min_tokens", "top_k", "seed", "priority", "logprobs", "prompt_logprobs"})
 _ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 
 

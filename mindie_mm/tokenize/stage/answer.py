@@ -33,6 +33,8 @@ def _draft(prompts: Prompts, request: TokenizeRequest) -> Draft:
         messages = parse_messages(request.messages)
         messages = messages if folder is None else located_messages(messages, folder)
         return prompts.draft_messages(messages, *template, continue_final_message=request.continue_final_message)
+    if request.continue_final_message:
+        raise InputError("continue_final_message needs messages", param="continue_final_message")
     items = [Text(request.text)] if request.text is not None else parse_inputs(request.items or [])
     items = items if folder is None else located_items(items, folder)
     return prompts.draft_turn(items, *template, chat=request.chat and request.text is None)
