@@ -1,4 +1,4 @@
-"""A multimodal serving worker: token ids carry references to pixels in shared memory."""
+"""A serving worker for multimodal models. Its token ids contain references to pixels in shared memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-limit_spinning()  # here, because every process must call it before it loads torch
+limit_spinning()  # every process must call this before it loads torch
 
 _HOMES = {
     "LLM": "mindie_mm.worker.llm",
@@ -45,12 +45,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported late, because a program that needs only `mindie_mm.shm` should not wait for torch.
+    # Import the module late, because a program that needs only `mindie_mm.shm` should not wait for torch.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    # By default, completion in a REPL would offer the names imported here and omit the lazy ones.
+    # By default, completion in a REPL would offer the names that this module imports, but not the public names.
     return [*__all__, "__version__"]

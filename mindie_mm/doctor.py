@@ -1,4 +1,4 @@
-"""Checks of a machine before it serves, with advice for each problem."""
+"""Checks of whether a machine can run the service, with advice for each problem."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ MIN_OPEN_FILES = 1024
 
 
 def examine(configuration: Configuration, root: Path = Path("/")) -> Iterator[Finding]:
-    """Check everything that serving `configuration` needs. Yield one finding at a time.
+    """Check everything that the service needs to run with `configuration`. Yield the findings one by one.
 
-    `root` is the folder in which to look for drivers and libraries of accelerators.
+    `root` is the root of the file system in which to look for drivers and libraries of accelerators.
     """
     config, service = configuration.worker, configuration.service
     for message in misspelt_variables():
@@ -66,48 +66,53 @@ def _libraries() -> Finding:
 
 
 def _devices(config: EngineConfig, root: Path) -> Iterator[Finding]:
-    """Yield a finding about the device that `config` asks for, then the findings of each kind of device."""
+    """Yield a finding about the device in `config`, and then the findings about each kind of device."""
     report = {kind: list(kind.findings(root)) for kind in KINDS}
     broken = [kind.name for kind, findings in report.items() if any(one.status == "error" for one in findings)]
     device, chosen = _device(config.device, config.tensor_parallel, broken)
     yield device
-    if device.status != "error":  # a broken library must not be loaded here
+    if device.status != "error":  # do not load a broken library
         yield from _dtype(chosen, config.dtype)
     for kind, findings in report.items():
         for one in findings:
-            # An error of a device that is not chosen does not prevent the start.
+            # The service can start despite an error of a device that it does not use.
             spared = one.status == "error" and kind.name != chosen
             yield replace(one, status="warning") if spared else one
 
 
 def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, str]:
-    """Return a finding about the device that `name` selects, and its resolved name. `broken` are kinds with errors."""
-    usable = [kind for kind in KINDS if kind.name not in broken]  # a broken library must not even be loaded
+    """Return a finding about the device that `name` selects, and the name of this device. `name` may be auto.
+
+    `broken` contains the names of the kinds of devices that have errors.
+    """
+    usable = [kind for kind in KINDS if kind.name not in broken]  # do not load a broken library
     missing = dict.fromkeys(broken, "see below") | {kind.name: reason for kind in usable if (reason := kind.missing())}
     absent = "; ".join(f"no {one}: {reason}" for one, reason in missing.items())
     chosen = next(kind.name for kind in KINDS if kind.name not in missing) if name == "auto" else name
     if chosen in broken:
-        return Finding("device", "error", absent, f"see what is said of {chosen} below"), chosen
+        return Finding("device", "error", absent, f"see the findings about {chosen} below"), chosen
     try:
         device = open_device(chosen)
         torch_device = torch.empty(
             1, device=device.torch_device
-        ).device  # starts the device, which reports some errors only then
+        ).device  # creating a tensor starts the device, which reports some errors only then
         free = device.free_bytes() / GiB
     except (MindieMMError, RuntimeError) as error:
         return Finding("device", "error", absent, str(error)), chosen
     if torch_device.type != "cpu" and wanted > (count := torch.accelerator.device_count()):
-        found = f"{count} visible, tensor_parallel is {wanted}"
-        return Finding("device", "error", found, "lower it, or make more of them visible"), chosen
+        found = f"{count} devices are visible, but tensor_parallel is {wanted}"
+        return Finding("device", "error", found, "lower tensor_parallel, or make more devices visible"), chosen
     found = f"{torch_device}, {free:.1f} GiB free, {default_num_threads()} host threads; {absent}"
     if name == "auto" and broken:
-        advice = f"--device {chosen} if it is meant; else see what is said of {' and '.join(broken)} below"
+        advice = (
+            f"use --device {chosen} if this is intended; otherwise see the findings about {' and '.join(broken)} below"
+        )
         return Finding("device", "warning", found, advice), chosen
     return Finding("device", "ok", found), chosen
 
 
 def _dtype(device: str, name: str) -> Iterator[Finding]:
-    """Yield a warning if `device` has no instructions for the dtype `name`. `auto` always chooses a fast dtype."""
+    """Yield a warning if `device` has no instructions for the dtype `name`. `auto` never needs a warning."""
     dtype = getattr(torch, name, None)
     if isinstance(dtype, torch.dtype) and not open_device(device).multiplies(dtype):
         message = SLOW_DTYPE.format(dtype=name, device=device)
@@ -115,7 +120,7 @@ def _dtype(device: str, name: str) -> Iterator[Finding]:
 
 
 def checkpoint_finding(config: WorkerConfig) -> Finding:
-    """Check the checkpoint's files, except for the values of its weights. Load no weights."""
+    """Check the checkpoint's files without loading its weights."""
     try:
         checkpoint = Checkpoint.open(config.model)
         family = family_of(checkpoint, config.family)
@@ -133,17 +138,20 @@ def checkpoint_finding(config: WorkerConfig) -> Finding:
 def _shared_memory(config: WorkerConfig) -> Finding:
     needed = config.arena_bytes
     if not os.access(SHM_DIRECTORY, os.W_OK):
-        return Finding("shared memory", "error", f"{SHM_DIRECTORY} can't be written", "mount a tmpfs there")
+        return Finding("shared memory", "error", f"{SHM_DIRECTORY} is not writable", "mount a tmpfs there")
     space = ShmSpace.now()
     if why := space.why_no_file():
-        return Finding("shared memory", "error", f"no file can be made in {SHM_DIRECTORY}", why)
+        return Finding("shared memory", "error", f"no file can be created in {SHM_DIRECTORY}", why)
     if (free := space.free_bytes) is None:  # `_memory` checks the host's memory instead
         return Finding(
-            "shared memory", "ok", f"{SHM_DIRECTORY} has no size limit, {needed / MiB:.0f} MiB will be reserved"
+            "shared memory", "ok", f"{SHM_DIRECTORY} has no size limit; {needed / MiB:.0f} MiB will be reserved"
         )
-    found = f"{SHM_DIRECTORY} has {free / MiB:.0f} MiB free, {needed / MiB:.0f} MiB will be reserved"
+    found = f"{SHM_DIRECTORY} has {free / MiB:.0f} MiB free; {needed / MiB:.0f} MiB will be reserved"
     if free < needed:
-        advice = "docker run --shm-size=2g; Kubernetes: emptyDir with medium Memory on /dev/shm; or --arena-bytes"
+        advice = (
+            "enlarge it (docker run --shm-size=2g; Kubernetes: an emptyDir with medium Memory on /dev/shm), or "
+            "lower --arena-bytes"
+        )
         return Finding("shared memory", "error", found, advice)
     return Finding("shared memory", "ok", found)
 
@@ -167,15 +175,20 @@ def _memory(config: WorkerConfig) -> Finding:
 def _open_files(_: WorkerConfig) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < MIN_OPEN_FILES:  # the service raises its soft limit to the hard one
-        return Finding("open files", "warning", f"{soft} of at most {hard}", f"ulimit -Hn {MIN_OPEN_FILES} or more")
-    return Finding("open files", "ok", f"{soft} of at most {hard}")
+        return Finding(
+            "open files",
+            "warning",
+            f"soft limit {soft}, hard limit {hard}",
+            f"raise the hard limit: ulimit -Hn {MIN_OPEN_FILES} or more",
+        )
+    return Finding("open files", "ok", f"soft limit {soft}, hard limit {hard}")
 
 
 def _decoders() -> Finding:
     locks = support()
     if locks.missing:
         advice = (
-            "run Linux 5.13 or later with lsm=landlock; the seccomp profile of a container has to allow "
+            "run Linux 5.13 or later with lsm=landlock; the seccomp profile of a container must allow "
             "landlock_create_ruleset, landlock_restrict_self and seccomp"
         )
         return Finding("decoders", "warning", str(locks), advice)
@@ -183,7 +196,7 @@ def _decoders() -> Finding:
 
 
 def _spool(config: ServiceConfig) -> Finding:
-    """Check that the spool can be written and locked, or created if it is missing. Do not create it."""
+    """Check that the spool can be written to and locked. If it is missing, check that it can be created."""
     spool = (config.spool or default_spool()).absolute()
     advice = "set --spool to a folder that only the service's user may write"
     try:
@@ -195,12 +208,12 @@ def _spool(config: ServiceConfig) -> Finding:
         return Finding("spool", "error", str(error), advice)
     except OSError as error:
         return Finding("spool", "error", f"{spool} cannot be written: {error.strerror}", advice)
-    return Finding("spool", "ok", f"{spool} can be {'written' if folder == spool else 'made'}")
+    return Finding("spool", "ok", f"{spool} can be {'written' if folder == spool else 'created'}")
 
 
 def _media_folder(config: ServiceConfig) -> Finding:
     try:
         require_media_dir(config)
     except MindieMMError as error:
-        return Finding("media folder", "error", str(error), "--allowed-media-dir: a folder that is there")
-    return Finding("media folder", "ok", f"files under {config.allowed_media_dir} may be asked for")
+        return Finding("media folder", "error", str(error), "set --allowed-media-dir to a folder that exists")
+    return Finding("media folder", "ok", f"requests may read files in {config.allowed_media_dir}")

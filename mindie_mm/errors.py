@@ -1,34 +1,34 @@
 """The exceptions that mindie_mm raises on purpose.
 
     MindieMMError
-    |-- InputError                  a mistake of the caller, who has to change the call
+    |-- InputError                  a mistake by the caller, who has to change the call
     |   |-- MediaError              media that cannot be read, fetched or decoded
     |   |   `-- FramesMiscounted    a video has fewer or more frames than packets
     |   |-- LimitExceeded           a number, size or length above a limit
     |   |   `-- ContextLengthExceeded   prompt and max_tokens do not fit the model's context
     |   |-- TokenOutOfRange         a token id outside [0, vocabulary)
-    |   |-- ModelNotFound           a request names another model than the served one
-    |   `-- UnsupportedCheckpoint   no family serves this checkpoint, or not this option of it
-    `-- OperationalError            a failure outside the call, which may work later or elsewhere
-        |-- BadReference            words that no longer refer to data; one request fails
-        |   |-- CorruptReference    a damaged word
+    |   |-- ModelNotFound           a request asks for a model that the service does not run
+    |   `-- UnsupportedCheckpoint   no family supports this checkpoint, or its family does not support an option
+    `-- OperationalError            a failure that is not the caller's mistake; the call may work later or elsewhere
+        |-- BadReference            handle words that do not refer to data any more; one request fails
+        |   |-- CorruptReference    a damaged handle word
         |   |-- StaleReference      the block was freed, or freed and used again
-        |   `-- SegmentMissing      the arena is gone, truncated or replaced
-        |-- FeatureCountMismatch    a tower's features do not fill the item's slots
+        |   `-- SegmentMissing      the arena or segment is gone, truncated or replaced
+        |-- FeatureCountMismatch    a tower's features do not fill the item's placeholders
         |-- ArenaFull               no room for a block within the deadline
         |-- SpoolFull               no room for a request's media as files
-        |-- SharedMemoryError       shared memory could not be reserved or used at all
-        |-- StorageError            a file of a run cannot be written or read, or the disk is full
-        |-- TooManyErrors           more rows of a run failed than the caller allows
-        |-- DeviceError             the accelerator is absent, or failed
+        |-- SharedMemoryError       shared memory could not be reserved or used
+        |-- StorageError            a file of a batch run cannot be written or read, or the disk is full
+        |-- TooManyErrors           more rows of a batch run failed than the caller allows
+        |-- DeviceError             the accelerator is absent, or has failed
         |-- QueueFull               more requests wait than the service allows
         |-- RequestTimeout          the request did not finish before its deadline
         |-- RequestAborted          the request was aborted before it finished
         |-- ServiceStopping         the service is stopping
         |-- ProcessDied             a process died or is closed; a request may be retried once
-        `-- NoProcess               no process accepts requests, and none came back in time
+        `-- NoProcess               no process accepts requests, and none was restarted in time
 
-Messages name the value and the limit. The service maps each error to an HTTP status, by the nearest class in one table
+Messages state the value and the limit. The service maps each error to an HTTP status by the nearest class in a table
 (service/http/errors.py).
 """
 
@@ -42,10 +42,10 @@ class MindieMMError(Exception):
 
 
 class InputError(MindieMMError):
-    """A mistake of the caller."""
+    """A mistake by the caller."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        """Create an error. `param` is the field of the request that is wrong, if it is known."""
+        """Create an error. `param` is the name of the invalid field of the request, or None if it is unknown."""
         super().__init__(message)
         self.param = param
 
@@ -55,11 +55,11 @@ class MediaError(InputError):
 
 
 class FramesMiscounted(MediaError):
-    """A video has fewer or more frames than packets. Its plan has to be made again."""
+    """A video has fewer or more frames than packets. The video has to be planned again."""
 
 
 class LimitExceeded(InputError):
-    """A number, size or length above a limit. The message holds the value and the limit."""
+    """A number, size or length is above a limit. The message states the value and the limit."""
 
 
 class ContextLengthExceeded(LimitExceeded):
@@ -67,20 +67,20 @@ class ContextLengthExceeded(LimitExceeded):
 
     @classmethod
     def of(cls, max_model_len: int, detail: str) -> Self:
-        """Return the error in the words of vLLM and OpenAI, which clients recognise."""
+        """Return the error with the wording of vLLM and OpenAI, which clients recognize."""
         return cls(f"This model's maximum context length is {max_model_len} tokens; {detail}")
 
 
 class TokenOutOfRange(InputError):
-    """A token id outside [0, vocabulary)."""
+    """A token id is outside [0, vocabulary)."""
 
 
 class ModelNotFound(InputError):
-    """A request names another model than the served one."""
+    """A request asks for a model that the service does not run."""
 
 
 class UnsupportedCheckpoint(InputError):
-    """No family serves this checkpoint, or the checkpoint uses an option that the family does not support."""
+    """No family supports this checkpoint, or the checkpoint uses an option that its family does not support."""
 
 
 class OperationalError(MindieMMError):
@@ -88,35 +88,35 @@ class OperationalError(MindieMMError):
 
 
 WorldError = OperationalError
-"""Deprecated alias of OperationalError, kept for a release."""
+"""Deprecated alias of OperationalError. It will be removed in a later release."""
 
 
 class BadReference(OperationalError):
-    """Words that no longer refer to data."""
+    """Handle words do not refer to data, or the data have been freed."""
 
 
 class CorruptReference(BadReference):
-    """A damaged word. Its checksum is wrong, or this package did not write it."""
+    """A handle word is damaged. Its checksum is wrong, or it was not written by this package."""
 
 
 class StaleReference(BadReference):
-    """The block that the words name was freed, or freed and used again."""
+    """The block that the handle words refer to was freed, or freed and used again."""
 
 
 class SegmentMissing(BadReference):
-    """The arena that the words name is gone, truncated or replaced."""
+    """The arena or segment that the handle words refer to is gone, truncated or replaced."""
 
 
 class FeatureCountMismatch(OperationalError):
-    """A tower returned a number of features that differs from the item's slots."""
+    """A tower returned a number of features that differs from the number of the item's placeholders."""
 
 
 class ArenaFull(OperationalError):
-    """No room for a block within the deadline."""
+    """The arena had no room for a block within the deadline."""
 
 
 class SpoolFull(OperationalError):
-    """No room for a request's media as files."""
+    """The spool has no room for the media files of a request."""
 
 
 class SharedMemoryError(OperationalError):
@@ -124,19 +124,19 @@ class SharedMemoryError(OperationalError):
 
 
 class StorageError(OperationalError):
-    """A file of a run cannot be written or read, or the disk is full."""
+    """A file of a batch run cannot be written or read, or the disk is full."""
 
 
 class TooManyErrors(OperationalError):
-    """More rows of a run failed than the caller allows."""
+    """More rows of a batch run failed than the caller allows."""
 
 
 class DeviceError(OperationalError):
-    """The accelerator is absent, or failed."""
+    """The accelerator is absent, or has failed."""
 
 
 class QueueFull(OperationalError):
-    """More requests wait than the service allows."""
+    """The maximum number of requests is waiting already."""
 
 
 class RequestTimeout(OperationalError):
@@ -148,20 +148,20 @@ class RequestAborted(OperationalError):
 
 
 class ServiceStopping(OperationalError):
-    """The service is stopping. It accepts no more requests, and ends those that exceed the grace time."""
+    """The service is stopping. It refuses new requests, and aborts requests that exceed the grace time."""
 
 
 class ProcessDied(OperationalError):
-    """A tokenizer or engine process is gone."""
+    """A tokenizer, decoder or engine process has died, or has been closed."""
 
 
 class NoProcess(OperationalError):
-    """No process accepts requests, and none came back in time. The request has already waited for one."""
+    """No process accepts requests, and none was restarted while the request waited."""
 
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Prefix the message of an InputError raised inside with `what`."""
+    """Add the prefix `what` to the message of an InputError that the block raises."""
     try:
         yield
     except InputError as error:
@@ -170,7 +170,7 @@ def naming(what: str) -> Iterator[None]:
 
 @contextmanager
 def blaming(param: str | None) -> Iterator[None]:
-    """Set `param` of an InputError raised inside, unless the error has one."""
+    """Set `param` of an InputError that the block raises, unless it is set already."""
     try:
         yield
     except InputError as error:
@@ -180,7 +180,7 @@ def blaming(param: str | None) -> Iterator[None]:
 
 @contextmanager
 def os_errors_as(kind: type[MindieMMError], what: str) -> Iterator[None]:
-    """Turn an OSError raised inside into an error of `kind`. Its message is `what` and the system's reason."""
+    """Turn an OSError that the block raises into an error of `kind`. The message is `what` and the system's reason."""
     try:
         yield
     except OSError as error:
@@ -188,7 +188,7 @@ def os_errors_as(kind: type[MindieMMError], what: str) -> Iterator[None]:
 
 
 def error_name(error: MindieMMError) -> str:
-    """Return the name of the error's nearest class in this module, for sending the error to another process."""
+    """Return the name under which the error can be sent to another process: its nearest class in this module."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
 
 

@@ -1,8 +1,8 @@
 """Logging of all processes of a service to standard error, as text or JSON, with one record per line.
 
 Records contain nothing that a client has sent, unless logging of prompts is on. A traceback therefore shows the frames
-and the class of an exception. It shows the message only if the exception is from this package or the operating system,
-because the messages of libraries may quote their input.
+and the class of an exception. It shows the message only if the exception comes from this package or the operating
+system, because exceptions of other libraries may quote their input.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import msgspec
 from mindie_mm.errors import MindieMMError
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the request that the current task works for."""
+"""Id of the request on which the current task works."""
 
 OURS = ("mindie_mm", "service")
 _ROOT_LEVEL = {"debug": "info"}
-"""Levels of the root logger. Debug records of other libraries quote their input, such as text in a picture or a
-header."""
+"""Levels of the root logger that differ from the configured level. Debug records of other libraries are not logged,
+because they quote their input, such as texts in a picture or header."""
 
 
 class LogSettings(msgspec.Struct, frozen=True):
-    """Settings of logging, which each started process inherits."""
+    """Settings of logging, which each worker process inherits."""
 
     format: str = "text"
     """Format of records: text or json."""
@@ -43,16 +43,16 @@ _current = LogSettings()
 
 
 def current() -> LogSettings:
-    """Return the settings of the last call of `configure`, for processes to be started."""
+    """Return the settings from the last call of `configure`, which new worker processes inherit."""
     return _current
 
 
 def configure(settings: LogSettings, process: str, stream: TextIO | None = None) -> None:
-    """Send the records of this process to `stream`, by default standard error. `process` is its name in them."""
-    global _current  # noqa: PLW0603 - logging is global, and so is what it was set to
+    """Send this process's records to `stream`, by default standard error. `process` is its name in the records."""
+    global _current  # noqa: PLW0603 - logging is global, and so are its settings
     _current = settings
     handler = logging.StreamHandler(stream)
-    handler.setLevel(settings.level.upper())  # some loggers of libraries have a level of their own
+    handler.setLevel(settings.level.upper())  # some loggers of libraries have their own level
     handler.setFormatter(_Json(process) if settings.format == "json" else _Text(process))
     handler.addFilter(_add_request_id)
     logging.basicConfig(level=_ROOT_LEVEL.get(settings.level, settings.level).upper(), handlers=[handler], force=True)
@@ -78,11 +78,11 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    logging.getLogger("mindie_mm").critical("the process ends", exc_info=(kind, error, trace))
+    logging.getLogger("mindie_mm").critical("uncaught exception: the process exits", exc_info=(kind, error, trace))
 
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Characters that end a line or control a terminal."""
+"""Characters that end a line or control the terminal."""
 _CONTROLS_IN_LINES = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -114,7 +114,7 @@ class _Text(logging.Formatter):
 class _Json(logging.Formatter):
     """A formatter of JSON objects, one per line.
 
-    Keys of the `extra` mapping `fields` of a record become keys of the object.
+    If a record has `fields` (passed as `extra={"fields": {...}}`), its keys become keys of the object.
     """
 
     def __init__(self, process: str) -> None:
@@ -147,9 +147,9 @@ def _utc(record: logging.LogRecord) -> str:
 
 
 def _trace(error: BaseException | None) -> str:
-    """Return the frames and classes of an exception and its causes, starting with the first cause.
+    """Return the frames and classes of an exception and its causes, beginning with the first cause.
 
-    A message is included only if it cannot quote a client's input.
+    The message of an exception is included only if it cannot quote a client's input.
     """
     parts: list[str] = []
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""Messages for msgspec's errors about invalid JSON and wrong types, in the words of this project."""
+"""Messages for msgspec's errors about invalid JSON and wrong types, in the same style as this project's messages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TYPES = {
     "object": "an object",
 }
 _GOT = {"float": "a number with a fraction"}
-"""Names of types in descriptions of the given value, if they differ from `_TYPES`."""
+"""Descriptions of types for the value that was given, if they differ from `_TYPES`."""
 
 
 def in_words(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
-    """Describe an error, without the invalid value and without a full stop at the end."""
+    """Describe an error, without the invalid value and without a period at the end."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is not UTF-8"
     if not isinstance(error, msgspec.ValidationError):
@@ -37,7 +37,8 @@ def in_words(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
         where = f"a key of {where}"
     if field := _FIELD.fullmatch(place["what"]):
         return (
-            f"{where} {'lacks' if field['what'].startswith('missing') else 'has the unknown field'} {field['name']!r}"
+            f"{where} {'lacks the field' if field['what'].startswith('missing') else 'has the unknown field'} "
+            f"{field['name']!r}"
         )
     if expected := _EXPECTED.fullmatch(place["what"]):
         got = f", not {_GOT.get(expected['got']) or _type_in_words(expected['got'])}" if expected["got"] else ""
@@ -48,6 +49,6 @@ def in_words(error: msgspec.DecodeError | UnicodeDecodeError) -> str:
 
 
 def _type_in_words(names: str) -> str:
-    """Name the types of a union. Leave out null unless it is the only one."""
+    """Describe the types of a union. Leave out null unless it is the only type."""
     parts = names.split(" | ")
     return " or ".join(_TYPES.get(name, f"of type {name}") for name in parts if name != "null" or len(parts) == 1)

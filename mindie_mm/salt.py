@@ -1,7 +1,7 @@
 """Salted digests of contents.
 
-Requests with different salts share no cache entries. A client therefore cannot learn the contents of other clients from
-a cache.
+Requests with different salts share no cache entries. A client therefore cannot use a cache to learn what other clients
+have sent.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ from blake3 import blake3
 
 
 def salted(salt: str) -> blake3:
-    """Return a hash object keyed by `salt`. Clients without a salt share the empty one."""
+    """Return a hash object keyed by `salt`. Clients without a salt share the empty salt."""
     return blake3(key=blake3(salt.encode()).digest()) if salt else blake3()

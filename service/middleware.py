@@ -114,7 +114,7 @@ def _log_access(
     fields = {"method": method, "route": route, "status": status, "duration_s": round(duration_s, 6)}
     fields |= {"client_request_id": given} if given else {}
     fields |= {"error": error_name} if error_name else {}
-    named = (f" as {given}" if given else "") + (f", broken off: {error_name}" if error_name else "")
+    named = (f" as {given}" if given else "") + (f", aborted: {error_name}" if error_name else "")
     # Probes, scrapers and the web page poll the service several times a second.
     level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
     _log.log(level, "%s %s %d %.3f s%s", method, route, status, duration_s, named, extra={"fields": fields})
@@ -165,7 +165,10 @@ class _Body:
         if self._whole:
             return await self._receive()
         for name, coding in self._codings.items():
-            text = f"the request's body has {name.title()}: {coding[:40]}, which is not served; send it uncompressed"
+            text = (
+                f"the request body has {name.title()}: {coding[:40]}, which is not supported; send the body "
+                "uncompressed"
+            )
             raise HTTPException(415, text, headers={"Accept-Encoding": "identity", "Connection": "close"})
         self._check(self._announced)
         try:
@@ -180,27 +183,25 @@ class _Body:
             late = f"took longer than the limit of {self._config.request_timeout_s:g} s"
             if idle_until < self._deadline:
                 late = f"paused for longer than the limit of {BODY_IDLE_S:g} s"
-            raise HTTPException(408, f"the request's body {late}", headers={"Connection": "close"}) from error
+            raise HTTPException(408, f"the request body {late}", headers={"Connection": "close"}) from error
         self._whole = not message.get("more_body", False)
         num_bytes = len(message.get("body", b""))
         self.num_bytes += num_bytes
         self._middleware.held_bytes += num_bytes
         self._num_values += sum(map(message.get("body", b"").count, _BETWEEN_VALUES))
         if self._num_values > (most := self._config.max_request_values):
-            raise HTTPException(413, f"the request's body holds more than the limit of {most} JSON values")
+            raise HTTPException(413, f"the request body has more JSON values than the limit of {most}")
         self._check(self.num_bytes)
         return message
 
     def _check(self, num_bytes: int) -> None:
         limit = self._config.max_request_bytes
         if num_bytes > limit:
-            raise HTTPException(
-                413, f"the request's body has {num_bytes} bytes or more, over the limit of {limit} bytes"
-            )
+            raise HTTPException(413, f"the request body has at least {num_bytes} bytes; the limit is {limit}")
         held = self._middleware.held_bytes - self.num_bytes + num_bytes
         if held > self._config.max_held_bytes:
             raise HTTPException(
                 429,
-                f"the bodies of all requests take {held} bytes, the limit is {self._config.max_held_bytes}",
+                f"the bodies of all requests in progress have {held} bytes; the limit is {self._config.max_held_bytes}",
                 headers={"Retry-After": "1"},
             )

@@ -82,7 +82,7 @@ def test_values_in_arguments_of_tool_calls_are_limited_before_parsing():
     half = {"role": "assistant", "tool_calls": [call]}
     assert len(parse_messages([half])[0].extra["tool_calls"][0]["function"]["arguments"]["a"]) > 10**5
     for messages in ([half, half], [{"role": "assistant", "tool_calls": [call, call]}]):
-        with pytest.raises(LimitExceeded, match=f"more than {MAX_ARGUMENT_VALUES} JSON values, the limit"):
+        with pytest.raises(LimitExceeded, match=f"more JSON values than the limit of {MAX_ARGUMENT_VALUES}"):
             parse_messages(messages)
 
 
@@ -109,7 +109,7 @@ def test_arguments_of_a_tool_call_become_an_object():
     ):
         as_written = [{"function": {"name": "add", "arguments": wrong}}]
         assert parsed(as_written) == as_written, "a model that is told so mends it"
-    with pytest.raises(InputError, match=r"tool_calls\[0\]\.function\.arguments holds a lone surrogate"):
+    with pytest.raises(InputError, match=r"tool_calls\[0\]\.function\.arguments contains a lone surrogate"):
         parsed([{"function": {"name": "add", "arguments": "\ud800"}}])
     for calls in ("x", ["x"]):
         with pytest.raises(InputError, match=r"messages\[0\]\.tool_calls"):
@@ -235,16 +235,16 @@ def test_frames_may_be_of_every_kind():
 def test_the_frames_of_a_list_are_limited():
     assert len(parse_inputs([{"video": ["a"] * MAX_LISTED_FRAMES}])[0].source) == MAX_LISTED_FRAMES
     for more in (["a"] * (MAX_LISTED_FRAMES + 1), "data:video/jpeg;base64," + "," * 10_000_000):
-        with pytest.raises(LimitExceeded, match=r"inputs\[0\].video has more than 2048 frames"):
+        with pytest.raises(LimitExceeded, match=r"inputs\[0\].video has more frames than the limit of 2048"):
             parse_inputs([{"video": more}])
 
 
 def test_the_frames_of_all_lists_of_a_call_are_limited_together():
     video = {"video": "data:video/jpeg;base64," + "," * (MAX_LISTED_FRAMES - 1)}
     assert len(parse_inputs([video.copy() for _ in range(16)])) == 16
-    with pytest.raises(LimitExceeded, match="inputs has lists of more than 32768 frames in all"):
+    with pytest.raises(LimitExceeded, match="inputs has lists with more frames in total than the limit of 32768"):
         parse_inputs([video.copy() for _ in range(17)])
-    with pytest.raises(LimitExceeded, match="messages has lists of more than 32768 frames in all"):
+    with pytest.raises(LimitExceeded, match="messages has lists with more frames in total than the limit of 32768"):
         parse_messages([{"role": "user", "content": [video, video]} for _ in range(9)])
 
 
@@ -261,7 +261,7 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"picture": "a"}], r"found none in \['picture'\]"),
         ([{"text": 5}], r"inputs\[0\].text is of type int; it must be a string"),
         ([{"text": None}], r"inputs\[0\] must have exactly one .* found none in \[\], and null in \['text'\]"),
-        ([{"text": "a", "fps": 1}], "unknown key 'fps'; a text takes no options"),
+        ([{"text": "a", "fps": 1}], "unknown key 'fps'; a text has no options"),
         ([{"text": "\ud800"}], "lone surrogate at character 0"),
         ([{"image": 5}], r"inputs\[0\].image is of type int; it must be a path, bytes"),
         (
@@ -274,7 +274,7 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"image": ["a", "b"]}], r"inputs\[0\].image is of type list"),
         (
             [{"image": "a", "fps": 2}],
-            r"inputs\[0\] has the unknown key 'fps'; .* takes min_pixels, max_pixels, detail",
+            r"inputs\[0\] has the unknown key 'fps'; .* accepts min_pixels, max_pixels, detail",
         ),
         ([{"video": "a", "nframes": 2}], "unknown key 'nframes'"),
         ([{"video": []}], r"inputs\[0\].video is an empty list; a video has at least one frame"),
@@ -287,7 +287,7 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"audio": ["a"]}], r"inputs\[0\].audio is of type list"),
         ([{"video": ["a"], "sample_fps": 0}], "sample_fps is 0; it must be above 1e-06 and at most 1000"),
         ([{"image": "a", "sample_fps": 1}], "unknown key 'sample_fps'"),
-        ([{"audio": "a", "detail": "low"}], "unknown key 'detail'; .* takes sampling_rate"),
+        ([{"audio": "a", "detail": "low"}], "unknown key 'detail'; .* accepts sampling_rate"),
         ([{"audio": "a", "sampling_rate": 0}], "sampling_rate is 0; it must be from 1 to 768000"),
         ([{"image": "a", "max_pixels": True}], r"inputs\[0\].max_pixels is True; it must be an integer from 1 to"),
         ([{"image": "a", "max_pixels": "9"}], "max_pixels is '9'; it must be an integer"),
@@ -308,9 +308,9 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"video": "a", "min_frames": 5, "max_frames": 4}], "min_frames 5 is above max_frames 4"),
         ([{"video": "a", "min_frames": 5, "num_frames": 4}], "min_frames 5 is above num_frames 4"),
         ([{"video": "a", "num_frames": 5, "max_frames": 4}], "num_frames 5 is above max_frames 4"),
-        ([{"type": "image", "text": "a"}], r"inputs\[0\].type is 'image', but the item holds 'text'"),
-        ([{"type": "text", "image": "a"}], r"inputs\[0\].type is 'text', but the item holds 'image'"),
-        ([{"type": "video", "image": "a"}], r"inputs\[0\].type is 'video', but the item holds 'image'"),
+        ([{"type": "image", "text": "a"}], r"inputs\[0\].type is 'image', but the item has 'text'"),
+        ([{"type": "text", "image": "a"}], r"inputs\[0\].type is 'text', but the item has 'image'"),
+        ([{"type": "video", "image": "a"}], r"inputs\[0\].type is 'video', but the item has 'image'"),
         ([{"type": ["image"], "image": "a"}], r"inputs\[0\].type is of type list"),
         ([{"type": "image_url", "image_url": {"uri": "a"}}], r"inputs\[0\].image_url.url is missing"),
         ([{"image_url": {"url": "a", "detail": "low"}, "detail": "low"}], "'detail' twice"),
@@ -325,7 +325,7 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"audio": "a", "sample_rate": 9}], "unknown key 'sample_rate'; an item of kind audio"),
         ([{"video": "a", "video_metadata": {"fps": 1}}], "unknown key 'video_metadata'"),
         ([{"type": "image", "image": "a", "url": "b"}], "unknown key 'url'"),
-        ([{"text": "a", "file_id": "b"}], "unknown key 'file_id'; a text takes no options"),
+        ([{"text": "a", "file_id": "b"}], "unknown key 'file_id'; a text has no options"),
     ],
 )
 def test_mistakes_in_items_are_named(inputs, message):

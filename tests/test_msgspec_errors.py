@@ -26,7 +26,7 @@ class Thing(msgspec.Struct, forbid_unknown_fields=True):
         (b"5", "the value must be an object, not an integer"),
         (b'{"number": "1"}', "number must be an integer, not a string"),
         (b'{"number": 1.5}', "number must be an integer, not a number with a fraction"),
-        (b"{}", "the value lacks 'number'"),
+        (b"{}", "the value lacks the field 'number'"),
         (b'{"number": 1, "colour": 2}', "the value has the unknown field 'colour'"),
         (b'{"number": 1, "name": "b"}', "name is not one of the allowed values"),
         (b'{"number": 1, "count": 2}', "count is outside its range"),

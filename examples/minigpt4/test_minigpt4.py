@@ -228,7 +228,7 @@ def test_its_chat_is_served(installed: Path, checkpoint: Path, tmp_path: Path) -
         assert answers[0] != answers[1], "the picture decides"
         refused = http.post("/infer", json={"inputs": [{"video": urls[0]}, {"text": "?"}]})
         assert refused.status_code == 400
-        assert "takes no video; it takes image" in refused.json()["error"]["message"]
+        assert "does not accept video inputs; it accepts image" in refused.json()["error"]["message"]
         assert running.wait_until_free()["blocks"] == 0
 
 

@@ -1,16 +1,17 @@
-"""Offline tokenisation: from rows of prompts to shards of ids and arrays, for a worker or for training.
+"""Offline tokenization of rows of prompts. It writes shards of token ids and arrays, for a worker or for training.
 
-Input: gather (conversion of folders and pipes to files of rows), source (files of rows, cut into chunks), record, row
-(conversion of a record to a prompt), file_state (detection of changed files).
+Modules for the input: gather (converts folders and pipes to files of rows), source (cuts files of rows into chunks),
+record, row (converts a record to a prompt), file_state (detects changed files).
 
-Output: shard (a table and a file of blocks), manifest (settings and final counts), dataset (reading of a run).
+Modules for the output: shard (a table and a file of blocks), manifest (settings and final counts), dataset (reads a
+finished run).
 
-Continuation: settings (the values that decide the bytes), versions, checkpoint_digest, differences (reasons to refuse a
-call).
+Modules that decide whether a call may continue an earlier one: settings (values that affect the output), versions,
+checkpoint_digest, differences (describes why a call is refused).
 
-Processes: run (all steps from settings to the manifest), tally (counts of finished rows), progress, workers (processes
-on this machine and their deaths), on_ray (actors on a cluster), batch_process (a worker process), cursor (its current
-row), stage (tokenisation of a chunk to shards).
+Modules for the processes: run (does all steps, from the settings to the manifest), tally (counts finished rows),
+progress, workers (starts processes on this machine and detects their deaths), on_ray (starts actors on a cluster),
+batch_process (a worker process), cursor (the worker's current row), stage (tokenizes a chunk and writes its shards).
 """
 
 from mindie_mm.errors import InputError

@@ -10,15 +10,15 @@ from mindie_mm.processes.ipc import Failure
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Run to worker: do a chunk."""
+    """Message to a worker: process a chunk."""
 
     chunk: Chunk
     doomed: dict[int, str] = {}
-    """Errors of the rows that must not be tried, by row. Each of these rows ended a worker twice."""
+    """Error messages of rows that must not be tried, by row number. Two workers died at each of these rows."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Worker to run, once: the checkpoint has been read."""
+    """First message from a worker: it has read the checkpoint."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -26,18 +26,18 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
     row: int
     num_bytes: int
-    """Size of its blocks in bytes."""
+    """Size of the row's blocks in bytes."""
     error: str | None = None
 
 
 class Steps(msgspec.Struct, frozen=True, tag="steps"):
-    """Worker to run: rows that were finished since the last report."""
+    """Message from a worker: the rows that it finished since its last report."""
 
     steps: list[Step]
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """Worker to run: a chunk is finished, and its shards have their names."""
+    """Message from a worker: a chunk is finished, and its shards have their final names."""
 
     chunk: int
     shards: list[ShardInfo]
@@ -49,4 +49,4 @@ Report = Ready | Steps | Finished | Failure
 
 def death_error(how: str) -> str:
     """Return the error of a row at which two workers died."""
-    return f"ProcessDied: the worker ended with {how} at this row, twice"
+    return f"ProcessDied: the worker exited twice with {how} at this row"

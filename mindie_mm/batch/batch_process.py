@@ -1,7 +1,7 @@
-"""A worker process of a run, started with FOLDER and CURSOR.
+"""A worker process of a run. Its arguments are the run's folder and the path of its row cursor.
 
-The process reads the run in FOLDER and does one chunk after another. It reports finished rows at intervals, because a
-report for each row would add 2% to the time of a picture. Its cursor holds the current row.
+The process reads the run's file and processes one chunk after another. It reports finished rows at intervals, because a
+report for each row would take 2% more time. Its cursor holds the current row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAUSE_S = 0.1
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, folder: str, cursor_path: str) -> None:
-    """Do jobs until the channel closes."""
+    """Process jobs until the channel closes."""
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Job)
     try:
         run = msgspec.json.decode((Path(folder) / RUN_FILE).read_bytes(), type=Run)
@@ -35,14 +35,14 @@ def main(channel: ChildChannel, lifeline: Lifeline, folder: str, cursor_path: st
             job = decoder.decode(channel.recv())
             for report in _reports(stage, cursor, job):
                 channel.send(encoder.encode(report))
-    except (EOFError, ConnectionError):  # the run has closed it, perhaps while a report was being sent
+    except (EOFError, ConnectionError):  # the run has closed the channel, perhaps during a send
         return
     except MindieMMError as error:
         channel.send(encoder.encode(Failure.of(error)))
 
 
 def _reports(stage: Stage, cursor: RowCursor, job: Job) -> Iterator[Report]:
-    """Do a job and yield its reports. Report errors at once, and other rows at intervals."""
+    """Process a job and yield its reports. Report failed rows immediately, and other rows at intervals."""
     steps, sent_s = list[Step](), time.monotonic()
     for report in stage.run(job.chunk, job.doomed):
         if isinstance(report, Finished):

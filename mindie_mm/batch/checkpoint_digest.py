@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files, by which two calls can tell whether they use the same one at any path."""
+"""Digests of a checkpoint's files. They show whether two calls use the same checkpoint, at any path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TOKENIZING_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 
 
 def model_digest(checkpoint: Checkpoint) -> str:
-    """Return a digest of the files that tokenising reads. Broken links count as missing.
+    """Return a digest of the files that tokenization reads. Broken links count as missing.
 
     Raises:
         UnsupportedCheckpoint: A file cannot be read.
@@ -31,7 +31,7 @@ def model_digest(checkpoint: Checkpoint) -> str:
 
 
 def weights_digest(checkpoint: Checkpoint) -> str:
-    """Return a digest of a checkpoint's weights: the names of their files, and pieces of each file.
+    """Return a digest of the names of a checkpoint's weight files, and of pieces of each file.
 
     Raises:
         UnsupportedCheckpoint: A file cannot be read.

@@ -1,4 +1,4 @@
-"""Shared memory that holds the current row of a worker, so that a run knows at which row a worker died."""
+"""Shared memory that holds the current row of a worker, so that the run can read at which row a worker died."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ class RowCursor:
     """Row number that a run shares with its worker. Use it as a context manager."""
 
     def __init__(self, descriptor: int) -> None:
-        """Take ownership of a file descriptor. Use `create` or `open` to make a cursor."""
+        """Take ownership of a file descriptor. Call `create` or `open` instead."""
         self._descriptor = descriptor
 
     @classmethod
     def create(cls) -> Self:
-        """Create the cursor in the run."""
+        """Create the cursor in the run's process."""
         return cls(os.memfd_create("row", os.MFD_CLOEXEC))
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Open the cursor in the worker by its `path`. Raise StorageError if this fails."""
+        """Open the cursor at `path` in the worker. Raise StorageError if this fails."""
         with os_errors_as(StorageError, f"{path} cannot be opened (is /proc mounted?)"):
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     @property
     def path(self) -> str:
-        """Path by which a process of the same user can open the cursor while it is open here."""
+        """Path for `open` in another process of the same user. It is valid while the cursor is open in this process."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
     def row(self) -> int:
-        """Row that the worker started last."""
+        """The last row that the worker began."""
         return int.from_bytes(os.pread(self._descriptor, _BYTES, 0), "little")
 
     def move_to(self, row: int) -> None:
-        """Record that the worker starts the row."""
+        """Record that the worker begins this row."""
         os.pwrite(self._descriptor, row.to_bytes(_BYTES, "little"), 0)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Descriptions of the differences between recorded values and present ones."""
+"""Descriptions of the differences between recorded and current values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Return a description of each part that differs, with both values, by its name."""
+    """Return a description with both values for each name whose value differs."""
     return {
         name: _difference(name, before.get(name), value) for name, value in now.items() if before.get(name) != value
     }
@@ -20,14 +20,14 @@ def first_difference(before: Sequence[Any], now: Sequence[Any]) -> int:
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
-    """Describe how a part differs. A mapping shows the keys that differ, and a list its first element that does."""
+    """Describe how a value differs. For a mapping, show the keys that differ. For a list, show its first difference."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         return f"{name} was {_shown(before, keys)}, now {_shown(now, keys)}"
     if isinstance(before, list | tuple) and isinstance(now, list | tuple):
         at = first_difference(before, now)
         was, value = (one[at] if at < len(one) else None for one in (before, now))
-        return f"number {at + 1} of {len(before)} {name} was {was}, now {value}"
+        return f"{name}[{at}] was {was}, now {value}"
     return f"{name} was {before}, now {now}"
 
 

@@ -2,9 +2,9 @@
 
 Ray Data distributes the chunks, with backpressure and retries. Each node writes its own shards.
 
-Only chunks, counts and gathered inputs are sent between nodes. A node reads the input and the checkpoint at their
-paths, and writes to the run's folder on its own disk. If all nodes share one disk, that folder holds everything.
-Otherwise, copy the shards to one node and run the same command there. Only the manifest is left to write.
+Only chunks, counts and gathered inputs are sent between nodes. A node reads the input and the checkpoint from their
+paths, and writes to the path of the run's folder. If all nodes share a file system, that folder contains all shards.
+Otherwise, copy the shards to one node and run the same command there: it only writes the manifest.
 """
 
 from __future__ import annotations
@@ -34,33 +34,34 @@ if TYPE_CHECKING:
     from mindie_mm.batch.stage import Stage
 
 _CHECK = (
-    "Start its head node, or correct host and port. If the cluster has an authentication token, it must be in "
-    "RAY_AUTH_TOKEN here"
+    "Start its head node, or correct the host and port. If the cluster requires an authentication token, set "
+    "RAY_AUTH_TOKEN on this machine"
 )
 _DEATHS = 2
-"""Number of deaths of actors at one row after which the row is not tried again."""
+"""Number of times that actors may die at a row. After that, the row is skipped."""
 _MOST_BLOCKS = 10_000
-"""Maximum number of Ray's blocks, because its driver keeps data for each block. More chunks share blocks."""
+"""Maximum number of Ray's blocks, because its driver keeps data for each block. If there are more chunks, they share
+blocks."""
 _PIECE_BYTES = 1 << 24
-"""Number of bytes of a gathered input to hold in memory at a time."""
+"""Number of bytes of a gathered input that are held in memory at a time."""
 
 
 def shards(
     address: str, run: Run, folder: Path, chunks: Sequence[Chunk], num_workers: int | None
 ) -> Iterator[tuple[Chunk, list[ShardInfo]]]:
-    """Yield the chunks with their shards as they are done, in no order.
+    """Yield each chunk with its shards when the chunk is done. The order is undefined.
 
     Args:
         address: Address of the cluster to join as host:port, "auto" for the cluster that runs on this machine, or
-            "local" to start one.
+            "local" to start a cluster.
         run: Run to write shards of.
         folder: Folder of the run on each node.
         chunks: Chunks to tokenize.
         num_workers: Number of actors, by default one per core of the cluster.
 
     Raises:
-        InputError: Ray is not installed, or no cluster can be joined at the address.
-        MindieMMError: An error of an actor.
+        InputError: Ray is not installed, or the cluster at the address cannot be joined.
+        MindieMMError: An actor failed with this error.
 
     """
     if not chunks:
@@ -68,7 +69,7 @@ def shards(
     _join(address)
     import ray
 
-    # Ray's object store holds the lists, and spills them to disk if necessary.
+    # Ray's object store holds the gathered inputs, and spills them to disk if necessary.
     lists = {
         index: [ray.put(piece) for piece in _pieces(gathered_path(folder, index))]
         for index, given in enumerate(run.settings.inputs)
@@ -89,14 +90,17 @@ def shards(
 
 
 def _join(address: str) -> None:
-    """Join the cluster at `address`, unless this process has joined one. Raise InputError if there is none."""
+    """Join the cluster at `address`, unless this process has already joined one. Raise InputError if this fails."""
     named = address
     if address == "auto" and (address := ray_address() or "auto") != "auto":
-        named = f"{address}, which RAY_ADDRESS names"
+        named = f"{address} (from RAY_ADDRESS)"
     if "://" in address:
-        raise InputError(f"--ray {named}: a run joins a cluster itself, so give the host and port of its head node")
+        raise InputError(
+            f"--ray {named}: a run joins the cluster directly, not through a Ray client. Give the host and port of "
+            "the head node"
+        )
     if find_spec("ray") is None:
-        raise InputError("there is no Ray here: pip install 'mindie_mm[ray]'")
+        raise InputError("Ray is not installed: pip install 'mindie_mm[ray]'")
     imported = "ray" in sys.modules
     if address != "local":
         limit_ray_connect()
@@ -112,15 +116,16 @@ def _join(address: str) -> None:
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         reason = " ".join(str(error).split())
         advice = (
-            _CHECK if isinstance(error, ConnectionError) else "Give the host and port of its head node, as host:port"
+            _CHECK if isinstance(error, ConnectionError) else "Give the host and port of the head node, as host:port"
         )
-        raise InputError(f"no Ray cluster can be joined at {named}: {reason.rstrip('.')}. {advice}") from error
+        raise InputError(f"cannot join a Ray cluster at {named}: {reason.rstrip('.')}. {advice}") from error
 
 
 def _require_answer(address: str) -> None:
     """Raise ConnectionError unless a new process can join the cluster.
 
-    This process imported Ray before its limits were set, so it would wait for the default ones.
+    This process imported Ray before `limit_ray_connect` set shorter timeouts, so it would wait for the default
+    timeouts.
     """
     code = "import sys, ray; ray.init(address=sys.argv[1], include_dashboard=False, log_to_driver=False)"
     done = subprocess.run(  # noqa: S603 - our own code
@@ -138,15 +143,15 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def put_lists(run: Run, folder: Path, lists: Mapping[int, Iterable[bytes]], writer: str) -> None:
-    """Write the gathered inputs to a node's `folder`, unless they are there.
+    """Write the gathered inputs to a node's `folder`, unless the folder has them.
 
-    The folder may hold files of an earlier run. Each actor of the node may do this at the same time.
+    The folder may contain files of an earlier run. Actors of the node may call this function at the same time.
 
     Args:
         run: Run that the inputs belong to.
         folder: Folder of the run on this node.
-        lists: Pieces of each gathered input, by its number.
-        writer: Name of this writer, different from all others.
+        lists: Pieces of each gathered input, by the number of the input.
+        writer: Unique name of this writer.
 
     Raises:
         StorageError: An input cannot be written.
@@ -160,7 +165,7 @@ def put_lists(run: Run, folder: Path, lists: Mapping[int, Iterable[bytes]], writ
 
 
 class _Actor:
-    """A stage on a node of the cluster."""
+    """An actor on a node of the cluster, which runs a stage."""
 
     def __init__(self, run: bytes, folder: str, lists: Mapping[int, Sequence[Any]], call: str) -> None:
         self._run = msgspec.json.decode(run, type=Run)
@@ -195,15 +200,15 @@ class _Actor:
         return self._stage
 
     def _do(self, chunk: Chunk) -> list[ShardInfo]:
-        """Tokenize a chunk, and record the current row in a file until the row is finished.
+        """Tokenize a chunk. While a row is processed, a file records its number.
 
-        If an actor dies, Ray repeats its chunk on another one. The file then shows at which row it died.
+        If an actor dies, Ray repeats its chunk on another actor. The file then shows at which row the first actor died.
         """
         stage = self._begun()
         mark = self._folder / f"at-{chunk.number}.json"
         deaths = _deaths(mark, self._call)
         if max(deaths.values(), default=0) > _DEATHS:
-            raise ProcessDied(f"actors ended at rows {sorted(deaths)} again, though those were left out")
+            raise ProcessDied(f"actors exited at rows {sorted(deaths)} again, although these rows were skipped")
         doomed = {row: death_error("an unknown status") for row, count in deaths.items() if count >= _DEATHS}
 
         def at(row: int) -> None:
@@ -219,21 +224,22 @@ class _Actor:
 
 
 class _Mark(msgspec.Struct, frozen=True):
-    """Progress of a chunk."""
+    """Record of a chunk's current row and of the rows at which actors died."""
 
     call: str
-    """Call of `shards` that wrote the mark. If an earlier call was stopped, its last row is not to blame."""
+    """Identifier of the call of `shards` that wrote this record. Records of earlier calls are ignored, because stopping
+    a call looks like a death at its last row."""
     deaths: dict[int, int]
-    """Number of times that each row was begun and not finished."""
+    """Number of times that a row was begun and not finished, by row number."""
 
     def write(self, file: Path) -> None:
-        """Write the mark to `file`. Raise StorageError."""
+        """Write this record to `file`. Raise StorageError."""
         with os_errors_as(StorageError, f"{file} cannot be written"):
             file.write_bytes(msgspec.json.encode(self))
 
 
 def _deaths(file: Path, call: str) -> dict[int, int]:
-    """Return the deaths by row from the mark in `file`, or none if another call wrote it. Raise StorageError."""
+    """Return the number of deaths by row from `file`, or {} if another call wrote it. Raise StorageError."""
     try:
         mark = msgspec.json.decode(file.read_bytes(), type=_Mark)
     except (FileNotFoundError, msgspec.DecodeError):

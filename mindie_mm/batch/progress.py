@@ -20,14 +20,14 @@ Style = Literal["auto", "json"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Amount of work that was done."""
+    """Amount of work that is done."""
 
     rows: int = 0
     errors: int = 0
     num_bytes: int = 0
     """Size of the blocks in bytes."""
     share: float = 0.0
-    """Fraction of the input, 0 to 1, by bytes of its files or by rows."""
+    """Finished fraction of the input, 0 to 1, measured in bytes of its files or in rows."""
 
     def __add__(self, other: Progress) -> Progress:
         return Progress(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -40,7 +40,7 @@ class Show(Protocol):
     """Callback for each row. It decides when and how to show the progress."""
 
     def __call__(self, done: Progress, earlier: Progress) -> None:
-        """Receive the progress `done`, of which earlier runs did `earlier`."""
+        """Receive the progress. Earlier calls did the part `earlier` of the work `done`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class Rates:
     rows_per_s: float
     megabytes_per_s: float
     eta_s: float | None
-    """Remaining time in seconds, or None while no work is done."""
+    """Remaining time in seconds, or None until this call has done some work."""
 
     @classmethod
     def of(cls, done: Progress, earlier: Progress, elapsed_s: float) -> Rates:
-        """Return the rates of this call alone, without the work of `earlier` calls."""
+        """Return the rates of this call, without the work of `earlier` calls."""
         own, elapsed_s = done - earlier, max(elapsed_s, 1e-9)
         eta_s = elapsed_s * max(0.0, 1 - done.share) / own.share if own.share > 0 else None
         return cls(own.rows / elapsed_s, own.num_bytes / elapsed_s / 1e6, eta_s)
@@ -62,14 +62,15 @@ class Rates:
 
 @contextmanager
 def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = None) -> Iterator[Show]:
-    """Show the progress of a run, and always its final state.
+    """Show the progress of a run at intervals, and at its end.
 
-    A run that never calls `Show` was refused, and nothing is shown for it.
+    Nothing is shown for a run that is refused, because it never calls `Show`.
 
     Args:
-        style: "auto" draws a bar on a terminal, or else prints a line every 30 s. "json" prints an object every second.
+        style: "auto" draws a bar on a terminal and otherwise prints a line every 30 s. "json" prints an object every
+            second.
         out: Stream to print to.
-        interval_s: Time between two outputs in seconds, instead of the default of the style.
+        interval_s: Time between two outputs in seconds, by default that of the style.
 
     """
     if style == "auto" and out.isatty():
@@ -92,7 +93,7 @@ def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = Non
         while not ended.wait(interval_s or pause_s):
             print_now()
 
-    printing = Thread(target=print_often, daemon=True)  # a separate thread, because a row may take longer than a pause
+    printing = Thread(target=print_often, daemon=True)  # a separate thread, because a row may take a long time
     printing.start()
     try:
         yield show

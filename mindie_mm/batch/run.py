@@ -1,4 +1,4 @@
-"""Runs: finished chunks are skipped, and the others go to workers on this machine or on a Ray cluster."""
+"""Runs. Finished chunks are skipped, and workers on this machine or on a Ray cluster process the others."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mindie_mm.settings.paths import absolute
 from mindie_mm.shm.memory.liveness_lock import is_same
 
 LOCK_FILE = ".lock"
-_NAME_A_FOLDER = "Name a folder that you may write to, or one that does not exist yet"
+_NAME_A_FOLDER = "Choose a folder that you may write to, or one that does not exist yet"
 _LEFT_BY_ACTORS = ("at-*.json", "input-*.partial")
-"""Files that killed actors of Ray leave in a node's folder, which may be copied into the run's."""
+"""Files that killed Ray actors leave in a node's folder. Users may copy them to the run's folder with the shards."""
 
 
 def run_batch(
@@ -38,28 +38,29 @@ def run_batch(
     show: Show = lambda *_: None,
     ray_address: str | None = None,
 ) -> tuple[Manifest, Counter[str]]:
-    """Do the unfinished part of a run, and write its manifest. After any error, call this again to continue.
+    """Process the unfinished part of a run, and write its manifest. After any error, call this again to continue.
 
     Args:
         settings: Settings of the run.
         folder: Folder of the run. It is created if it does not exist.
-        num_workers: Number of processes, or of actors on Ray, by default one per core.
-        max_errors: Number of rows that may fail before the run stops, or None for any number.
+        num_workers: Number of worker processes or Ray actors, by default one per core.
+        max_errors: Maximum number of rows that may fail, or None for any number. The run stops if more rows fail.
         show: Callback for each row.
-        ray_address: Address of a Ray cluster, "local" for one of this machine, or None to use processes.
+        ray_address: Address of a Ray cluster, "local" to start a cluster on this machine, or None to use worker
+            processes.
 
     Returns:
         The manifest, and the number of files in the input's folders that are not media, by extension.
 
     Raises:
-        InputError: The folder cannot be used or holds another run, or the input cannot be read.
+        InputError: The folder cannot be used or contains another run, or the input cannot be read.
         StorageError: The output cannot be written, or an input file changed while the run read it.
-        ProcessDied: A worker died before it was ready, or on a row that was already left out.
+        ProcessDied: A worker died before it was ready, or at a row that it was told to skip.
         TooManyErrors: More than `max_errors` rows failed.
 
     """
     if num_workers is not None and num_workers < 1:
-        raise InputError(f"{num_workers} workers; it takes at least 1")
+        raise InputError(f"num_workers is {num_workers}; it must be at least 1")
     folder = absolute(folder)
     _require_apart(settings.inputs, folder)
     with _locked(folder):
@@ -82,7 +83,7 @@ def run_batch(
         if ray_address is None:
             asyncio.run(Workers(folder, every, tally).run(num_workers))
         else:
-            from mindie_mm.batch import on_ray  # imported late, because it is an extra and takes seconds
+            from mindie_mm.batch import on_ray  # imported late, because Ray is an extra and slow to import
 
             waiting = [chunk for chunk in every if not tally.is_done(chunk)]
             for chunk, shards in on_ray.shards(ray_address, run, folder, waiting, num_workers):
@@ -99,21 +100,21 @@ def run_batch(
 
 
 def _require_apart(inputs: Sequence[str], folder: Path) -> None:
-    """Raise InputError if an input lies in the output folder, where files of the run may replace it."""
+    """Raise InputError if an input is in the output folder, where files of the run may replace it."""
     output = Path(os.path.realpath(folder))
     for given in inputs:
         if not is_stream(given) and Path(os.path.realpath(given)).is_relative_to(output):
-            raise InputError(f"the input {given} lies in the output folder {folder}. Name another output folder")
+            raise InputError(f"the input {given} is inside the output folder {folder}. Choose another output folder")
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Create the folder if needed, and lock it against other runs. The kernel releases the lock however the run ends.
+    """Create the folder if needed, and lock it against other runs. When the process ends, the kernel releases the lock.
 
     A run that fails before it begins removes the files and folders that it created.
 
     Raises:
-        InputError: Another run is using the folder, or it is no folder that the caller may write to.
+        InputError: Another run is using the folder, or the path is not a folder that the caller may write to.
         StorageError: The file system fails.
 
     """

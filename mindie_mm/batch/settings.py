@@ -1,4 +1,4 @@
-"""Settings and input of a run, which decide its bytes. They are recorded before the first row is written."""
+"""Settings and input of a run, which determine its output. They are recorded before the first row is written."""
 
 from __future__ import annotations
 
@@ -25,49 +25,51 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import MediaCaps, MiB
 
 FORMAT = 2
-"""Version of the output's layout. Other versions are not read."""
+"""Version of the output's layout. Output of other versions cannot be read."""
 RUN_FILE = "run.json"
 
 MAX_SHARD_BYTES = 2**40
-_GO_ON = "Name another folder for --output, or restore the earlier settings, files and versions to continue this run"
+_GO_ON = "Choose another folder for --output, or restore the earlier settings, files and versions to continue this run"
 
 _RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
-"""Files that may exist before the run's file: its lock, gathered input, and files from another node."""
+"""Names of files that a folder may contain before its run.json: the lock, gathered input, and files from other
+nodes."""
 _LOCATIONS = frozenset({"model", "inputs", "stdin_folder"})
-"""Settings that are locations. The digests of the files at these locations are compared instead."""
+"""Settings that are paths. The digests of the files at these paths are compared instead."""
 _PIECE_BYTES = 1 << 20
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that change the rows of a run or their bytes."""
+    """Settings that affect the content of a run."""
 
     model: str
-    """Absolute path of the checkpoint directory. Empty: the embedded checkpoint."""
+    """Absolute path of the checkpoint directory, or empty for the embedded checkpoint."""
     family: str = ""
-    """As `WorkerConfig.family`. Empty: the family that the checkpoint names."""
+    """Same as `WorkerConfig.family`. If it is empty, the checkpoint determines the family."""
     inputs: tuple[str, ...]
     """Absolute paths of files of rows, pipes with JSON lines and media folders. "-" is standard input."""
     stdin_folder: str = ""
     """Absolute base folder of relative paths in rows from standard input and pipes."""
     columns: tuple[str, ...] = ()
-    """Columns of Parquet files, and keys of JSON objects, to read. Empty: all."""
+    """Columns of Parquet files and keys of JSON objects to read, or empty for all."""
     template: str = ""
-    """Prompt for the media of rows from a folder or tar, with `{media}` at their place. Without `{media}` they come
+    """Prompt for the media of rows from a folder or tar. `{media}` marks their place. Without `{media}`, the media come
     first."""
     chat: bool = True
-    """Format rows of items as one user turn with the chat template, if the checkpoint has one."""
+    """Whether rows of items are formatted as one user turn, if the checkpoint has a chat template."""
     max_tokens: int = 0
     """Maximum number of tokens of a row, or 0 for no limit. A longer row is an error."""
     truncate: bool = False
-    """Shorten a longer row by its oldest text and whole media items instead."""
+    """Whether a longer row is shortened instead: the oldest text and whole media items are removed."""
     limit: int | None = None
-    """Maximum number of rows to take, or None for all."""
+    """Maximum number of rows to tokenize, or None for all."""
     shard_bytes: int = 256 * MiB
-    """Size of blocks in bytes at which a shard ends."""
+    """Total size of the blocks in bytes at which a shard ends."""
     shard_rows: int = 128
-    """Maximum number of rows of a shard. A process does that many rows at a time, and repeats them if it dies."""
+    """Maximum number of rows of a shard. This is also the number of rows of a chunk, which is repeated if a process
+    dies."""
     media: MediaCaps = MediaCaps()
-    """Limits on media. An item above a limit is an error of its row. `max_decode_bytes` does not apply."""
+    """Limits on media. A row with an item above a limit fails. `max_decode_bytes` does not apply."""
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -76,25 +78,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("max_tokens", 0, 2**31),
         ):
             if not least <= getattr(self, name) <= most:
-                raise InputError(f"{name} is {getattr(self, name)}, it must be {least} to {most}")
+                raise InputError(f"{name} is {getattr(self, name)}; it must be {least} to {most}")
         require_streams_once(self.inputs)
         for name, values in (("model", [self.model]), ("stdin_folder", [self.stdin_folder]), ("inputs", self.inputs)):
             for value in values:
                 if not _is_utf8(value):
-                    raise InputError(f"{name} has {value!r}, which is not UTF-8: the run's file cannot name it")
+                    raise InputError(
+                        f"{name} has {value!r}, which is not UTF-8 and cannot be written to the run's file. Rename it"
+                    )
         if (marks := self.template.count(MEDIA_MARK)) > 1:
-            raise InputError(f"template has {MEDIA_MARK} {marks} times; the media stand at one place")
+            raise InputError(f"template has {MEDIA_MARK} {marks} times; the limit is 1")
         if self.truncate and not self.max_tokens:
-            raise InputError("truncate needs max_tokens: nothing else says which rows are too long")
+            raise InputError("truncate needs max_tokens: without it, no row is too long")
         if self.limit is not None and self.limit < 1:
-            raise InputError(f"limit is {self.limit}, it must be at least 1")
+            raise InputError(f"limit is {self.limit}; it must be at least 1")
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint. Raise UnsupportedCheckpoint."""
         return Checkpoint.open(self.model or None)
 
     def media_folder(self, index: int) -> Path:
-        """Return the folder at which relative paths in an input begin."""
+        """Return the base folder of relative paths in an input."""
         given = self.inputs[index]
         if is_stream(given):
             return Path(self.stdin_folder)
@@ -105,18 +109,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             folder: Folder of the run.
-            states: States that the files must have, by default those that they have now.
+            states: States that the files must have, by default their current states.
             digests: Fingerprints of the files, if they are known.
 
         Raises:
             InputError: A file cannot be read.
-            StorageError: A file is not in its state.
+            StorageError: A file is not in the given state.
 
         """
         found = []
         for index, given in enumerate(self.inputs):
             gathered = is_gathered(given)
-            # Rows of a media folder are written by `gather` and need all their columns.
+            # `gather` wrote the rows of a media folder. They need all their columns.
             columns = self.columns if is_stream(given) or not gathered else ()
             path = gathered_path(folder, index) if gathered else Path(given)
             state = states[index] if states else None
@@ -126,20 +130,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings, and fingerprints of the files that they named when the run began."""
+    """Settings of a run, and fingerprints of the checkpoint and the input when the run began."""
 
     format: int = FORMAT
     settings: Settings
     model_digest: str
-    """Digest of the checkpoint's files that tokenising reads."""
+    """Digest of the checkpoint's files that tokenization reads."""
     input_digests: tuple[str, ...]
-    """`Source.fingerprint` of each file of rows. It does not cover media that rows name."""
+    """`Source.fingerprint` of each file of rows. It does not cover media files that rows refer to."""
     versions: Mapping[str, str] = {}
-    """Versions of the packages that make ids and arrays. Empty for a run of a release that did not record them."""
+    """Versions of the packages that affect ids and arrays. Empty for a run that an older release wrote."""
 
     @classmethod
     def of(cls, settings: Settings, folder: Path, sources: Sequence[Source] | None = None) -> Run:
-        """Compute the fingerprints of the files that the settings name.
+        """Compute the fingerprints of the checkpoint and the input.
 
         Args:
             settings: Settings of the run.
@@ -147,13 +151,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             sources: Opened files of rows, by default those of `settings`.
 
         Raises:
-            InputError: An input or the checkpoint cannot be read, or the settings do not fit them.
-            StorageError: An input changes meanwhile.
+            InputError: An input or the checkpoint cannot be read, or the settings do not fit the input.
+            StorageError: An input changes while it is read.
 
         """
         sources = settings.sources(folder) if sources is None else sources
         if settings.template and not any(map(_takes_template, settings.inputs, sources)):
-            raise InputError("template is for folders of media and tars; rows of other files have their own texts")
+            raise InputError(
+                "template applies only to folders of media and tar files; the rows of other files have their own text"
+            )
         for source in sources:
             if isinstance(source, JSONLines):
                 _require_named(source)
@@ -162,9 +168,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return cls(settings=settings, model_digest=digest, input_digests=digests, versions=versions())
 
     def parts(self) -> dict[str, Any]:
-        """Return everything that decides the bytes of the run, by name. It includes no location.
+        """Return the values that determine the output of the run, as a dict. Paths are not included.
 
-        If a part differs, the message that refuses to continue the run names it.
+        If a later call has other values, an error lists the differences.
         """
         values: dict[str, Any] = msgspec.to_builtins(self)
         return {
@@ -181,29 +187,31 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         """Return the states of the input's files on this machine.
 
         Raises:
-            InputError: The checkpoint, the input (gathered in `folder`) or the versions are not those of the run.
+            InputError: The checkpoint, the input (gathered in `folder`) or the versions differ from those of the run.
 
         """
         sources = self.settings.sources(folder)
         if differing := _differences(self, Run.of(self.settings, folder, sources)):
-            raise InputError(f"{socket.gethostname()} has other files than the run: {'; '.join(differing)}")
+            raise InputError(
+                f"{socket.gethostname()} has files that differ from those of the run: {'; '.join(differing)}"
+            )
         return [source.state for source in sources]
 
     def require_model(self, checkpoint: Checkpoint) -> None:
-        """Raise InputError unless `checkpoint`, at any path, is the one that the rows were tokenised with."""
+        """Raise InputError unless `checkpoint`, at any path, is the checkpoint that the rows were tokenized with."""
         if (found := model_digest(checkpoint)) != self.model_digest:
             raise InputError(
-                f"{checkpoint.path} is not the checkpoint that the rows were tokenised with: the digest of the files "
-                f"that tokenising reads is {found}, not {self.model_digest}"
+                f"{checkpoint.path} is not the checkpoint that tokenized the rows: the digest of its tokenizer "
+                f"files is {found}, not {self.model_digest}"
             )
 
     def begin(self, folder: Path) -> None:
-        """Write the run's file into `folder`, unless the file is there.
+        """Write the run's file into `folder`, unless the folder has it.
 
         If inputs or the checkpoint have moved, update their locations in the file.
 
         Raises:
-            InputError: The folder holds another run. The message names the differences.
+            InputError: The folder contains another run. The message lists the differences.
             StorageError: The file cannot be written.
 
         """
@@ -226,10 +234,10 @@ def _takes_template(given: str, source: Source) -> bool:
 
 
 def _require_named(source: JSONLines) -> None:
-    """Raise InputError if a selected column occurs nowhere in a file, as for a missing column of a table.
+    """Raise InputError if a selected column does not occur in a JSON file.
 
-    The check is meant to find typing errors. It accepts the name anywhere in the text, not only as a key. Names that
-    JSON may escape are not checked.
+    The check finds misspelled names. It accepts a name anywhere in the text, not only as a key. Names that JSON may
+    escape are not checked.
     """
     missing = {
         f'"{column}"'.encode(): column for column in source.columns if column.isascii() and column.isidentifier()
@@ -237,14 +245,14 @@ def _require_named(source: JSONLines) -> None:
     longest, content = max(map(len, missing), default=0), b""
     with os_errors_as(InputError, f"{source.name} cannot be read"), source.path.open("rb") as file:
         while missing and (piece := file.read(_PIECE_BYTES)):
-            content = content[-longest:] + piece  # a name may lie across two pieces
+            content = content[-longest:] + piece  # a name may be split between two pieces
             missing = {key: column for key, column in missing.items() if key not in content}
         if missing and content:
-            raise InputError(f"{source.name} has no row with {min(missing.values())!r}, which --select-columns names")
+            raise InputError(f"{source.name} has no row with {min(missing.values())!r}. Correct --select-columns")
 
 
 def _is_utf8(path: str) -> bool:
-    """Return whether a path, as Python represents it, can be written as JSON."""
+    """Return whether a path can be written as JSON."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -253,41 +261,44 @@ def _is_utf8(path: str) -> bool:
 
 
 def require_run(folder: Path) -> None:
-    """Raise InputError if a folder holds other files instead of a run, or if it cannot be listed."""
+    """Raise InputError if a folder contains other files and no run, or if it cannot be listed."""
     if not (folder / RUN_FILE).exists():
         with os_errors_as(InputError, f"{folder} cannot be listed"):
             others = [path.name for path in folder.iterdir() if not _RUN_FILES.fullmatch(path.name)]
         if others:
-            raise InputError(f"{folder} holds no run, but {min(others)}: name a folder that is empty, or not there yet")
+            raise InputError(
+                f"{folder} does not hold a run, but has {min(others)}. Choose a folder that is empty or does not "
+                "exist yet"
+            )
 
 
 def _differences(earlier: Run, now: Run) -> list[str]:
-    """Return the parts that differ between two runs, or else the inputs that lie elsewhere, each with both values."""
+    """Describe the values that differ between two runs, or, if there are none, the inputs that have moved."""
     before, after = earlier.parts(), now.parts()
     found = differences(before, after)
     if "input_digests" in found:
         at = first_difference(before["input_digests"], after["input_digests"])
         if at < len(now.settings.inputs):
             name = called(now.settings.inputs[at])
-            found["input_digests"] += f", because {name} has another content than the earlier input"
+            found["input_digests"] += f", because the content of {name} differs from that of the earlier input"
     return [*found.values()] or _moved(earlier.settings, now.settings)
 
 
 def _moved(earlier: Settings, now: Settings) -> list[str]:
-    """Return the inputs whose rows have the same content, but may name other media because they lie elsewhere.
+    """Describe the inputs that have moved, so that relative paths in their rows may refer to other media.
 
-    Another spelling of a path is the same place. So is a new path if nothing is left at the earlier one.
+    Another spelling of a path is the same place. A new path also counts as the same if the earlier folder is gone.
     """
     pairs = [*zip(earlier.inputs, now.inputs, strict=True), (earlier.stdin_folder, now.stdin_folder)]
     return [
-        f"the input was {called(was)}, now {called(value)}, which may have other media beside the same rows"
+        f"the input was {called(was)}, now {called(value)}. The media beside the rows may differ"
         for was, value in pairs
         if not _is_same_place(was, value)
     ]
 
 
 def _is_same_place(was: str, now: str) -> bool:
-    """Return whether the media beside two inputs are the same, or the folder of the earlier ones is gone."""
+    """Return whether relative paths in two inputs have the same base folder, or the earlier base folder is gone."""
     if was == now or (is_stream(was) and is_stream(now)):
         return True
     earlier, present = (given if is_folder(given) else os.path.dirname(given) for given in (was, now))  # noqa: PTH120

@@ -1,4 +1,4 @@
-"""Tokenization of a chunk of rows to shards. Every process writes the same bytes."""
+"""Tokenization of a chunk of rows. The shards do not depend on which process writes them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Stage:
 
         Args:
             run: Run to write shards of.
-            folder: Folder to write them to.
-            states: States that the input's files must have, by default those that they have now.
+            folder: Folder to write the shards to.
+            states: States that the input's files must have, by default their current states.
 
         Raises:
             InputError: An input cannot be read.
-            UnsupportedCheckpoint: No family serves the checkpoint.
-            StorageError: An input is not in its state.
+            UnsupportedCheckpoint: No family supports the checkpoint.
+            StorageError: An input is not in the given state.
 
         """
         torch.set_num_threads(1)
@@ -54,7 +54,7 @@ class Stage:
         settings = run.settings
         self._folder = folder
         self._sources = settings.sources(folder, states, run.input_digests)
-        # Checked at the start, because a folder that is removed later would be taken for a file.
+        # Check this now, because a folder that is removed later would be treated as a file.
         self._places = [
             _Place(settings.media_folder(index), is_folder(given)) for index, given in enumerate(settings.inputs)
         ]
@@ -68,8 +68,8 @@ class Stage:
     def run(self, chunk: Chunk, doomed: Mapping[int, str]) -> Iterator[Step | Finished]:
         """Tokenize the rows of `chunk`, one after another.
 
-        Rows in `doomed` get the error given there without being tried. A row that cannot be tokenized becomes an error.
-        A shard gets its name only if the input is still in the state in which the run found it.
+        Rows in `doomed` are not tried, and get the error given there. A row that cannot be tokenized is recorded with
+        its error. A shard gets its final name only if the input has not changed since the run began.
 
         Raises:
             StorageError: The shards cannot be written, or the input has changed.
@@ -77,7 +77,7 @@ class Stage:
         """
         source, shards = self._sources[chunk.file], list[ShardInfo]()
         if self._last is not source:
-            self._last.close()  # keeps only one file open, however many there are
+            self._last.close()  # keep only one file open at a time
             self._last = source
         records, place = source.records(chunk.start, chunk.stop), self._places[chunk.file]
         with ExitStack() as left:
@@ -141,25 +141,25 @@ class _Place(NamedTuple):
     folder: Path
     """Base folder of relative paths."""
     is_listed: bool
-    """Whether the input is that folder."""
+    """Whether the input is this folder."""
 
 
 def _require_listed(record: Record, folder: Path) -> None:
-    """Raise StorageError if the file of a row of a media folder was removed since the folder was listed."""
+    """Raise StorageError if the file of a media folder's row was removed after the folder was listed."""
     for item in parse(record, folder, "").items or ():
         source = item.source if isinstance(item, Media) else None
-        # A name with an escaped byte, such as \xe9, is of a file that exists under its real name.
+        # A name with an escaped byte, such as \xe9, belongs to a file that exists under its unescaped name.
         if isinstance(source, str) and "\\x" not in source and not os.path.lexists(source):
             raise StorageError(f"{source} was removed while the run read {folder}. Restore the file")
 
 
 def _next(records: Iterator[Record], source: Source) -> Record:
-    """Return the next record. Raise StorageError if the file has changed, breaks off or is damaged."""
+    """Return the next record. Raise StorageError if the file has changed, is truncated or is damaged."""
     try:
         return next(records)
     except InputError:
-        source.require_unchanged()  # then the change is the reason
+        source.require_unchanged()  # if the file has changed, report the change instead
         raise
     except (OSError, ValueError, NotImplementedError, StopIteration) as error:  # pyarrow raises the first three
         source.require_unchanged()
-        raise StorageError(f"{source.path} cannot be read any further: {str(error) or 'it ended early'}") from error
+        raise StorageError(f"{source.path} cannot be read to the end: {str(error) or 'it ended early'}") from error

@@ -1,4 +1,4 @@
-"""Progress of a run: chunks of earlier calls, failed rows, and the finished share of the input."""
+"""Progress of a run, including chunks of earlier calls, failed rows, and the finished share of the input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_
 
 
 class Tally:
-    """The count of finished rows of `run` in `folder`, which is passed to `show`."""
+    """The count of finished rows of a run. Each change is passed to `show`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Tally:
             sources: Files of rows.
             max_errors: Maximum number of rows that may fail, or None for any number.
             show: Callback for each row.
-            begun_states: States of the files in the call that began the run.
+            begun_states: States of the files during the call that began the run.
 
         """
         self._sources = sources
@@ -46,7 +46,7 @@ class Tally:
             for index, (source, state) in enumerate(zip(sources, begun_states, strict=False))
             if source.state != state and not source.is_digested_whole
         }
-        """Files that may have changed since an earlier call, between the pieces that their fingerprints cover."""
+        """Files that may have changed since an earlier call in parts that their fingerprints do not cover."""
         self._digest, self._limit = run.digest, run.settings.limit
         self._folder = folder
         self._max_errors = max_errors
@@ -54,15 +54,15 @@ class Tally:
         sizes = [source.state.size for source in sources]
         each = zip(sizes, sources, strict=True)
         self._shares = [size / max(1, sum(sizes)) / max(1, source.size) for size, source in each]
-        """Share of the whole input per unit of each source's own size."""
+        """For each source, the share of the whole input that a unit of its size (a byte or a row) has."""
         self.done = self._earlier = Progress()
         show(self.done, self._earlier)
 
     def is_done(self, chunk: Chunk) -> bool:
-        """Return whether an earlier call did a chunk, and count the chunk in that case.
+        """Return whether an earlier call finished a chunk. Count the chunk in that case.
 
         Raises:
-            InputError: The input has other rows than that call read.
+            InputError: The input's rows differ from the rows that the earlier call read.
             StorageError: The input cannot be read.
 
         """
@@ -90,11 +90,11 @@ class Tally:
         self._require_few_errors(f"rows {chunk.first_row} to {chunk.stop_row - 1}")
 
     def take_back(self, rows: Progress) -> None:
-        """Subtract rows that were added, because their worker died before the end of the chunk."""
+        """Subtract rows that were counted before their worker died, because their chunk will be repeated."""
         self._add(Progress() - rows)
 
     def end(self) -> None:
-        """Show that all is done, including parts of files that belong to no row, such as the end of a tar."""
+        """Show a share of 1.0. Parts of files that belong to no row, such as the end of a tar, count as done."""
         self._show(replace(self.done, share=1.0), self._earlier)
 
     def _require_same_records(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
@@ -108,8 +108,8 @@ class Tally:
                 if digest.hex() != shard.records_digest:
                     raise InputError(
                         f"{source.name} has changed since an earlier call: rows {shard.first_row} to "
-                        f"{shard.stop_row - 1} are not those that {self._folder} was made from. Restore the file, or "
-                        "name another folder for --output"
+                        f"{shard.stop_row - 1} differ from those in {self._folder}. Restore the file, or "
+                        "choose another folder for --output"
                     )
 
     def _add_all(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
@@ -122,13 +122,13 @@ class Tally:
         self._show(self._of_limit(self.done), self._of_limit(self._earlier))
 
     def _share(self, chunk: Chunk, rows: int) -> float:
-        """Return the share of the whole input of so many rows of a chunk."""
+        """Return the share of the whole input that a number of rows of a chunk has."""
         return self._shares[chunk.file] * (chunk.stop - chunk.start) * rows / chunk.num_rows
 
     def _of_limit(self, done: Progress) -> Progress:
-        """Return `done` with its share of the limited number of rows, if that is more than its share of the input."""
+        """Return `done` with its share of the limited number of rows, if this share is larger."""
         return done if self._limit is None else replace(done, share=max(done.share, done.rows / self._limit))
 
     def _require_few_errors(self, why: str) -> None:
         if self._max_errors is not None and self.done.errors > self._max_errors:
-            raise TooManyErrors(f"{why} (rows that failed: {self.done.errors}, the limit is {self._max_errors})")
+            raise TooManyErrors(f"{why} (rows that failed: {self.done.errors}; the limit is {self._max_errors})")

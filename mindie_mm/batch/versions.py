@@ -1,4 +1,4 @@
-"""Versions of the packages that decide ids and arrays. Two versions in one run would mix their results."""
+"""Versions of the packages that affect ids and arrays. All calls of a run must use the same versions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _PACKAGES = (
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
     """Return the installed versions of this package, of the packages that decode and tokenize, and of `more`.
 
-    Packages that are not installed are left out. PyAV may use FFmpeg of the system, so FFmpeg has its own version.
+    Packages that are not installed are left out. FFmpeg's libraries are listed separately, because PyAV may use those
+    of the system.
     """
-    import av  # late, because listing and checking a run's files need no decoder
+    import av  # imported late, because listing and checking a run's files do not need a decoder
 
     found = {}
     for name in (*_PACKAGES, *more):

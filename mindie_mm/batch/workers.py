@@ -1,4 +1,4 @@
-"""Worker processes of a run on this machine. Rows at which they die are detected."""
+"""Worker processes of a run on this machine, and detection of rows at which they die."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMINGS_FILE = "timings.jsonl"
 
 
 class Workers:
-    """Processes that do the `chunks` that no earlier call finished, and write to `folder`."""
+    """Processes that tokenize the `chunks` that no earlier call finished, and write shards to `folder`."""
 
     def __init__(self, folder: Path, chunks: Iterator[Chunk], tally: Tally) -> None:
         self._folder = folder
@@ -40,17 +40,17 @@ class Workers:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Report)
 
     async def run(self, num_workers: int | None) -> None:
-        """Run `num_workers` processes until all chunks are done. None means one for each CPU that this process may use.
+        """Run `num_workers` processes until all chunks are done. None means a process for each available CPU.
 
         Raises:
-            ProcessDied: A worker died before it was ready, or on a row that was already left out.
+            ProcessDied: A worker died before it was ready, or at a row that it was told to skip.
             StorageError: A shard cannot be written.
             TooManyErrors: More rows failed than the run allows.
 
         """
         try:
             await gather([self._worker(self._chunks) for _ in range(num_workers or available_cpus())])
-            # Run a single worker, so that the memory that other workers take cannot end it again.
+            # Run a single worker, so that memory use of other workers cannot get it killed again.
             while self._set_aside:
                 again, self._set_aside = self._set_aside, []
                 await self._worker(chain(again, self._chunks), alone=True)
@@ -63,14 +63,14 @@ class Workers:
         for chunk in every:
             if not self._tally.is_done(chunk):
                 return chunk
-            await asyncio.sleep(0)  # many chunks may be done, and an interrupt must get through
+            await asyncio.sleep(0)  # many chunks may be done, and an interrupt must be handled between them
         return None
 
     async def _worker(self, every: Iterator[Chunk], *, alone: bool = False) -> None:
-        """Run one process after another until no chunks are left. Start none if there are no chunks.
+        """Run one process after another until no chunks are left. Start no process if there are no chunks.
 
-        A process that is killed before it is ready is not replaced, and its chunk is left to the others. If it ran
-        `alone`, raise ProcessDied.
+        A process that is killed before it is ready is not replaced, and its chunk is left to the other processes. If it
+        ran `alone`, raise ProcessDied.
         """
         while (chunk := await self._next(every)) is not None:
             with RowCursor.create() as cursor:
@@ -84,10 +84,10 @@ class Workers:
             if chunk is not None:
                 self._set_aside.append(chunk)
             if not ready:
-                how = f"a worker ended with {_ended_with(child.status)} before it was ready"
+                how = f"a worker exited with {_ended_with(child.status)} before it was ready"
                 if alone or child.status is None or child.status >= 0:
                     raise ProcessDied(how)
-                _log.warning("%s: the run goes on with one less", how)
+                _log.warning("%s; the run continues with one worker less", how)
                 return
 
     async def _report(self, child: Child) -> Report | None:
@@ -101,7 +101,7 @@ class Workers:
         return report
 
     async def _finish(self, child: Child, cursor: RowCursor, chunk: Chunk) -> bool:
-        """Let the worker do a chunk. Return False if it died before the end."""
+        """Let the worker process a chunk. Return False if the worker died before the end."""
         began, done = time.monotonic(), Progress()
         doomed = {row: why for row, why in self._suspects.doomed.items() if chunk.first_row <= row < chunk.stop_row}
         cursor.move_to(chunk.first_row)
@@ -118,7 +118,7 @@ class Workers:
         return False
 
     def _write_timing(self, chunk: Chunk, seconds: float, pid: int) -> None:
-        """Write the duration to a separate file, because the other files must not differ between runs.
+        """Append the duration to a separate file, because the other files must be the same in every run.
 
         Raises:
             StorageError: The file cannot be written.
@@ -135,19 +135,19 @@ class _Suspects:
     """Rows at which workers died."""
 
     deaths: dict[int, int] = field(default_factory=dict)
-    """Number of deaths by row."""
+    """Number of deaths by row number."""
     doomed: dict[int, str] = field(default_factory=dict)
-    """Errors of the rows that are not tried again, by row."""
+    """Error messages of rows that are not tried again, by row number."""
 
     def blame(self, row: int, status: int | None) -> None:
-        """Record a death at `row`. Raise ProcessDied if the row was left out, which makes this the third death."""
+        """Record a death at `row`. Raise ProcessDied if the worker was told to skip the row."""
         how = _ended_with(status)
-        _log.warning("a worker ended with %s at row %d", how, row)
+        _log.warning("a worker exited with %s at row %d", how, row)
         if row in self.doomed:
-            raise ProcessDied(f"a worker ended with {how} at row {row} again, though that row was left out")
+            raise ProcessDied(f"a worker exited with {how} at row {row} again, although this row was skipped")
         self.deaths[row] = self.deaths.get(row, 0) + 1
         if self.deaths[row] > 1:
-            self.doomed[row] = f"{death_error(how)}, the second time alone"
+            self.doomed[row] = f"{death_error(how)}. The second time, no other row was being processed"
 
 
 def _ended_with(status: int | None) -> str:

@@ -1,7 +1,8 @@
-"""The command mindie-mm: one module per command, imported when that command is called.
+"""The command mindie-mm. Each of its commands has a module, which is imported when the command is called.
 
 A command's module imports slow libraries (torch, a web framework, rich) inside its function, so that `--help` and the
-tools for shared memory start at once. The flags of `serve` are the fields of `mindie_mm/settings/config.py`.
+commands for shared memory start quickly. The options of `serve` are the fields of the classes in
+`mindie_mm/settings/config.py`.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ COMMANDS = ("serve", "ask", "tokenize", "generate", "inspect", "models", "shm", 
 
 
 class _Mistake(click.ClickException):
-    """A path, a setting or a permission that the user has to correct."""
+    """An error in a path, setting or permission that the user has to correct."""
 
     exit_code = 2
 
 
 class _Commands(click.Group):
-    """A group in which each command is `command` of the module with its name."""
+    """The group of commands. Each command is the function `command` of the module with its name."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Parse the command line and run the command. An interrupt while parsing ends with 130 too.
+        """Parse the command line and run the command. If parsing is interrupted, exit with status 130.
 
-        The standard streams are set up before anything else is opened or printed.
+        The encoding of the standard streams is set first.
         """
         restart_in_utf8()
         use_utf8()
@@ -61,7 +62,7 @@ class _Commands(click.Group):
         return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:
-        """Run a command. Show an error of this package as one line, and end with 130 on an interrupt."""
+        """Run a command. Show an error of this package as one line. On an interrupt, exit with status 130."""
         try:
             interruptible()
             return super().invoke(context)
@@ -75,11 +76,11 @@ class _Commands(click.Group):
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """End this process with status 0 on SIGTERM, SIGINT and SIGHUP until the server handles them.
+    """Exit with status 0 on SIGTERM, SIGINT and SIGHUP until the server handles these signals.
 
-    The process holds no resources yet. The kernel drops signals for which process 1 of a container has no handler, and
-    `serve` spends a second or more on imports. Signals that the process was started to ignore, such as SIGHUP under
-    nohup, stay ignored.
+    The process has not allocated resources yet. Handlers are needed because the kernel drops signals for which process
+    1 of a container has no handler, and the imports of `serve` take a second or more. Signals that are already ignored,
+    such as SIGHUP under nohup, stay ignored.
     """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -101,6 +102,6 @@ def main() -> None:
     Start with `mindie-mm serve`, or ask one question with `mindie-mm ask`. Both use a small embedded model unless you
     name the folder of a checkpoint.
 
-    Exit status: 0 for success, 1 for a failure, 2 for a wrong command, setting or permission, 130 for an interrupt.
+    Exit status: 0 for success, 1 for a failure, 2 for a wrong command, setting or permission, 130 if interrupted.
     """
     keep_backends_out()

@@ -16,22 +16,25 @@ from mindie_mm.settings.config import WorkerConfig
 
 @click.command("ask", short_help="Ask one question and print the answer.")
 @click.argument("question", type=TEXT)
-@click.option("--image", "images", multiple=True, type=READABLE_FILE, help="Picture to ask about. Repeatable.")
+@click.option("--image", "images", multiple=True, type=READABLE_FILE, help="Image to ask about. Repeatable.")
 @click.option("--video", "videos", multiple=True, type=READABLE_FILE, help="Video to ask about. Repeatable.")
-@click.option("--audio", "sounds", multiple=True, type=READABLE_FILE, help="Sound to ask about. Repeatable.")
+@click.option("--audio", "sounds", multiple=True, type=READABLE_FILE, help="Audio clip to ask about. Repeatable.")
 @click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]")
-@click.option("--family", help="Model family to use, whatever config.json says.  [default: the one in config.json]")
+@click.option(
+    "--family", help="Model family to use instead of the one that config.json names.  [default: the one in config.json]"
+)
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Maximum number of tokens of the answer.")
 @click.option("--temperature", type=float, default=0.0, show_default=True,
-              help="Randomness of the answer. 0 always gives the same answer.")  # fmt: skip
+              help="Sampling temperature. 0 always gives the same answer.")  # fmt: skip
 @click.option("--generation-config", metavar="auto|vllm|FOLDER",
-              help="Source of the other sampling parameters: the checkpoint's generation_config.json, neutral values, "
-              "or a folder with such a file. --json shows what applied.  [default: auto]")  # fmt: skip
+              help="Source of the other sampling parameters: the checkpoint's generation_config.json, "
+              "neutral values, or a folder with such a file. --json prints the values that were "
+              "used.  [default: auto]")  # fmt: skip
 @click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
 @click.option("--tensor-parallel", type=click.IntRange(1),
               help="Number of devices that share the model's weights.  [default: 1]")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print text, token ids, finish reason, timings and the sampling "
-              "parameters that applied as JSON.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print text, token ids, finish reason, timings and "
+              "the sampling parameters that were used, as JSON.")  # fmt: skip
 def command(
     question: str,
     images: tuple[Path, ...],
@@ -69,7 +72,7 @@ def command(
         "generation_config": generation_config,
     }
     found = configured(model, flags)
-    SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # first, as it needs no checkpoint
+    SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # needs no checkpoint
     default = defaults_of(found.worker.model, found.worker.family, found.worker.generation_config)
     params = default.stating(max_tokens=max_tokens, temperature=temperature).check(math.inf)
     level = found.service.log_level if "log_level" in found.origins else "warning"
@@ -92,7 +95,7 @@ def command(
 
 
 def _require_kinds(config: WorkerConfig, given: list[str]) -> None:
-    """Raise InputError if the checkpoint does not accept a given kind of media. Called before weights are loaded."""
+    """Raise InputError if the checkpoint does not support a given kind of media. Do not load weights."""
     from mindie_mm.models import family_of
     from mindie_mm.nn.checkpoint.directory import Checkpoint
 
@@ -100,4 +103,6 @@ def _require_kinds(config: WorkerConfig, given: list[str]) -> None:
     kinds = family_of(checkpoint, config.family).kinds
     for kind in given:
         if kind not in kinds:
-            raise InputError(f"--{kind}: {checkpoint.path} takes no {kind}, only {', '.join(kinds)}")
+            raise InputError(
+                f"--{kind}: {checkpoint.path} does not accept {kind} inputs; it accepts {', '.join(kinds)}"
+            )

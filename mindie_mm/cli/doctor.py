@@ -20,15 +20,15 @@ from mindie_mm.settings.config import EngineConfig, WorkerConfig
 @click.command("doctor", cls=SettingsCommand, short_help="Check whether this machine can serve a checkpoint.")
 @click.argument("path", required=False, type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--root", type=PATH, default=Path("/"), hidden=True)  # tests put the files of a machine there
+@click.option("--root", type=PATH, default=Path("/"), hidden=True)  # for tests that imitate the files of a machine
 @settings(WorkerConfig, EngineConfig)
 def command(path: Path | None, *, as_json: bool, root: Path, **flags: Any) -> None:
-    """Check whether this machine can serve the checkpoint PATH, and say how to fix each problem.
+    """Check whether this machine can serve the checkpoint PATH, and tell how to fix each problem.
 
-    PATH is a checkpoint directory; without it the embedded checkpoint is checked. Give the same options as to
+    PATH is a checkpoint directory. Without PATH, the embedded checkpoint is checked. Give the same options as to
     `mindie-mm serve`.
 
-    Exits with 1 if a problem would keep the service from starting.
+    Exit status: 1 if a problem would prevent the service from starting, otherwise 0.
     """
     with importing():
         from mindie_mm.doctor import examine

@@ -25,11 +25,12 @@ from mindie_mm.processes.interrupts import importing
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True,
               help="Maximum number of tokens of an answer.")  # fmt: skip
 @click.option("--temperature", type=float, default=0.0, show_default=True,
-              help="Randomness of the answers. 0 always gives the same answers.")  # fmt: skip
+              help="Sampling temperature. 0 always gives the same answers.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), help="Run only the first N rows.", metavar="N")
 @click.option("--generation-config", metavar="auto|vllm|FOLDER",
-              help="Source of the other sampling parameters: the checkpoint's generation_config.json, neutral values, "
-              "or a folder with such a file. OUTPUT.origin.json shows what applied.  [default: auto]")  # fmt: skip
+              help="Source of the other sampling parameters: the checkpoint's generation_config.json, "
+              "neutral values, or a folder with such a file. OUTPUT.origin.json records the values "
+              "that were used.  [default: auto]")  # fmt: skip
 @click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
 @click.option("--dtype", help="Type of weights and activations: auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--tensor-parallel", type=click.IntRange(1),
@@ -49,14 +50,14 @@ def command(
     dtype: str | None,
     tensor_parallel: int | None,
 ) -> None:
-    """Run the model on rows that `mindie-mm tokenize` has prepared, without preprocessing them again.
+    """Run the model on rows that `mindie-mm tokenize` has prepared.
 
-    Each line of the output has row, id, text, token_ids and finish_reason, or row, id and error. Lines keep the order
-    of the rows. The same command continues after the last line of an output file that an earlier call began; the file
-    OUTPUT.origin.json tells whether the call is the same.
+    Each line of the output has row, id, text, token_ids and finish_reason, or row, id and error. The lines are in the
+    order of the rows. Run the same command again to continue an unfinished output file. OUTPUT.origin.json records the
+    settings, which must be the same.
 
-    Exit status: 0 if every row has an answer, 1 if some rows failed, 130 after an interrupt, 3 if the run is not
-    finished for another reason.
+    Exit status: 0 if every row has an answer, 1 if some rows failed, 130 if interrupted, 3 if the run is not finished
+    for another reason.
     """
     with importing():
         import asyncio
@@ -66,7 +67,9 @@ def command(
         from mindie_mm.worker.offline import generate
 
     if output.name == "-":
-        raise click.BadParameter("answers go to a file, so that a second call can continue it", param_hint="--output")
+        raise click.BadParameter(
+            "answers are written to a file, so that a second call can continue it", param_hint="--output"
+        )
     dataset = Dataset(folder)
     settings = dataset.manifest.run.settings
     flags = {
@@ -76,7 +79,7 @@ def command(
         "generation_config": generation_config,
         "arena_bytes": 1 << 20,
     }
-    # The environment may name the checkpoint and family of a service. The rows have their own.
+    # The environment may set the checkpoint and family of a service, which need not be those of the rows.
     own = Path(settings.model) if settings.model else None
     config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
     default = defaults_of(config.model, config.family, config.generation_config)

@@ -20,10 +20,10 @@ from mindie_mm.processes.interrupts import importing
               help="Accept a checkpoint whose tokenizer files differ from those that tokenized the rows.")  # fmt: skip
 @click.option("--png", type=PATH, help="Write the row's pictures to this PNG file, on one page.")
 def command(folder: Path, row: int | None, model: Path | None, *, other_model: bool, png: Path | None) -> None:
-    """Show the run that `mindie-mm tokenize` wrote to FOLDER, or one ROW of it.
+    """Show the run that `mindie-mm tokenize` wrote to FOLDER, or one ROW of the run.
 
-    Without ROW this prints the sizes of the run and of its shards. With ROW it prints the row's text and media.
-    Nothing is written unless you give --png.
+    Without ROW, the sizes of the run and of its shards are printed. With ROW, the row's text and media are printed. The
+    command does not write files unless you give --png.
     """
     with importing():
         from mindie_mm.batch import Dataset
@@ -35,7 +35,7 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
         _show_run(dataset.manifest)
         return
     if not 0 <= row < len(dataset):
-        raise click.UsageError(f"there is no row {row}: {folder} has {len(dataset)}, numbered from 0")
+        raise click.UsageError(f"there is no row {row}: {folder} has {len(dataset)} rows, numbered from 0")
     dataset.shard(row).verify(folder)
     sample = dataset[row]
     click.echo(f"row {sample.row}, id {sample.id}")
@@ -43,7 +43,7 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
         click.echo(f"failed: {sample.error}")
         return
     run = dataset.manifest.run
-    with importing():  # torch, which the table of a run does not need
+    with importing():  # imports torch, which is not needed without ROW
         from mindie_mm.models import family_of
         from mindie_mm.nn.checkpoint.directory import Checkpoint
 
@@ -55,7 +55,7 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
     if png is not None:
         _save(pictures, png)
     elif pictures:
-        click.echo(f"{_counted(pictures)}; --png FILE writes them")
+        click.echo(f"{_counted(pictures)}; to write a PNG file of them, use --png FILE")
 
 
 def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from mindie_mm.processes.interrupts import importing
 @click.command("models", short_help="List the supported model families.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(*, as_json: bool) -> None:
-    """List the supported model families, with their media and the reference that tests compare them with."""
+    """List the supported model families, their media, and the implementation that tests compare each family with."""
     with importing():
         from mindie_mm.models import family_named, family_names
 
@@ -37,7 +37,7 @@ def command(*, as_json: bool) -> None:
 def _described(name: str, find: Callable[[str], Any]) -> dict[str, Any]:
     try:
         family = find(name)
-    except InputError as error:  # a family of another package that cannot be imported
+    except InputError as error:  # a family of another package, which cannot be imported
         return {"name": name, "model_types": [], "kinds": [], "reference": str(error), "package": None}
     return {
         "name": name,

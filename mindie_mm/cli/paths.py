@@ -1,4 +1,4 @@
-"""Types of paths and texts on the command line."""
+"""Click types of paths and texts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mindie_mm.settings.environment import text_of
 
 
 class _Path(click.Path):
-    """A path that must not be empty.
+    """The type of a path that must not be empty.
 
-    To Python, an empty path is the current folder. Here it usually comes from an unset variable.
+    Python treats an empty path as the current folder. On a command line, it usually comes from an unset variable.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
-            self.fail("it is empty; leave it out, or give a path", param, ctx)
+            self.fail("the value is empty. Leave the option out, or give a path", param, ctx)
         return super().convert(value, param, ctx)
 
 
 class _Text(click.ParamType[str]):
-    """Text in UTF-8, or in the encoding of the locale."""
+    """The type of text in UTF-8 or in the locale's encoding."""
 
     name = "text"
 
@@ -38,6 +38,6 @@ class _Text(click.ParamType[str]):
 PATH = _Path(path_type=Path)
 """Type of options and arguments that are paths."""
 READABLE_FILE = _Path(path_type=Path, exists=True, dir_okay=False, readable=True)
-"""Type of options that are files to read. Parsing the command line fails if such a file cannot be read."""
+"""Type of options that are files to read. If such a file cannot be read, parsing the command line fails."""
 TEXT = _Text()
-"""Type of options and arguments that are text."""
+"""Type of options and arguments that are texts."""

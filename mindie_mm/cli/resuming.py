@@ -1,4 +1,4 @@
-"""Exit statuses of the commands that continue where an earlier call stopped."""
+"""Exit statuses of commands that can continue an earlier call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindie_mm.errors import BadReference, InputError, MindieMMError, SharedMemo
 from mindie_mm.processes.interrupts import INTERRUPTED
 
 ROWS_FAILED = 1
-"""The run is finished, and some rows have an error in place of a result."""
+"""The run is finished, but some rows failed."""
 UNFINISHED = 3
 """The run is not finished."""
 _AGAIN = "run the same command again to continue"
@@ -24,15 +24,15 @@ class _Unfinished(click.ClickException):
 
 @contextmanager
 def resuming() -> Iterator[None]:
-    """Turn each exception of the decorated command into one of these exit statuses.
+    """Exit with one of the above statuses if the decorated command raises an exception.
 
-    Mistakes of the caller pass through. The group of commands has a status for them.
+    Errors of the user are raised unchanged, because the group of commands has a status for them.
     """
     try:
         yield
     except (InputError, SharedMemoryError, click.ClickException):
         raise
-    except BadReference as error:  # calling again does not help: the shard has to be made anew
+    except BadReference as error:  # calling again does not help, because the shard has to be written again
         raise _Unfinished(str(error)) from error
     except MindieMMError as error:
         raise _Unfinished(f"{error}. Fix that, then {_AGAIN}") from error

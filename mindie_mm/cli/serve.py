@@ -25,8 +25,8 @@ def command(path: Path | None, **flags: Any) -> None:
 
     When the service is ready, it prints one line with its URL. Ctrl-C stops it.
 
-    You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. The log starts
-    with all settings and where each one was set.
+    You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. At the start,
+    the log shows all settings and where each setting comes from.
     """
     configuration = configured(path, flags)
     with stderr_without_waiting():
@@ -34,7 +34,7 @@ def command(path: Path | None, **flags: Any) -> None:
 
 
 def _serve(configuration: Configuration) -> None:
-    from mindie_mm import logs  # late, as the server: `mindie-mm --help` imports every command
+    from mindie_mm import logs  # imported late, because `mindie-mm --help` imports every command
 
     logs.configure(logs.LogSettings(configuration.service.log_format, configuration.service.log_level), "api")
     for one in configuration.settings():
@@ -42,6 +42,6 @@ def _serve(configuration: Configuration) -> None:
         _log.info("%s = %s (%s)", one.name, one.value, one.origin, extra={"fields": fields})
     for warning in misspelt_variables():
         _log.warning("%s", warning)
-    from service.server import serve  # late: slow to import
+    from service.server import serve  # imported late, because it is slow to import
 
     serve(configuration.worker, configuration.service)

@@ -1,4 +1,4 @@
-"""Options of commands, made from the settings classes: one per field, with the field's docstring as its help."""
+"""Options of commands, from the settings classes. The help of an option is the docstring of its field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Command = Callable[..., Any]
 
 
 class _Setting(click.Option):
-    """An option that `SettingsCommand` lists under the heading of its settings class."""
+    """An option that `SettingsCommand` lists under the heading of the option's settings class."""
 
     def __init__(self, *arguments: Any, heading: str, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -28,7 +28,7 @@ class _Setting(click.Option):
 
 
 class SettingsCommand(click.Command):
-    """A command whose help lists its own options first, and then the settings of each class."""
+    """A command whose help lists the command's own options first, and then the settings of each class."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": []}
@@ -45,7 +45,7 @@ class SettingsCommand(click.Command):
 def settings(*classes: type[Any], without: Collection[str] = ()) -> Callable[[Command], Command]:
     """Return a decorator that adds one option per field of the settings `classes`, and `--config`.
 
-    `without` names the fields that have no effect on the command.
+    `without` contains the names of fields that have no effect on the command.
     """
 
     def decorate(command: Command) -> Command:
@@ -67,7 +67,7 @@ def settings(*classes: type[Any], without: Collection[str] = ()) -> Callable[[Co
 def _option(cls: type[Any], field: dataclasses.Field[Any], text: str) -> Callable[[Command], Command]:
     name, hint = field.name.replace("_", "-"), get_type_hints(cls)[field.name]
     heading = (cls.__doc__ or "").partition("\n")[0].rstrip(".")
-    # An option that is not given stays None, so that the environment counts.
+    # The value of an option that is not given stays None, so that the environment is used.
     named: dict[str, Any] = {"cls": _Setting, "heading": heading, "default": None}
     text, _, left_open = " ".join(text.split()).partition(" Default: ")
     if default := left_open.rstrip(".") or _shown(field):
@@ -79,9 +79,9 @@ def _option(cls: type[Any], field: dataclasses.Field[Any], text: str) -> Callabl
 
 
 def _shown(field: dataclasses.Field[Any]) -> str:
-    """Return a field's default as help shows it.
+    """Format a field's default for help texts.
 
-    Sizes have their unit, switches are on or off, and a missing default is an empty text.
+    Sizes are given with a unit, flags are "on" or "off", and a missing default is an empty text.
     """
     value = field.default
     if value is None or value == ():
@@ -99,8 +99,8 @@ def _shown(field: dataclasses.Field[Any]) -> str:
 def _parameter(hint: Any) -> Any:
     """Return the click type of a field.
 
-    A tuple of any length has the type of its elements, a tuple of a fixed length all their types, and an optional
-    field the type of its value.
+    For a tuple of any length, this is the type of its elements. For a tuple of a fixed length, it is a tuple of the
+    elements' types. For an optional field, it is the type of the value.
     """
     if get_origin(hint) is Literal:
         return click.Choice(get_args(hint))
@@ -123,10 +123,10 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
 
 
 def configured(path: Path | None, flags: Mapping[str, Any]) -> Configuration:
-    """Return the settings: `flags` that were given, else the environment, else the file of --config.
+    """Return the settings. Given `flags` override the environment, which overrides the file of --config.
 
     Raises:
-        InputError: A setting is wrong. The message names it and where it was set.
+        InputError: A setting is invalid. The message says which setting, and where it was set.
 
     """
     given = dict(flags)

@@ -14,10 +14,10 @@ _GROUND = (255, 255, 255)
 
 
 def contact_sheet(pictures: Sequence[NDArray[np.uint8]]) -> Image.Image:
-    """Return a page, about as wide as high, with the pictures in a grid.
+    """Return a page with the pictures in a grid. The page is about as wide as it is high.
 
     Args:
-        pictures: RGB pictures, uint8 [height, width, 3]. Each is reduced to fit `_SIDE` pixels.
+        pictures: RGB pictures, uint8 [height, width, 3]. Each picture is reduced to at most `_SIDE` x `_SIDE` pixels.
 
     """
     columns = math.ceil(math.sqrt(len(pictures)))

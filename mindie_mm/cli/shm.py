@@ -1,4 +1,4 @@
-"""mindie-mm shm: list, free and reclaim shared memory, whether a service runs or not."""
+"""mindie-mm shm."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _BLOCK = re.compile(r"mindie_mm-([0-9a-f]{4}):([0-9]{1,5})")
 
 @click.group("shm", short_help="List, free and reclaim shared memory.")
 def command() -> None:
-    """Show, free and reclaim the shared memory of mindie_mm in /dev/shm.
+    """List, free and reclaim the shared memory of mindie_mm in /dev/shm.
 
-    These commands work whether a service runs or not, and never wait. They do not touch the memory of other users or
-    other programs.
+    These commands work whether or not a service is running, and never wait. They do not change the memory of other
+    users or other programs.
 
     Exit status: 0 for success, 1 if something could not be freed or reclaimed, 2 for a wrong command, a missing file or
     a missing permission.
     """
-    logging.getLogger("mindie_mm").addHandler(logging.NullHandler())  # the commands print what failed
+    logging.getLogger("mindie_mm").addHandler(logging.NullHandler())  # the commands print errors themselves
 
 
 @command.command("list", short_help="List the arenas in /dev/shm.")
@@ -62,15 +62,15 @@ def list_(*, blocks: bool, as_json: bool) -> None:
 @click.argument("targets", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def free(targets: tuple[str, ...], *, as_json: bool) -> None:
-    """Free blocks, whether a request still needs them or not.
+    """Free blocks, even if a request still needs them.
 
-    A TARGET is a block as `shm list -b` names it, such as mindie_mm-1f2a:17, or the path file of a request. A request
+    A TARGET is a block as `shm list -b` shows it, such as mindie_mm-1f2a:17, or the path file of a request. A request
     that still needs a freed block fails with an error that says so. Other requests continue. Blocks that are already
     free are not counted.
     """
     arenas = {arena.number: arena for arena in survey()}
     freed, failed = 0, False
-    for action in [_freeing(target, arenas) for target in targets]:  # nothing is freed if one target is wrong
+    for action in [_freeing(target, arenas) for target in targets]:  # if a target is invalid, nothing is freed
         try:
             freed += action()
         except (CorruptReference, SharedMemoryError) as error:
@@ -81,18 +81,18 @@ def free(targets: tuple[str, ...], *, as_json: bool) -> None:
 
 
 def _freeing(target: str, arenas: dict[int, ArenaInfo]) -> Callable[[], int]:
-    """Return a function that frees a target and returns the number of blocks. Raise InputError if it is no target."""
+    """Return a function that frees a target and returns the number of blocks. Raise InputError if it is invalid."""
     if match := _BLOCK.fullmatch(target):
         number, place = int(match[1], 16), int(match[2])
         if number not in arenas:
             raise InputError(f"{target}: there is no arena {file_name(number)} of this user")
         refs = [arenas[number].ref(block) for block in arenas[number].blocks if block.block == place]
         return lambda: sum(map(release_block, refs))
-    _require_file(Path(target), "neither a block of `mindie-mm shm list -b` nor a path file")
+    _require_file(Path(target), "neither a block from `mindie-mm shm list -b` nor a path file")
     return lambda: release(Path(target))
 
 
-@command.command(short_help="Reclaim what dead processes left.")
+@command.command(short_help="Reclaim the shared memory of dead processes.")
 @click.option("--dry-run", is_flag=True, help="Print what would be reclaimed, and change nothing.")
 @click.option(
     "--path-file",
@@ -108,19 +108,19 @@ def _freeing(target: str, arenas: dict[int, ArenaInfo]) -> Callable[[], int]:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def gc(*, dry_run: bool, path_files: tuple[Path, ...], spool: Path | None, as_json: bool) -> None:
-    """Reclaim the shared memory that dead processes left: arenas, requests and blocks without a living process.
+    """Reclaim the shared memory of dead processes: arenas, requests and blocks that no living process uses.
 
-    This never touches memory that a living process, another user or another program uses.
+    Memory that a living process, another user or another program uses is not changed.
     """
     if path_files:
         for path_file in path_files:
-            _require_file(path_file, "no path file")
+            _require_file(path_file, "not a path file")
         collected = _joined([collect_path_file(path_file, dry_run=dry_run) for path_file in path_files])
     else:
         if spool is not None:
-            _mode(spool, "no spool")
+            _mode(spool, "not a spool")
         root = spool or default_spool()
-        # A fault of the default spool must not keep the rest from being reclaimed.
+        # An error of the default spool must not prevent reclaiming everything else.
         with nullcontext() if spool else suppress(SharedMemoryError):
             require_spool(root)
         collected = collect([root], dry_run=dry_run)
@@ -158,7 +158,7 @@ def _mode(path: Path, what: str) -> int:
         return path.lstat().st_mode
 
 
-@command.command(short_help="Show the arenas live.")
+@command.command(short_help="Watch the arenas.")
 @click.option(
     "--interval",
     type=click.FloatRange(min=0.05),
@@ -168,7 +168,7 @@ def _mode(path: Path, what: str) -> int:
 )
 @click.option("--count", type=click.IntRange(min=1), metavar="N", help="Stop after N samples.  [default: at Ctrl-C]")
 def watch(*, interval: float, count: int | None) -> None:
-    """Show the arenas live, or print one line per sample if standard output is no terminal. Ctrl-C stops it."""
+    """Show the arenas live, or print a line per sample if standard output is not a terminal. Stop with Ctrl-C."""
     try:
         _watch_live(interval, count) if sys.stdout.isatty() else _watch_lines(interval, count)
     except KeyboardInterrupt:
@@ -176,7 +176,7 @@ def watch(*, interval: float, count: int | None) -> None:
 
 
 def _watch_live(interval: float, count: int | None) -> None:
-    from rich.live import Live  # late: the other tools need no rich
+    from rich.live import Live  # imported late, because the other commands do not need rich
     from rich.text import Text
 
     with Live(auto_refresh=False) as live:
@@ -192,7 +192,7 @@ def _watch_lines(interval: float, count: int | None) -> None:
 
 
 def _looks(interval: float, count: int | None) -> Iterator[None]:
-    """Yield once every `interval` seconds, the first time at once."""
+    """Yield immediately, and then every `interval` seconds."""
     left = count
     while True:
         yield

@@ -1,4 +1,4 @@
-"""Text output of `mindie-mm shm`: rows, lines, sizes and ages."""
+"""Text output of `mindie-mm shm`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindie_mm.shm.operate.arena_info import ArenaInfo, BlockInfo
 
 
 def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
-    """Return a heading and one line per arena, in plain columns because rich takes seconds for thousands of rows."""
+    """Return a heading and one line per arena. Rich is not used, because it takes seconds for thousands of rows."""
     rows = [("arena", "owner", "age", "capacity", "used", "populated", "blocks", "oldest request")]
     for arena in arenas:
         pid = "header damaged" if arena.owner is None else f"pid {arena.owner.pid}"
@@ -63,7 +63,7 @@ def _columns(rows: Sequence[tuple[str, ...]], right: Container[int]) -> list[str
 
 
 def footer(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
-    """Return a line about how full /dev/shm is, and how much of it these arenas use."""
+    """Return a line that says how full /dev/shm is, and how much of it these arenas use."""
     ours = sum(arena.file_bytes for arena in arenas)
     total, others = "no size limit", ""
     if space.total_bytes is not None and space.used_bytes is not None and space.free_bytes is not None:
@@ -76,7 +76,7 @@ def footer(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
 
 
 def line(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:
-    """Return a summary of all arenas in one line, for a log."""
+    """Return a one-line summary of all arenas, for a log."""
     blocks: list[BlockInfo] = [block for arena in arenas for block in arena.blocks]
     oldest = max((block.age_s for block in blocks), default=0.0)
     return (
@@ -92,13 +92,13 @@ def _or_unlimited(num_bytes: int | None) -> int | str:
 
 
 def states(arena: ArenaInfo) -> str:
-    """Count the blocks by state, such as `3 published, 1 filling`."""
+    """Return the number of blocks by state, such as `3 published, 1 filling`."""
     counts = Counter(block.state for block in arena.blocks)
     return ", ".join(f"{number} {state}" for state, number in sorted(counts.items(), reverse=True)) or "none"
 
 
 def size(num_bytes: int) -> str:
-    """Format `num_bytes` in the largest binary unit in which it is at least 1."""
+    """Format `num_bytes` in the largest binary unit in which the value is at least 1."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
@@ -106,7 +106,7 @@ def size(num_bytes: int) -> str:
 
 
 def age(seconds: float) -> str:
-    """Format `seconds` in the largest unit in which it is at least 2."""
+    """Format `seconds` in the largest unit in which the value is at least 2."""
     for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
         if abs(seconds) >= 2 * factor:
             return f"{seconds / factor:.0f} {unit}"
@@ -114,5 +114,5 @@ def age(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape the unprintable characters of a text, because a path may contain any byte, including terminal controls."""
+    """Escape unprintable characters, because a path may contain any byte, including terminal control codes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -21,13 +21,14 @@ from mindie_mm.settings.config import MediaCaps, MiB
 @click.option("--output", type=PATH, required=True, help="Folder for the run. It is created if it does not exist.")
 @click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]")
 @click.option("--family", default="",
-              help="Model family to use, whatever config.json says.  [default: the one in config.json]")  # fmt: skip
+              help="Model family to use instead of the one that config.json names.  [default: the one in "
+              "config.json]")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1),
               help="Number of worker processes, or of Ray actors.  [default: one per CPU]")  # fmt: skip
 @click.option("--shard-bytes", type=click.IntRange(1), default=256 * MiB, show_default=True,
               help="Size in bytes at which a shard ends.")  # fmt: skip
 @click.option("--shard-rows", type=click.IntRange(1), default=128, show_default=True,
-              help="Number of rows at which a shard ends. A worker takes so many rows at a time.")  # fmt: skip
+              help="Number of rows at which a shard ends. A worker processes that many rows at a time.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Tokenize only the first N rows.")
 @click.option("--select-columns", default="",
               help="Comma-separated columns of tables, or keys of JSON objects, to read.  [default: all]")  # fmt: skip
@@ -65,11 +66,11 @@ def command(
     """Tokenize and preprocess the rows of INPUT, for `mindie-mm generate` or for training.
 
     INPUT is a .jsonl or .parquet file, a .tar file in WebDataset format, a folder of media, or JSON lines from a pipe
-    or, for -, from standard input. A row is a List[Dict], an object with `inputs` or `messages`, or an object with
-    text and media.
+    or from standard input (-). A row is a List[Dict], an object with `inputs` or `messages`, or an object with text and
+    media.
 
-    Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 after an
-    interrupt, 3 if the run is not finished for another reason. Run the same command again to continue.
+    Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 if interrupted, 3
+    if the run is not finished for another reason. Run the same command again to continue.
     """
     with importing():
         from mindie_mm.batch.input.gather import input_named, is_stream, left_out_summary
@@ -109,7 +110,7 @@ def command(
 
 
 def _max_errors(on_error: str) -> int | None:
-    """Return the number of rows that may fail, or None for any number."""
+    """Return the maximum number of rows that may fail, or None for any number."""
     if on_error == "skip":
         return None
     if on_error == "stop":
@@ -117,6 +118,6 @@ def _max_errors(on_error: str) -> int | None:
     name, _, number = on_error.partition("=")
     if name != "fail-after" or not number.isdecimal() or int(number) < 1:
         raise click.BadParameter(
-            f"{on_error!r} is none of skip, stop and fail-after=N, N at least 1", param_hint="--on-error"
+            f"{on_error!r} is not valid; use skip, stop or fail-after=N, where N is at least 1", param_hint="--on-error"
         )
     return int(number) - 1

@@ -1,8 +1,8 @@
 """Decoder processes, which turn the bytes of one media item into its arrays.
 
-A decoder is stateless, and can access neither paths nor the network. It receives an open file, plans the item, and
-later writes the item's arrays to its scratch memory. The tokenizer copies them to the item's block. `Decoders` is the
-tokenizer's side. `nursery` is the process that forks decoders.
+A decoder process cannot open files or access the network. It receives an open file, plans the item, and later writes
+the item's arrays to its scratch memory. The tokenizer process copies the arrays to the item's block. `Decoders` is the
+tokenizer's side of the decoder processes. `nursery` is the process that forks them.
 """
 
 from mindie_mm.decode.decoders import Decoders

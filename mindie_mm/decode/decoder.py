@@ -1,4 +1,4 @@
-"""Decoder process. It decodes one media item at a time from an open file to its scratch memory."""
+"""The decoder process, which decodes one media item at a time from an open file to its scratch memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mindie_mm.settings.config import MediaCaps
 
 
 class Decoder:
-    """Planner and writer of media items. Its only state is the plan of the last item."""
+    """Object that plans media items and writes their arrays. Its only state is the plan of the last item."""
 
     def __init__(self, processor: Processor, caps: MediaCaps, scratch: Scratch) -> None:
         self._processor = processor
@@ -31,7 +31,7 @@ class Decoder:
         self._plan: Plan | None = None
 
     def answer(self, message: ToDecoder, descriptors: list[int]) -> FromDecoder:
-        """Handle `message` and return the reply. Close `descriptors` before any byte of the media file is parsed."""
+        """Handle `message` and return the reply. Close `descriptors` before parsing the media file."""
         with ExitStack() as stack:
             for descriptor in descriptors:
                 stack.callback(os.close, descriptor)
@@ -54,7 +54,7 @@ class Decoder:
         try:
             data = unpacked(descriptor, item.parts, is_list=item.is_list)
         except (OSError, ValueError) as error:
-            raise MediaError(f"the file cannot be read, or has changed: {error}") from error
+            raise MediaError(f"the file cannot be read or has changed: {error}") from error
         stack.close()
         with ExitStack() as caps:
             of_item = caps.enter_context(under(self.caps))
@@ -65,7 +65,7 @@ class Decoder:
 
 
 def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
-    """Answer messages until the tokenizer closes the channel or dies."""
+    """Answer messages until the tokenizer process closes the channel or dies."""
     requests, replies = msgspec.msgpack.Decoder[ToDecoder](ToDecoder), msgspec.msgpack.Encoder()
     while True:
         try:
@@ -79,7 +79,7 @@ def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
 def _refused(error: Exception) -> Refused:
     """Return the reply for an unexpected exception, with its traceback for the tokenizer's log."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
-        limit = "decoding the request's media takes more memory than the limit (--max-decode-bytes)"
+        limit = "decoding the request's media needs more memory than the limit allows (--max-decode-bytes)"
         return Refused(Failure.of(LimitExceeded(limit)))
     frames = "".join(traceback.format_tb(error.__traceback__))
     return Refused(Failure.of(OperationalError(f"the decoder failed: {type(error).__name__}")), frames)

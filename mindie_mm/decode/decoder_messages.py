@@ -1,4 +1,4 @@
-"""Messages between the tokenizer, its decoders and the nursery, encoded as msgpack."""
+"""Messages between the tokenizer process, its decoder processes and the nursery, encoded as msgpack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindie_mm.shm import ArraySpec
 
 
 class DecoderSetup(msgspec.Struct, frozen=True):
-    """Settings of the decoders. The nursery receives them as JSON."""
+    """Settings of the decoder processes. The nursery receives them as JSON."""
 
     model: str
     """Directory of the checkpoint."""
@@ -26,11 +26,11 @@ class DecoderSetup(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Nursery to tokenizer, first message: decoders can be forked. If loading fails, a Failure is sent instead."""
+    """Nursery to tokenizer process: the nursery can fork decoders. If loading fails, it sends a Failure instead."""
 
 
 class Item(msgspec.Struct, frozen=True):
-    """Media item. The first descriptor that is sent with the message is the item's open file."""
+    """Media item in a message. The first descriptor that is sent with the message is the item's open file."""
 
     kind: Kind
     options: MediaOptions
@@ -39,32 +39,33 @@ class Item(msgspec.Struct, frozen=True):
     parts: tuple[Part, ...]
     """Contents of the file, as in `Parcel`."""
     is_list: bool
+    """As in `Parcel`."""
     decodes_to_count: bool
-    """True to count the frames of a video by decoding them, False to count packets."""
+    """True to count the frames of a video by decoding them. False to count the video's packets instead."""
 
     @property
     def media(self) -> Media:
-        """Media item without its source."""
+        """The media item, without its source."""
         return Media(self.kind, None, self.options)
 
 
 class PlanItem(msgspec.Struct, frozen=True, tag="plan"):
-    """Tokenizer to decoder: read and plan an item. The decoder keeps the plan until its next message."""
+    """Tokenizer process to decoder: read and plan an item. The decoder keeps the plan until the next message."""
 
     item: Item
 
 
 class WriteItem(msgspec.Struct, frozen=True, tag="write"):
-    """Tokenizer to decoder: decode an item to the scratch memory."""
+    """Tokenizer process to decoder: decode an item to the scratch memory."""
 
     layout: Layout
     """Layout of the item's arrays in the scratch memory."""
     item: Item | None
-    """Item to decode. None means the item that this decoder planned last."""
+    """Item to decode. None means the item that the decoder planned last."""
 
 
 class Facts(msgspec.Struct, frozen=True, tag="facts"):
-    """Decoder to tokenizer: the plan of an item, without its `write` function."""
+    """Decoder to tokenizer process: the plan of an item, without its `write` function."""
 
     num_features: int
     specs: dict[str, tuple[str, tuple[int, ...]]]
@@ -83,17 +84,17 @@ class Facts(msgspec.Struct, frozen=True, tag="facts"):
         return cls(plan.num_features, specs, plan.settings, plan.grid, picture_pixels, video_pixels)
 
     def plan(self) -> Plan:
-        """Return the plan. Its `write` must not be called, because a decoder writes the arrays."""
+        """Return the plan. Do not call its `write` function, because a decoder writes the arrays."""
         specs = {name: ArraySpec(shape, dtype) for name, (dtype, shape) in self.specs.items()}
         return Plan(self.num_features, specs, self.settings, _write_elsewhere, self.grid)
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Decoder to tokenizer: the arrays are in the scratch memory."""
+    """Decoder to tokenizer process: the arrays are in the scratch memory."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Decoder to tokenizer: planning or decoding the item has failed."""
+    """Decoder to tokenizer process: planning or decoding the item has failed."""
 
     error: Failure
     frames: str = ""
@@ -101,26 +102,26 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
-    """Tokenizer to nursery: fork a decoder.
+    """Tokenizer process to nursery: fork a decoder.
 
     The message carries two descriptors: the decoder's socket and the file of its scratch memory.
     """
 
 
 class Kill(msgspec.Struct, frozen=True, tag="kill"):
-    """Tokenizer to nursery: kill a decoder if it is running."""
+    """Tokenizer process to nursery: kill a decoder if it is running."""
 
     pid: int
 
 
 class Forked(msgspec.Struct, frozen=True, tag="forked"):
-    """Nursery to tokenizer: the decoder is running. These answers have the order of the `Fork` messages."""
+    """Nursery to tokenizer process: a decoder is running. The nursery answers `Fork` messages in order."""
 
     pid: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """Nursery to tokenizer: a decoder has exited."""
+    """Nursery to tokenizer process: a decoder has exited."""
 
     pid: int
     status: int

@@ -1,4 +1,4 @@
-"""Tokenizer's side of the decoders: a pool of processes that are restarted when they die."""
+"""The tokenizer's side of the decoder processes: a pool that restarts decoders when they die."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ _log = logging.getLogger(__name__)
 _CLOSED = "the decoders are closed"
 
 _MAX_REPLY_BYTES = 2**20
-"""Maximum size of a reply in bytes. It stops a compromised decoder from filling the tokenizer's memory."""
+"""Maximum size of a reply in bytes. It prevents a compromised decoder from filling the tokenizer's memory."""
 
 _HANG_S = 60.0
-"""Time in seconds after which a decoder that has a job but uses no CPU time counts as hanging.
+"""Time in seconds after which a decoder that has a job, but uses no CPU time, is considered to hang.
 
-Such a decoder is killed within twice this time. `limit_processor_time` kills a decoder that uses CPU time forever.
+Such a decoder is killed within twice this time. `limit_processor_time` kills a decoder that uses too much CPU time.
 """
 
 
 class Decoders:
-    """Pool of decoder processes. Each process is restarted when it dies.
+    """Pool of decoder processes. If a decoder dies, the pool starts a new one.
 
-    If a decoder dies, its item is tried once more. Cancelling `plan` or `write` kills the item's decoder at once.
+    If a decoder dies while it works on an item, another decoder tries the item once more. Canceling `plan` or `write`
+    kills the item's decoder at once.
     """
 
     def __init__(self, setup: DecoderSetup, max_item_bytes: int) -> None:
@@ -68,16 +69,16 @@ class Decoders:
 
     @classmethod
     async def start(cls, setup: DecoderSetup, max_item_bytes: int, number: int) -> Self:
-        """Create a pool and start `number` decoders. Raise the errors of `open`."""
+        """Create a pool and start `number` decoders. Raise the same errors as `open`."""
         decoders = cls(setup, max_item_bytes)
         await decoders.open(number)
         return decoders
 
     async def open(self, number: int) -> None:
-        """Start `number` decoders. If one of them cannot be started, end all of them.
+        """Start `number` decoders. If one of them cannot be started, stop all of them.
 
         Raises:
-            UnsupportedCheckpoint: No family serves the checkpoint.
+            UnsupportedCheckpoint: No family supports the checkpoint.
             ProcessDied: The nursery cannot be started.
 
         """
@@ -104,22 +105,22 @@ class Decoders:
             descriptor: Descriptor of the item's open file.
 
         Raises:
-            InputError: The item is invalid. The error is MediaError if the item has crashed two decoders.
-            OperationalError: The decoder has failed. The error is ProcessDied if two decoders were killed, and
-                NoProcess if no decoder can be started or the pool is closed.
+            InputError: The item is invalid. MediaError means that the item has crashed two decoders.
+            OperationalError: The decoder has failed. ProcessDied means that two decoders died, and NoProcess means that
+                no decoder can be started or the pool is closed.
 
         """
         reply, _ = await self._do(Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
         return cast("Facts", reply)
 
     async def write(self, group: Group, item: Item, descriptor: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Decode an item to `arrays`, which have the dtypes and shapes of the item's plan. Raise the errors of `plan`.
+        """Decode an item to `arrays`. Raise the same errors as `plan`.
 
         Args:
             group: Group of the item's request.
             item: The item.
             descriptor: Descriptor of the item's open file.
-            arrays: Writable arrays by name.
+            arrays: Writable arrays by name, with the dtypes and shapes of the item's plan.
 
         """
         reply = asyncio.get_running_loop().create_future()
@@ -132,14 +133,14 @@ class Decoders:
             self._hand_out()
 
     def let_go(self, group: Group) -> None:
-        """Release the decoders that are reserved for `group`, so that other requests can use them."""
+        """Free the decoders that are reserved for `group`, so that other requests can use them."""
         for process in self._processes:
             if process.kept_for is group:
                 process.kept_for = None
                 self._hand_out()
 
     async def close(self) -> None:
-        """End all processes. Jobs that wait or are in progress fail with NoProcess."""
+        """Stop all processes. All waiting and running jobs fail with NoProcess."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -178,7 +179,7 @@ class Decoders:
                 self._nursery.kill(process.pid)
 
     def _hand_out(self) -> None:
-        for process in sorted(self._processes, key=lambda process: process.kept_for is None):  # reserved ones first
+        for process in sorted(self._processes, key=lambda process: process.kept_for is None):  # reserved decoders first
             if process.job is None and not process.killed and (job := self._queue.next(process.kept_for)) is not None:
                 self._send(process, job)
 
@@ -198,7 +199,7 @@ class Decoders:
         """Pass replies to their callers until the process dies.
 
         Raises:
-            ValueError: The process has sent an invalid message. An item may have compromised it.
+            ValueError: The process has sent an invalid message. An item may have compromised the process.
 
         """
         while True:
@@ -208,9 +209,9 @@ class Decoders:
                 return
             job = process.job
             if job is None or isinstance(reply, Written if job.layout is None else Facts):
-                raise ValueError(f"a {type(reply).__name__} answers nothing that the decoder was asked")
+                raise ValueError(f"the decoder sent an unexpected {type(reply).__name__}")
             starter.proved()
-            if not isinstance(reply, Written) or job.reply.done():  # otherwise, `write` first copies the arrays
+            if not isinstance(reply, Written) or job.reply.done():  # otherwise, `write` still has to copy the arrays
                 process.job = None
             if isinstance(reply, Facts):
                 process.planned = job.item
@@ -220,10 +221,10 @@ class Decoders:
             self._hand_out()
 
     async def _keep(self, process: DecoderProcess) -> None:
-        """Serve `process` and its successors until cancelled."""
+        """Receive the replies of `process`, and of the processes that replace it, until canceled."""
         starter = Starter("a decoder")
         while True:
-            with logged(f"decoder {process.pid} cannot be served"):
+            with logged(f"the connection to decoder {process.pid} failed"):
                 await self._receive(process, starter)
             await self._reap(process)
             if process.killed or process.job is not None:
@@ -231,7 +232,7 @@ class Decoders:
             process = await starter.again(self._fork)
 
     async def _end_hanging(self) -> None:
-        """Kill decoders that hang, and have their items tried again. Run until cancelled."""
+        """Kill decoders that hang, so that other decoders try their items again. Run until canceled."""
         before: dict[DecoderProcess, tuple[Job | None, int]] = {}
         while True:
             await asyncio.sleep(_HANG_S)
@@ -239,14 +240,14 @@ class Decoders:
             after = {process: (process.job, _processor_ticks(process.pid)) for process in working}
             for process, work in after.items():
                 if work == before.get(process):
-                    _log.error("decoder %d has done nothing for %g s, and is killed", process.pid, _HANG_S)
+                    _log.error("decoder %d has made no progress for %g s and is killed", process.pid, _HANG_S)
                     self._nursery.kill(process.pid)
             before = after
 
     async def _reap(self, process: DecoderProcess) -> None:
-        """Kill a process that is no longer served, wait for its exit status, and retry or fail its job."""
+        """Kill a process, wait for its exit status, and retry or fail its job."""
         self._processes.remove(process)
-        # The process may still run, if it has closed the channel itself or has sent an invalid message.
+        # The process may still be running if it closed the channel or sent an invalid message.
         self._nursery.kill(process.pid)
         status = await process.status
         await process.channel.close()

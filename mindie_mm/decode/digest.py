@@ -1,4 +1,4 @@
-"""Digests of media items. Items with equal sources and equal settings have equal digests, and equal arrays."""
+"""Digests of media items. If two items have equal digests, their sources, settings and arrays are equal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PIECE_BYTES = 2**20
 
 
 def content_digest(settings: str, data: Data, salt: str = "") -> bytes:
-    """Return the digest of a source that has been read.
+    """Return the digest of a source whose data are in memory.
 
     Args:
         settings: `Plan.settings`.
-        data: The source.
-        salt: Salt of the digest. Different salts give different digests for equal contents.
+        data: Data of the source.
+        salt: Salt of the digest. Equal contents have different digests if the salts are different.
 
     Returns:
         A digest of 32 bytes.
@@ -43,7 +43,7 @@ def content_digest(settings: str, data: Data, salt: str = "") -> bytes:
 
 
 def parcel_digest(settings: str, parcel: Parcel, salt: str = "") -> bytes:
-    """Return the digest of a source in an open file. It equals the `content_digest` of the same source.
+    """Return the digest of a source in an open file. The result equals the `content_digest` of the same source.
 
     Raises:
         MediaError: The file was truncated after it was packed.

@@ -21,7 +21,7 @@ _FAULTS_OF_THE_ITEM = {
     signal.SIGSYS,
     signal.SIGTRAP,
 }
-"""Signals that a fault in the decoder causes. Other signals come from outside, such as from the OOM killer."""
+"""Signals that indicate a fault in the decoder. Other signals, such as that of the OOM killer, have other causes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,37 +29,37 @@ class Group:
     """Items of one request. Groups take turns, so that a request with many items does not delay other requests."""
 
     keeps_decoder: bool = False
-    """True if a decoder that has planned an item is reserved for this group until `Decoders.let_go`."""
+    """True if a decoder that has planned an item of this group stays reserved for it until `Decoders.let_go`."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Item to plan or to write."""
+    """Media item to plan or to write."""
 
     group: Group
     item: Item
     descriptor: int
     reply: asyncio.Future[tuple[FromDecoder, DecoderProcess]]
     layout: Layout | None = None
-    """Layout of the item's arrays in the scratch memory. None means that the item is to be planned."""
+    """Layout of the item's arrays in the scratch memory. None if the job is to plan the item."""
     is_second_try: bool = False
 
     def fail(self, error: MindieMMError) -> None:
-        """Set `error` as the result of `reply`, unless there is a reply already."""
+        """Complete `reply` with `error`, unless it is complete already."""
         if not self.reply.done():
             self.reply.set_exception(error)
 
     def final_error(self, status: int | None, max_decode_s: float) -> MindieMMError | None:
-        """Return the error for an item whose decoder died with `status`, or None to try the item again."""
+        """Return the error for an item whose decoder died with `status`. Return None to try the item again."""
         if status == -signal.SIGXCPU:
             return LimitExceeded(
-                f"decoding takes more than {max_decode_s:g} s of processor time, the limit (--max-decode-s)"
+                f"decoding takes more processor time than the limit of {max_decode_s:g} s (--max-decode-s)"
             )
         if not self.is_second_try:
             return None
         if status is not None and -status in _FAULTS_OF_THE_ITEM:
-            return MediaError(f"it has ended two decoders, the last with {signal.Signals(-status).name}")
-        return ProcessDied(f"two decoders died while they decoded it, the last with status {status}")
+            return MediaError(f"the item crashed two decoders, the last with {signal.Signals(-status).name}")
+        return ProcessDied(f"two decoders died while decoding the item, the last with status {status}")
 
 
 @dataclass(slots=True, eq=False)
@@ -69,20 +69,20 @@ class DecoderProcess:
     pid: int
     channel: Channel
     status: asyncio.Future[int | None]
-    """Future exit status, as the nursery reports it. Its result is None if the status is unknown."""
+    """Future of the exit status that the nursery reports. The result is None if the status is unknown."""
     scratch: Scratch
     job: Job | None = None
     """Job in progress."""
     planned: Item | None = None
-    """Item whose plan the decoder holds."""
+    """Item whose plan the decoder keeps."""
     kept_for: Group | None = None
-    """Group for whose next job the decoder is reserved."""
+    """Group that the decoder is reserved for. The next job of the group runs on this decoder."""
     killed: bool = False
-    """True if the decoder was killed because its job was cancelled."""
+    """True if the decoder was killed because its job was canceled."""
 
 
 class JobQueue:
-    """Queue of waiting jobs. Their groups take turns."""
+    """Queue of waiting jobs, in which groups take turns."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[Group, deque[Job]] = OrderedDict()
@@ -97,13 +97,13 @@ class JobQueue:
         self._jobs.move_to_end(job.group, last=False)
 
     def next(self, kept_for: Group | None) -> Job | None:
-        """Remove and return the next job. If `kept_for` is a group, consider only the jobs of that group."""
+        """Remove and return the next job. If `kept_for` is a group, consider only jobs of this group."""
         for group in self._jobs:
             if kept_for in (None, group):
                 jobs = self._jobs.pop(group)
                 job = jobs.popleft()
                 if jobs:
-                    self._jobs[group] = jobs  # behind the other groups
+                    self._jobs[group] = jobs  # after the other groups
                 return job
         return None
 

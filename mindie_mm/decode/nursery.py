@@ -1,8 +1,8 @@
-"""Nursery: the process that forks decoders.
+"""The nursery, which is the process that forks decoders.
 
-The nursery has a single thread, and has loaded the libraries and the checkpoint's processor. A fork is therefore ready
-within milliseconds, whereas an import of the libraries takes a second. The nursery exits with its tokenizer, and its
-decoders exit with the nursery.
+The nursery has a single thread, and has loaded the libraries and the checkpoint's processor. A forked decoder is
+therefore ready within milliseconds, whereas importing the libraries would take a second. The nursery exits when its
+tokenizer process exits, and the decoders exit when the nursery exits.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from mindie_mm.settings.environment import fault_folder
 _log = logging.getLogger(__name__)
 
 _KEPT_BYTES = 64 * MiB
-"""Freed memory that a decoder keeps for its next item in bytes, so that it need not fault in the pages again."""
+"""Number of bytes of freed memory that a decoder keeps, so that its next item need not fault in the pages again."""
 _FIRST_DESCRIPTOR = 3
 """Descriptor of a decoder's socket, after the three standard streams."""
 
 
 class Nursery:
-    """Server that forks and kills decoders for the tokenizer, and reports their exits."""
+    """Server that forks and kills decoders for the tokenizer process, and reports when they exit."""
 
     def __init__(self, channel: ReceivingChannel, processor: Processor, setup: DecoderSetup) -> None:
         self._channel = channel
@@ -54,17 +54,17 @@ class Nursery:
         self._pids: set[int] = set()
 
     def serve(self) -> None:
-        """Answer messages until the tokenizer closes the channel.
+        """Answer messages until the tokenizer process closes the channel.
 
         Raises:
-            EOFError: The tokenizer has closed the channel or has died.
-            ConnectionError: The tokenizer has closed the channel or has died.
+            EOFError: The tokenizer process has closed the channel or has died.
+            ConnectionError: The tokenizer process has closed the channel or has died.
 
         """
         requests = msgspec.msgpack.Decoder[ToNursery](ToNursery)
         wake_up, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # the handler only makes Python write to `woken`
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # with any handler, Python writes to `woken`
         while True:
             readable, _, _ = select.select([self._channel.socket.fileno(), wake_up], [], [])
             if wake_up in readable:
@@ -96,9 +96,9 @@ class Nursery:
         self._send(Forked(pid))
 
     def _become_decoder(self, descriptor: int, scratch: int, parent: int) -> NoReturn:
-        """Serve the socket `descriptor` in the forked process until the tokenizer closes it.
+        """Run as a decoder in the forked process, until the tokenizer process closes the socket.
 
-        `scratch` is the descriptor of the file for scratch memory.
+        `descriptor` is the decoder's socket, and `scratch` is the file of its scratch memory.
         """
         try:
             signal.set_wakeup_fd(-1)
@@ -108,7 +108,7 @@ class Nursery:
                 os._exit(1)
             memory = Scratch(scratch)
             os.dup2(descriptor, _FIRST_DESCRIPTOR)
-            gc.freeze()  # objects inherited from the nursery own descriptors, which `lock_in` closes
+            gc.freeze()  # keep the nursery's objects, because they own descriptors that `lock_in` closes
             with socket.socket(fileno=_FIRST_DESCRIPTOR) as sock:
                 lock_in([_FIRST_DESCRIPTOR], self._setup.media.max_decode_bytes)
                 serve(ReceivingChannel(sock), Decoder(self._processor, self._setup.media, memory))
@@ -129,8 +129,8 @@ class Nursery:
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
-    """Load the libraries and the checkpoint's processor, report readiness to the tokenizer, and fork decoders."""
-    lifeline.leave()  # a process that forks must not have the lifeline's thread
+    """Load the libraries and the checkpoint's processor, report to the tokenizer process, and fork decoders."""
+    lifeline.leave()  # a process that forks must not have another thread
     faults.arm("nursery", fault_folder())
     faults.point("starting")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -145,7 +145,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
         ready = Failure.of(error)
     locks = support()
     _log.log(logging.WARNING if locks.missing else logging.INFO, "%s", locks)
-    with suppress(ConnectionError):  # if the tokenizer has died, `serve` finds the channel closed
+    with suppress(ConnectionError):  # if the tokenizer process has died, `serve` notices that the channel is closed
         channel.send(msgspec.msgpack.encode(ready))
     if isinstance(ready, Failure):
         return
@@ -155,11 +155,11 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
             nursery.serve()
         except (EOFError, ConnectionError):
             nursery.end()
-            os._exit(0)  # skip the exit handlers of the libraries, which would delay the tokenizer by a second
+            os._exit(0)  # skip the libraries' exit handlers, for which the tokenizer process would wait a second
 
 
 def load_processor(setup: DecoderSetup) -> Processor:
-    """Return the processor of the checkpoint. Raise UnsupportedCheckpoint if no family serves the checkpoint."""
+    """Return the processor of the checkpoint. Raise UnsupportedCheckpoint if no family supports the checkpoint."""
     checkpoint = Checkpoint.open(setup.model)
     family = family_of(checkpoint, setup.family)
     with reading(checkpoint, family):

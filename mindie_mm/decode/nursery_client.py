@@ -1,4 +1,4 @@
-"""Tokenizer's side of the nursery, which forks and kills decoders and reports their exits."""
+"""The tokenizer's side of the nursery, which forks and kills decoders and reports when they exit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from mindie_mm.settings.environment import single_threaded
 _log = logging.getLogger(__name__)
 
 ANSWER_LIMIT_S = 30.0
-"""Time in seconds after which a nursery that does not answer is killed. Answers normally take milliseconds."""
+"""Maximum time in seconds to wait for an answer of the nursery. After that, the nursery is killed. It normally answers
+within milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,19 +35,19 @@ class NewDecoder:
     channel: Channel
     scratch: Scratch
     status: asyncio.Future[int | None]
-    """Future exit status, as the nursery reports it. Its result is None if the status is unknown."""
+    """Future of the exit status that the nursery reports. The result is None if the status is unknown."""
 
 
 class NurseryClient:
-    """Client of a nursery process. The nursery is restarted when it dies or hangs, and its decoders die with it."""
+    """Client of a nursery process. It restarts the nursery if it dies or hangs. The decoders die with the nursery."""
 
     def __init__(self, setup: DecoderSetup, scratch_bytes: int, on_down: Callable[[str], object]) -> None:
-        """Prepare a nursery. Use `open` to start it.
+        """Prepare the client. Call `open` to start the nursery.
 
         Args:
             setup: Settings of the decoders.
             scratch_bytes: Size of a decoder's scratch memory in bytes.
-            on_down: Function that is called with the reason when the nursery cannot be restarted, or not within
+            on_down: Function to call with the reason if the nursery cannot be restarted, or is not restarted within
                 `RESTART_WAIT_S`.
 
         """
@@ -54,10 +55,10 @@ class NurseryClient:
         self._scratch_bytes = scratch_bytes
         self._on_down = on_down
         self.why_down = ""
-        """Reason why no decoder can be forked. Empty while the nursery runs or is expected to run again soon."""
+        """Reason why no decoder can be forked. Empty while the nursery is running or is expected to run again soon."""
         self._child: Child | None = None
         self._up = asyncio.Event()
-        """Set while the nursery can fork decoders."""
+        """Event that is set while the nursery can fork decoders."""
         self._forking: deque[asyncio.Future[tuple[int, asyncio.Future[int | None]]]] = deque()
         """Futures of the callers that wait for a `Forked`, in the order of their requests."""
         self._statuses: dict[int, asyncio.Future[int | None]] = {}
@@ -69,7 +70,7 @@ class NurseryClient:
         """Start the nursery.
 
         Raises:
-            UnsupportedCheckpoint: No family serves the checkpoint.
+            UnsupportedCheckpoint: No family supports the checkpoint.
             ProcessDied: The nursery cannot be started.
 
         """
@@ -77,7 +78,7 @@ class NurseryClient:
         self._keeper = asyncio.create_task(self._keep())
 
     async def fork(self) -> NewDecoder:
-        """Fork a decoder, and wait for the nursery if it is not running. Raise ProcessDied if the nursery dies."""
+        """Fork a decoder. If the nursery is not running, wait for it. Raise ProcessDied if the nursery dies."""
         while not self._up.is_set():  # the nursery may die between the event and this task's turn
             await self._up.wait()
         ours, theirs = socket.socketpair()
@@ -100,7 +101,7 @@ class NurseryClient:
         return NewDecoder(pid, channel, scratch, status)
 
     def kill(self, pid: int) -> None:
-        """Kill a decoder if it is running. If the nursery does not answer in time, the nursery is killed too."""
+        """Kill a decoder if it is running. If the nursery does not answer in time, the nursery is killed, too."""
         if (status := self._statuses.get(pid)) is not None:
             self._tell(Kill(pid))
             self.expect(status)
@@ -118,13 +119,13 @@ class NurseryClient:
         asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, look)
 
     async def close(self) -> None:
-        """End the nursery and its decoders."""
+        """Stop the nursery and its decoders."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         if self._child is not None:
             await self._child.end()
-            self._forget(f"the decoders' nursery was ended with status {self._child.status}")
+            self._forget(f"the decoders' nursery was stopped with status {self._child.status}")
 
     def _tell(self, message: ToNursery, *descriptors: int) -> None:
         assert self._child is not None
@@ -151,9 +152,9 @@ class NurseryClient:
         self.why_down = ""
 
     async def _keep(self) -> None:
-        """Serve the nursery and its successors until cancelled."""
+        """Receive the messages of the nursery, and restart it when it dies, until canceled."""
         while True:
-            with logged("the decoders' nursery cannot be served"):
+            with logged("the connection to the decoders' nursery failed"):
                 await self._receive()
             self._up.clear()
             assert self._child is not None
@@ -162,7 +163,7 @@ class NurseryClient:
             await self._starter.again(self._restart)
 
     def _forget(self, why: str) -> None:
-        """Complete all futures that wait for a nursery that has died."""
+        """Complete all futures that wait for messages of a nursery that has died."""
         while self._forking:
             if not (born := self._forking.popleft()).done():
                 born.set_exception(ProcessDied(why))
@@ -171,7 +172,7 @@ class NurseryClient:
                 status.set_result(None)
 
     async def _receive(self) -> None:
-        """Pass messages from the nursery to the waiting futures until the nursery dies."""
+        """Complete the futures that wait for messages of the nursery, until it dies."""
         decoder = msgspec.msgpack.Decoder[FromNursery](FromNursery)
         assert self._child is not None
         while True:

@@ -1,4 +1,4 @@
-"""Media sources as open files, for transfer to another process."""
+"""Media sources as open files that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from mindie_mm.media.source import read_source, source_path
 from mindie_mm.settings.config import MAX_SOURCE_BYTES
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""Seals of a copy. They stop a compromised decoder from changing the copy before the tokenizer computes its digest."""
+"""Seals of a copied source. A compromised decoder cannot change the copy before the tokenizer computes its digest."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Range of a parcel's file: encoded bytes, or an array of pixels or samples."""
+    """Range of bytes in a parcel's file, with encoded media or with an array of pixels or samples."""
 
     nbytes: int
+    """Length of the range in bytes."""
     dtype: str = ""
     """Name of the array's numpy dtype. Empty for encoded bytes."""
     shape: tuple[int, ...] = ()
 
 
 class Parcel(msgspec.Struct, frozen=True):
-    """Open file with a description of its contents."""
+    """Open file with a media source, and a description of its contents."""
 
     descriptor: int
     """Descriptor of the open file. The process that packed the parcel closes it."""
@@ -52,7 +53,7 @@ def pack_file(media: Media) -> Parcel | None:
     if not isinstance(media.source, str) or (path := source_path(media)) is None:
         return None
     try:
-        if not path.is_file():  # do not open a FIFO, which would unblock its writer
+        if not path.is_file():  # do not open a FIFO, because that would unblock its writer
             return None
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):
@@ -68,7 +69,7 @@ def pack_copy(media: Media) -> Parcel:
     """Read the source of `media` and copy it to a sealed memfd.
 
     Raises:
-        InputError, MediaError, LimitExceeded: As `read_source`.
+        InputError, MediaError, LimitExceeded: In the same cases as `read_source`.
 
     """
     data = read_source(media)
@@ -104,7 +105,7 @@ def unpacked(descriptor: int, parts: Sequence[Part], *, is_list: bool) -> Data:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is shorter than its parts.
+        ValueError: The file has fewer bytes than the parts.
 
     """
     offset = 0
@@ -117,10 +118,10 @@ def unpacked(descriptor: int, parts: Sequence[Part], *, is_list: bool) -> Data:
 
 def _read(descriptor: int, part: Part, offset: int) -> bytes | NDArray[Any]:
     data = os.pread(descriptor, part.nbytes, offset)
-    while len(data) < part.nbytes:  # one call reads at most 2 GiB
+    while len(data) < part.nbytes:  # each call reads at most 2 GiB
         further = os.pread(descriptor, part.nbytes - len(data), offset + len(data))
         if not further:
-            raise ValueError(f"the file ends at {offset + len(data)}, within a part of {part.nbytes} bytes")
+            raise ValueError(f"the file ends at byte {offset + len(data)}, inside a part of {part.nbytes} bytes")
         data += further
     if not part.dtype:
         return data

@@ -1,4 +1,4 @@
-"""Planning of one media item: the family's plan, subject to the limits on media."""
+"""Planning of a media item within the limits on media."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mindie_mm.settings.config import MediaCaps
 
 
 def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Kind, int], caps: MediaCaps) -> Plan:
-    """Return the plan of the item `media` with the source `data`. Call this inside `under(caps)`.
+    """Return the plan of the item `media` with the source `data`. Call this function inside `under(caps)`.
 
     Raises:
-        InputError, MediaError, LimitExceeded: As `Processor.plan`.
+        InputError, MediaError, LimitExceeded: In the same cases as `Processor.plan`.
 
     """
     return under_caps(processor.plan(media, data, counts), caps)
 
 
 def under_caps(plan: Plan, caps: MediaCaps) -> Plan:
-    """Return `plan` with the limits of `caps` applied while its `write` runs.
+    """Return `plan` with a `write` function that applies the limits of `caps`.
 
-    The limits must apply there too, because `write` opens frames that are encoded images again. A background other than
-    the default becomes part of the settings, because it changes the arrays of pictures.
+    The limits must apply to `write`, too, because it opens encoded images again if they are the frames of a video. If
+    the background color is not the default, it becomes part of `Plan.settings`, because it changes the arrays.
     """
     counted = replace(caps, max_request_pixels=sys.maxsize)  # planning has already counted all pixels
 

@@ -1,4 +1,4 @@
-"""Decoder's end of a channel that carries descriptors (`mindie_mm.processes.ipc.Channel.send_with`)."""
+"""The decoder's end of a channel through which files can be sent (`mindie_mm.processes.ipc.Channel.send_with`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ReceivingChannel:
             piece, found, _, _ = socket.recv_fds(self.socket, _LENGTH.size - len(header), _MAX_DESCRIPTORS)
             descriptors += found
             if not piece:
-                raise EOFError("the peer is gone")
+                raise EOFError("the peer closed the connection")
             header += piece
         (length,) = _LENGTH.unpack(header)
         message = bytearray(length)
@@ -36,7 +36,7 @@ class ReceivingChannel:
         while view:
             num_bytes = self.socket.recv_into(view)
             if not num_bytes:
-                raise EOFError("the peer is gone")
+                raise EOFError("the peer closed the connection")
             view = view[num_bytes:]
         return bytes(message), descriptors
 

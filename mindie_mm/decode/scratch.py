@@ -1,7 +1,7 @@
-"""Scratch memory, to which a decoder writes its arrays. The tokenizer copies them to the item's block.
+"""Scratch memory, to which a decoder writes its arrays. The tokenizer process copies them to the item's block.
 
-A decoder never gets a descriptor of the arena, so a compromised decoder cannot access the blocks of other items. The
-copy is faster than mapping a block and faulting in its pages for each item (`python -m bench.decoders`).
+A decoder never gets a descriptor of the arena, so a compromised decoder cannot access the blocks of other items.
+Copying is faster than mapping a block and faulting in its pages for each item (`python -m bench.decoders`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MADV_REMOVE = 9  # <linux/mman.h>
 
 
 class Scratch:
-    """Memory that the tokenizer shares with one decoder. The kernel frees it with the last mapping."""
+    """Memory that the tokenizer process shares with one decoder. The kernel frees it when no process maps it."""
 
     def __init__(self, descriptor: int) -> None:
         """Map a file from `make_file`. The caller closes the descriptor."""
@@ -47,7 +47,7 @@ class Scratch:
         self._give_back(sum(array.nbytes for array in arrays.values()))
 
     def close(self) -> None:
-        """Release the mapping. If a thread still copies from it, it lives as long as the last array over it."""
+        """Unmap the memory. If a thread still copies from it, the mapping lives as long as the last array over it."""
         with suppress(BufferError):
             self._mapping.close()
 
@@ -58,7 +58,7 @@ class Scratch:
 
 
 def make_file(nbytes: int) -> int:
-    """Create a file for `nbytes` of scratch memory and return its descriptor. Pages are allocated on first write."""
+    """Create a file for `nbytes` bytes of scratch memory, and return its descriptor. Writing allocates the pages."""
     descriptor = os.memfd_create("scratch", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, round_up(nbytes, PAGE))
     return descriptor

@@ -15,7 +15,7 @@ from mindie_mm.device.transfer import download, upload
 from mindie_mm.errors import DeviceError, InputError
 
 KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
-"""All kinds of devices, in the order in which auto prefers them."""
+"""All kinds of devices, in order of preference for `auto`."""
 
 
 LIBRARIES = ("torch_npu",)
@@ -25,7 +25,7 @@ SLOW_DTYPE = "the {device} has no instructions for {dtype} and is several times 
 
 
 def open_device(name: str = "auto") -> Device:
-    """Open the device `name`. auto selects the first available accelerator, or else the CPU.
+    """Open the device `name`. The name "auto" selects the first available accelerator, or else the CPU.
 
     Raises:
         InputError: The name is unknown.
@@ -37,9 +37,9 @@ def open_device(name: str = "auto") -> Device:
     for kind in KINDS:
         if kind.name == name:
             if reason := kind.missing():
-                raise DeviceError(f"the device {name} can't be used: {reason}")
+                raise DeviceError(f"the device {name} cannot be used: {reason}")
             return kind()
-    raise InputError(f"device is {name!r}, it must be auto, {', '.join(kind.name for kind in KINDS)}")
+    raise InputError(f"device is {name!r}; it must be auto, {', '.join(kind.name for kind in KINDS)}")
 
 
 def kind_of(device: torch.device) -> type[Device]:
@@ -48,7 +48,7 @@ def kind_of(device: torch.device) -> type[Device]:
 
 
 def slow_dtype(module: torch.nn.Module) -> str | None:
-    """Return a warning if weights of `module` have a dtype for which their device has no instructions, else None."""
+    """Return a warning if the device of some weights has no instructions for their dtype. Otherwise, return None."""
     for kind, dtype in {(kind_of(weight.device), weight.dtype) for weight in module.parameters()}:
         if not kind().multiplies(dtype):
             return SLOW_DTYPE.format(dtype=str(dtype).removeprefix("torch."), device=kind.name)
@@ -61,7 +61,7 @@ def kernels_of(device: torch.device) -> Kernels:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros on `device`. On the CPU their pages take no memory until they are written."""
+    """Return zeros on `device`. On the CPU, their pages take no memory until they are written."""
     if device.type == CPU.name:
         return host_memory.zeros(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -17,9 +17,9 @@ _numbers = count(randbits(60))
 def require_alive(device: torch.device) -> None:
     """Raise DeviceError, or the device's own error, if the device no longer computes in this process.
 
-    A call without an error proves nothing. After a failure in torch_npu's queue (TASK_QUEUE_ENABLE is 1 by default) all
-    calls succeed without doing anything. The check therefore computes a number that is not in memory from earlier.
-    Only another process can use a device that fails the check.
+    A call without an error proves nothing. After a failure in torch_npu's queue (TASK_QUEUE_ENABLE is 1 by default),
+    all calls succeed without doing anything. This function therefore computes a number that no earlier call can have
+    left in memory. If the check fails, only another process can use the device.
     """
     if device.type == "cpu":
         return
@@ -27,4 +27,4 @@ def require_alive(device: torch.device) -> None:
     with suppress(torch.OutOfMemoryError):  # a device that is out of memory still computes
         (answer,) = download(upload([number], device) + 1)
         if answer.tolist() != [number + 1]:
-            raise DeviceError(f"{device} no longer computes: {number} + 1 is {answer.item()} there")
+            raise DeviceError(f"{device} computes wrong results: {number} + 1 gives {answer.item()}")

@@ -21,28 +21,28 @@ class Device(ABC):
     name: ClassVar[str]
     """Value of --device."""
     memory_share: ClassVar[float]
-    """Default fraction of `free_bytes` that an engine takes in addition to the weights."""
+    """Default fraction of `free_bytes` that an engine uses in addition to the weights."""
     kv_block_size: ClassVar[int] = 16
-    """Default number of tokens in a block of the KV cache."""
+    """Default number of tokens in a KV block."""
     records: ClassVar[bool] = False
-    """Whether work can be recorded and replayed as one launch."""
+    """Whether `record` is supported."""
     kernels: ClassVar[Kernels] = Kernels()
     """Fused operators of the device."""
     has_bitsandbytes: ClassVar[bool] = True
     """Whether bitsandbytes has operators for the device."""
     measure_s: ClassVar[float]
-    """Default time limit in seconds for measuring memory at the start of an engine."""
+    """Default time limit for measuring memory when an engine starts, in seconds."""
 
     @classmethod
     @abstractmethod
     def missing(cls) -> str | None:
-        """Return the reason why the device cannot be used on this machine, for an operator, or None if it can."""
+        """Return the reason why the device cannot be used on this machine, or None if it can be used."""
 
     @classmethod
     def findings(cls, root: Path) -> Iterator[Finding]:
-        """Report whether this machine can run the device. `root` is where system files are read.
+        """Report whether this machine can run the device. System files are read below `root`.
 
-        Yields nothing if the device is absent.
+        Yield nothing if the device is absent.
         """
         yield from ()
 
@@ -53,18 +53,19 @@ class Device(ABC):
 
     @abstractmethod
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype that `auto` means for a checkpoint stored as `checkpoint_dtype`."""
+        """Return the dtype that "auto" selects for a checkpoint stored as `checkpoint_dtype`."""
 
     def multiplies(self, dtype: torch.dtype) -> bool:
         """Return whether the device has instructions for products in `dtype`.
 
-        Without them it is several times slower than in float32, or fails for a dtype of 8 bits.
+        Without such instructions, products are several times slower than in float32, and products
+        of an 8-bit dtype fail.
         """
         return dtype != torch.float8_e4m3fn
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Return the memory in bytes that a model and its cache may still take."""
+        """Return the amount of memory that a model and its KV cache may still use, in bytes."""
 
     @abstractmethod
     def peak_bytes(self, work: Callable[[], object]) -> int:
@@ -74,13 +75,13 @@ class Device(ABC):
     def pin(cls, address: int, num_bytes: int) -> bool:
         """Register host memory with the driver for DMA. Return False if the driver cannot register it.
 
-        Never raises, because an unregistered buffer can be copied in another way.
+        This method never raises, because an unregistered buffer can be copied in another way.
         """
         return False
 
     @classmethod
     def read(cls, source: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
-        """Queue a copy to the device of `stream`, from a tensor in memory that `pin` registered. Return the copy."""
+        """Queue a copy of a tensor in memory that `pin` registered to the device of `stream`. Return the copy."""
         with stream:
             return source.to(stream.device, non_blocking=True)
 
@@ -90,12 +91,12 @@ class Device(ABC):
 
     @classmethod
     def record(cls, work: Callable[[], object]) -> Callable[[], object]:
-        """Record what `work` launches. Return a function that launches all of it at once, on the same memory.
+        """Record the kernels that `work` launches. Return a function that launches all of them on the same memory.
 
-        The device must have `records`. Recording may or may not execute `work`.
+        This method requires `records`. The recorded kernels may or may not run during the recording.
 
         Raises:
-            RuntimeError: `work` waits for the device, which cannot be recorded, or memory runs out.
+            RuntimeError: `work` waits for the device, which cannot be recorded, or there is not enough memory.
 
         """
         raise NotImplementedError
@@ -107,8 +108,8 @@ class Device(ABC):
 def default_num_threads() -> int:
     """Return the default number of host threads for computing.
 
-    OMP_NUM_THREADS or MKL_NUM_THREADS set it. Otherwise it is the number of CPUs that the affinity mask and the control
-    group allow.
+    OMP_NUM_THREADS or MKL_NUM_THREADS sets this number. Without these variables, it is the number of CPUs that the
+    affinity mask and the control group allow.
     """
     return torch.get_num_threads() if has_thread_count() else available_cpus()
 

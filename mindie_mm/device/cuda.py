@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through the CUDA build of torch."""
+"""NVIDIA GPUs, used through the CUDA build of PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindie_mm.device.base import Device, allocator_peak_bytes
 
 
 class CUDA(Device):
-    """The current CUDA device. Its default dtype is that of the checkpoint."""
+    """The current CUDA device. The default dtype is the dtype of the checkpoint."""
 
     name: ClassVar[str] = "cuda"
     memory_share: ClassVar[float] = 0.9
@@ -25,15 +25,16 @@ class CUDA(Device):
     def missing(cls) -> str | None:
         if torch.version.cuda is None:
             return (
-                f"this torch ({torch.__version__}) is built without CUDA; pytorch.org/get-started names the one with it"
+                f"this torch ({torch.__version__}) is built without CUDA; pytorch.org/get-started shows how to "
+                "install a build with CUDA"
             )
         if torch.cuda.is_available():
             return None
         try:
             torch.cuda.init()  # the error gives the reason, such as an old or missing driver
         except RuntimeError as error:
-            return f"{error}; see nvidia-smi, and in a container whether it was given the GPUs (--gpus all)"
-        return "no CUDA device is visible, see nvidia-smi and CUDA_VISIBLE_DEVICES"
+            return f"{error}; check nvidia-smi. In a container, check that the GPUs were passed to it (--gpus all)"
+        return "no CUDA device is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
     @property
     def torch_device(self) -> torch.device:
@@ -47,7 +48,7 @@ class CUDA(Device):
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
-        with suppress(Exception):  # raised if the runtime cannot be called
+        with suppress(Exception):  # the runtime may not be callable
             if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)) == 0:
                 return True
         with suppress(Exception):  # the next kernel reports the driver's error, so launch one here
@@ -66,12 +67,12 @@ class CUDA(Device):
             aside.wait_stream(current)
             try:
                 with torch.cuda.stream(aside):
-                    work()  # libraries initialise themselves at their first call, which a graph must not record
+                    work()  # libraries initialize themselves at their first call, which a graph must not record
             finally:
-                current.wait_stream(aside)  # also after a failure, because queued work still reads its inputs
-            # Graphs are launched one after another, so all live graphs share one memory pool. The pool ends with the
-            # last of them and must not be used afterwards. In thread_local mode, calls of other threads do not abort
-            # the capture.
+                current.wait_stream(aside)  # even after a failure, because queued work still reads its inputs
+            # Graphs are launched one after another, so all live graphs share one memory pool. The pool is freed with
+            # the last live graph and must not be used afterwards. In thread_local mode, calls of other threads do not
+            # abort the capture.
             memory = next((other.pool() for other in _graphs), None)
             with torch.cuda.graph(graph, pool=memory, stream=aside, capture_error_mode="thread_local"):
                 work()
@@ -93,6 +94,6 @@ _graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 def _aside(_: int) -> torch.cuda.Stream:
     """Return the stream on which all graphs of a device are recorded.
 
-    Memory belongs to one stream, and cuBLAS keeps a workspace for each stream.
+    All graphs use one stream, because memory belongs to a stream and cuBLAS keeps a workspace for each stream.
     """
     return torch.cuda.Stream()

@@ -12,7 +12,7 @@ class Finding:
 
     subject: str
     status: Literal["ok", "warning", "error"]
-    """An error would keep the service from starting."""
+    """The status is "error" only if the problem would keep the service from starting."""
     found: str
     """Description of the current state."""
     advice: str = ""

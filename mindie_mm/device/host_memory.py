@@ -1,4 +1,4 @@
-"""Host memory: measurements of free and used memory, zeros without pages, and settings of the allocator."""
+"""Host memory: measurements of free and used memory, lazily allocated zeros, and allocator settings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mindie_mm.errors import DeviceError, os_errors_as
 from mindie_mm.settings import cgroup
 
 _MiB, _GiB = 2**20, 2**30
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 
-# For cgroup version 2 and version 1: the files with the limit and the usage of a group, and the key in memory.stat for
-# the part of the usage that the kernel can reclaim.
+# For cgroup version 2 and version 1: the files with a group's limit and usage, and the key in memory.stat for memory
+# that counts as used but that the kernel can reclaim.
 _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -27,7 +27,9 @@ _FILES = (
 
 
 def available_bytes(mount: Path = cgroup.MOUNT, own: Path = cgroup.OWN) -> int:
-    """Return the memory in bytes that this process may allocate, within the host's free memory and control groups.
+    """Return the amount of memory that this process may allocate, in bytes.
+
+    The host's free memory and the limits of the control groups are taken into account.
 
     Args:
         mount: As in `cgroup.folders`.
@@ -52,7 +54,7 @@ def _left(mount: Path, own: Path) -> Iterator[int]:
     for groups, (limit, usage, inactive) in zip(cgroup.folders("memory", mount, own), _FILES, strict=True):
         for group in groups:
             most, used = cgroup.read(group / limit).strip(), cgroup.read(group / usage).strip()
-            if most.isdecimal() and used.isdecimal():  # "max" is no limit
+            if most.isdecimal() and used.isdecimal():  # "max" means that there is no limit
                 stat = dict(line.split() for line in cgroup.read(group / "memory.stat").splitlines())
                 yield max(0, int(most) - int(used) + int(stat.get(inactive, 0)))
 
@@ -60,7 +62,7 @@ def _left(mount: Path, own: Path) -> Iterator[int]:
 def peak_bytes(work: Callable[[], object]) -> int:
     """Return the peak memory in bytes that `work` added to this process.
 
-    If the kernel cannot reset the high-water mark, only growth above the earlier mark is measured.
+    If the kernel cannot reset the high-water mark, only growth beyond the earlier mark is measured.
 
     Raises:
         DeviceError: /proc is not mounted.
@@ -87,17 +89,17 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def keep_freed(kept_bytes: int = _GiB) -> None:
     """Make glibc's allocator keep up to `kept_bytes` of freed memory for later allocations instead of unmapping it.
 
-    By default, activations of more than 128 KiB get mappings of their own or are trimmed from the heap. Page faults on
-    the same pages then took a tenth of the CPU time of a tower on an image of 640x480 pixels.
+    By default, glibc allocates an activation of more than 128 KiB as a separate mapping, or trims it from the heap when
+    it is freed. Page faults on the same pages then took a tenth of a tower's CPU time for an image of 640x480 pixels.
     """
     with suppress(AttributeError):
         library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, 32 * _MiB)  # the maximum of glibc
+        library.mallopt(_M_MMAP_THRESHOLD, 32 * _MiB)  # the maximum that glibc accepts
         library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
 
 
 def _trim() -> None:
-    """Return freed memory from the allocator to the kernel. Work that reuses it would seem to take no memory."""
+    """Return freed memory from the allocator to the kernel. Work that reused this memory would seem to take none."""
     with suppress(AttributeError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""The interface of fused operators. `nn/` uses plain torch for calls that a device does not take."""
+"""The interface of fused operators. `nn/` uses plain PyTorch for calls that a device does not support."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mindie_mm.device.transfer import upload
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a flat batch and their blocks in the KV cache, as fused attention takes them."""
+    """The rows of a flat batch and their KV blocks, in the form that fused attention needs."""
 
     stops: list[int]
     """Index after the last row of each sequence, ascending."""
     lengths: list[int]
     """Number of tokens of each sequence in the cache, including the rows of this batch."""
     blocks: Tensor
-    """Blocks of each sequence on the device, int32 [sequences, max_blocks]. Padding may be any block."""
+    """KV blocks of each sequence, int32 [sequences, max_blocks], on the device. The padding may be any block."""
     singles: list[int]
     """Indices of the sequences with exactly one row."""
     single_rows: Tensor
@@ -40,8 +40,8 @@ class Rows:
         Args:
             counts: Number of rows of each sequence.
             lengths: Number of tokens of each sequence in the cache, including its rows.
-            blocks: Blocks of each sequence.
-            device: Where the tensors go.
+            blocks: KV blocks of each sequence.
+            device: Device of the resulting tensors.
 
         """
         stops = [*accumulate(counts)]
@@ -59,7 +59,7 @@ class Rows:
 
 
 def block_table(blocks: Sequence[Sequence[int]], padding: int) -> NDArray[np.int64]:
-    """Return the blocks of each sequence in one row, padded on the right, int64 [sequences, max_blocks]."""
+    """Return the KV blocks of each sequence in one row, padded on the right, int64 [sequences, max_blocks]."""
     table = np.full((len(blocks), max(map(len, blocks))), padding, np.int64)
     for row, held in zip(table, blocks, strict=True):
         row[: len(held)] = held
@@ -67,7 +67,7 @@ def block_table(blocks: Sequence[Sequence[int]], padding: int) -> NDArray[np.int
 
 
 class Kernels:
-    """The fused operators of a device. This base class has no fused attention, so `nn/` uses plain torch."""
+    """The fused operators of a device. This base class has no fused attention, so that `nn/` uses plain PyTorch."""
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, num_sequences: int, longest: int) -> bool:
         """Return whether `attend` supports these arguments.
@@ -83,13 +83,13 @@ class Kernels:
         return False
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
-        """Compute the causal attention of each row to the pages of its own sequence.
+        """Compute the causal attention of each row to the KV blocks of its own sequence.
 
         Args:
             query: [heads, T, head_dim].
             keys: Pages of the keys, [blocks, block_size, kv_heads, head_dim].
             values: Pages of the values, of the same shape.
-            rows: Sequences of the rows, and their blocks.
+            rows: The sequences that the rows belong to, and the KV blocks of each sequence.
             scaling: Factor of the scores.
 
         Returns:
@@ -99,11 +99,11 @@ class Kernels:
         raise NotImplementedError
 
     def store(self, pages: Tensor, slots: Tensor, new: Tensor) -> None:
-        """Write new keys or values to their slots in the pages.
+        """Write new keys or values to their places in the pages.
 
         Args:
             pages: [blocks, block_size, kv_heads, head_dim], changed in place.
-            slots: Indices into the first two axes of `pages`, flattened. int64 [T].
+            slots: Indices into the flattened first two axes of `pages`, int64 [T].
             new: [T, kv_heads, head_dim].
 
         """

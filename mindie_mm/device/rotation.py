@@ -1,4 +1,4 @@
-"""Replacement of the rotary embedding functions of transformers, for devices with faster ones."""
+"""Replacement of the rotary embedding functions of transformers, for devices that have faster functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 TEXT, TOWER = "apply_rotary_pos_emb", "apply_rotary_pos_emb_vision"
-"""Names of the functions of transformers, which layers look up as module globals.
+"""Names of transformers' functions, which layers look up as module globals.
 
 TEXT takes [batch, heads, T, width] and angles [batch, T, width]. TOWER takes [T, heads, width] and angles [T, width].
 """
@@ -20,8 +20,9 @@ TEXT takes [batch, heads, T, width] and angles [batch, T, width]. TOWER takes [T
 def replace(module: nn.Module, name: str, rotate: Callable[..., Any]) -> None:
     """Make the layers of `module` call `rotate` with transformers' own function as an additional first argument.
 
-    The function is replaced only if a trial shows that it pairs the halves of a head. All layers of
-    the same Python modules in this process are affected, on any device. Repeated calls have no further effect.
+    The function is replaced only if a trial shows that it pairs the first half of a head with the second half. The
+    replacement affects all layers of the same Python modules in this process, on any device. Repeated calls have no
+    further effect.
 
     Args:
         module: The model.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def upload(values: Tensor | NDArray[Any] | Sequence[Any], device: torch.device) -> Tensor:
-    """Return `values` as a tensor on `device`. The host does not wait for the copy. On the CPU nothing is copied."""
+    """Return `values` as a tensor on `device`. The host does not wait for the copy. On the CPU, nothing is copied."""
     tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
     if device.type == "cpu":
         return tensor

@@ -1,4 +1,4 @@
-"""Base class of the engines. It is single-threaded and does no I/O, because the engine process moves the messages."""
+"""Base class of the engines. An engine is single-threaded and does no I/O. The engine process does the I/O."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Draw = tuple[int, list[TokenLogprob] | None]
 
 
 class BaseEngine(ABC):
-    """An engine that turns requests into progress. A failing request does not affect the others."""
+    """An engine, which runs requests in steps. A request that fails does not affect the others."""
 
     _scheduler: BaseScheduler
 
@@ -74,7 +74,7 @@ class BaseEngine(ABC):
         Args:
             model: Loaded model.
             config: Settings of the engine.
-            ranks: Processes that run the same steps, each with its share of the weights.
+            ranks: Processes that run the same steps. Each process has a share of the weights.
 
         """
         self._media_model = model
@@ -87,12 +87,12 @@ class BaseEngine(ABC):
         self._towers = Towers(model, self._encoder_cache, self._tower_limits, ranks, by_item=by_item)
         self._sequences: dict[str, Sequence] = {}
         self.grammars: Grammars | None = None
-        """Compiler of structured outputs. None: requests for one are refused."""
+        """Compiler of structured outputs. If it is None, requests for structured outputs are refused."""
 
     @property
     @abstractmethod
     def ready(self) -> Ready:
-        """Message that tells the clients about the model and its limits."""
+        """Message that tells the client the limits of the model."""
 
     @property
     def stats(self) -> Stats:
@@ -115,13 +115,13 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _run(self, step: abc.Sequence[Scheduled], progress: list[Progress]) -> None:
-        """Compute a step and append its results to `progress` at once, so that a later failure loses none of them."""
+        """Compute a step. Append each result to `progress` immediately, so that a later failure does not lose it."""
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
 
     def add(self, message: Add) -> Progress | None:
-        """Queue a request. Return its error if it is invalid, else None."""
+        """Queue a request. Return an error if the request is invalid, else None."""
         sequence = self._try_on_all(message.request_id, lambda: self._new(message))
         if isinstance(sequence, MindieMMError):
             return _failure(message.request_id, sequence)
@@ -131,16 +131,16 @@ class BaseEngine(ABC):
         return None
 
     def refill(self, message: Refill) -> Progress | None:
-        """Resume a parked request with media from other blocks.
+        """Resume a preempted request whose media are in new blocks.
 
         Returns:
-            None if the request is resumed. Otherwise its error, or another demand for media if the new blocks are lost
-            as well.
+            None if the request is resumed. Otherwise an error, or another request for media if the new blocks are lost,
+            too.
 
         """
         sequence = self._sequences.get(message.request_id)
         if sequence is None or sequence not in self._scheduler.parked:
-            return None  # the client may have aborted it meanwhile
+            return None  # the client may have aborted the request
         items = self._try_on_all(message.request_id, lambda: self._items_again(sequence, message))
         faults.point("refilled")
         if isinstance(items, SegmentMissing | StaleReference):
@@ -161,7 +161,7 @@ class BaseEngine(ABC):
         except Exception as error:  # noqa: BLE001 - an unreadable request must not end the others
             _log.exception("request %s", request_id)
             failure = OperationalError(f"the request failed: {type(error).__name__}")
-        # A block may be freed after one rank has read it and before another rank does.
+        # A block may be freed after one rank has read it and before another rank reads it.
         failure = self._ranks.all_reduce_error(failure)
         return result if failure is None else failure
 
@@ -174,31 +174,31 @@ class BaseEngine(ABC):
         return sequence
 
     def _items_again(self, sequence: Sequence, message: Refill) -> list[MediaItem]:
-        """Read a sequence's media from other blocks. Raise OperationalError if the prompt or a digest has changed."""
+        """Read a sequence's media from new blocks. Raise OperationalError if the prompt or a digest has changed."""
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         items = self._read(ids)
         same_ids = plain_ids(ids, items).tolist() == sequence.token_ids[: sequence.num_prompt]
         if not same_ids or [item.digest for item in items] != [item.digest for item in sequence.items]:
-            raise OperationalError("the request's media were read again after a preemption, and have changed since")
+            raise OperationalError("the request's media have changed since the request was preempted")
         return items
 
     def _constraint(self, wanted: StructuredOutputs) -> Constraint:
         if self.grammars is None:
-            raise InputError("this model takes no structured outputs")
+            raise InputError("this model does not support structured outputs")
         return self.grammars.constraint(wanted)
 
     def must_compile(self, message: Add) -> bool:
-        """Return whether the request has a description to compile, which may take as long as several steps."""
+        """Return whether a structured output must be compiled, which may take as long as several steps."""
         wanted = message.params.structure
         return wanted is not None and self.grammars is not None and wanted not in self.grammars
 
     def abort(self, message: Abort) -> None:
-        """Remove a request, unless it has ended already."""
+        """Remove a request. Do nothing if the request has ended."""
         if sequence := self._sequences.get(message.request_id):
             self._forget(sequence)
 
     def step(self) -> Stepped:
-        """Compute one step. An error that belongs to no single request fails all requests of this step."""
+        """Compute one step. An error that cannot be assigned to a single request fails all requests of the step."""
         step = self._scheduler.schedule()
         faults.point("scheduled")
         progress: list[Progress] = []
@@ -206,8 +206,8 @@ class BaseEngine(ABC):
             self._run(step, progress)
         except Exception as error:
             if self._ranks.count > 1:
-                raise  # other ranks may wait for this one inside a collective operation, so no rank can continue
-            # An error of a device or a kernel must not end the other requests, unless the device is lost for good.
+                raise  # other ranks may wait for this rank inside a collective operation, so no rank can continue
+            # A device or kernel error must not end requests outside this step, unless the device is lost for good.
             _log.exception("a step of %d requests failed", len(step))
             failure = DeviceError(f"the step failed: {type(error).__name__}")
             left = [s.sequence for s in step if s.sequence.request_id in self._sequences]
@@ -215,7 +215,7 @@ class BaseEngine(ABC):
         return Stepped(progress, self.stats)
 
     def _read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
-        """Return the media of a prompt. Raise TokenOutOfRange if the model does not know one of its ids."""
+        """Return the media of a prompt. Raise TokenOutOfRange if an id is outside the model's vocabulary."""
         known = self._spec.embedding_size or self._spec.vocab_size
         if (top := int(ids.max())) >= known:
             raise TokenOutOfRange(f"token id {top} is not in [0, {known})")
@@ -227,12 +227,12 @@ class BaseEngine(ABC):
     def _draw(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[Draw | None]:
         """Draw the next token of each sequence from logits float32 [sequences, vocabulary], changed in place.
 
-        A row with NaN or plus infinity gives None. The model's dtype may have overflowed, or its embeddings may be
-        non-finite.
+        The result is None for a row with NaN or plus infinity, which is caused by an overflow of the model's dtype or
+        by non-finite embeddings.
         """
         non_finite = ~(logits < torch.inf).all(dim=1)  # true for NaN and plus infinity. Minus infinity is a valid mask
         logits.masked_fill_(non_finite.unsqueeze(1), 0)  # keeps sampling valid for the other rows
-        # Copied first, because sampling biases the logits in place and log-probabilities describe the model's own.
+        # Copy the rows first, because sampling changes the logits in place, and log-probabilities describe raw logits.
         asking = _asking(sequences)
         rows = [upload(np.array(group, np.int64), logits.device) for group in asking.values()]
         raw = [logits.index_select(0, group) for group in rows]
@@ -246,8 +246,8 @@ class BaseEngine(ABC):
         ]
         if (excluded := without_tokens(logits, sequences)) is not None:
             tokens.masked_fill_(excluded, _NO_TOKEN)
-        # One download for everything, because the host waits for the device here. In a step without media and prompt
-        # log-probabilities it waits nowhere else.
+        # Use one download for all results, because the host waits for the device here. In a step without media and
+        # prompt log-probabilities, the host does not wait anywhere else.
         on_host = download(non_finite, tokens, *(part for s in scores for part in (s.chosen, s.top, s.top_ids)))
         drawn: list[int] = on_host[1].tolist()
         logprobs: dict[int, list[TokenLogprob]] = {}
@@ -260,11 +260,11 @@ class BaseEngine(ABC):
         ]
 
     def _constrain(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
-        """Mask the tokens that may not be drawn in the logits, float32 [sequences, vocabulary], in place."""
+        """Set the logits of forbidden tokens to minus infinity. `logits` are float32 [sequences, vocabulary]."""
         constraints = {row: one.constraint for row, one in enumerate(sequences) if one.constraint is not None}
         if not constraints:
             return
-        assert self.grammars is not None, "they have made the constraints"
+        assert self.grammars is not None, "every constraint comes from `grammars`"
         refused = upload(self.grammars.refused([*constraints.values()], logits.shape[1]), logits.device)
         rows = upload(np.array([*constraints], np.int64), logits.device)
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(refused, -torch.inf))
@@ -272,20 +272,20 @@ class BaseEngine(ABC):
     def _advance(self, sequence: Sequence, draw: Draw | None, *, media_consumed: bool) -> Progress:
         """Append a token to a sequence and return its progress. Remove the sequence if it has finished.
 
-        A sequence without a token fails. `media_consumed` becomes part of the progress.
+        If `draw` is None, the sequence fails.
         """
         if draw is None:
-            for item in sequence.items:  # their features may be the cause, so other requests must not reuse them
+            for item in sequence.items:  # the features may be the cause, so other requests must not reuse them
                 self._encoder_cache.drop(item)
-            return self._fail(sequence, OperationalError("the model gives no numbers for this request"))
+            return self._fail(sequence, OperationalError("the model returned non-finite logits for this request"))
         token, logprobs = draw
         if token == _NO_TOKEN:
             return self._fail(sequence, InputError("allowed_token_ids, bad_words and the other limits leave no token"))
         if (constraint := sequence.constraint) is not None:
-            # Only rank 0 asks the constraint which tokens may follow, so only rank 0 learns that it exceeds a limit.
+            # Only rank 0 computes which tokens may follow, so only rank 0 detects that a grammar exceeds a limit.
             error = self._ranks.broadcast(str, lambda: constraint.accept(token))
             if error:
-                return self._fail(sequence, InputError(f"the output can no longer be kept to its structure: {error}"))
+                return self._fail(sequence, InputError(f"the output can no longer match its description: {error}"))
         first = sequence.num_output == 0
         if first:
             sequence.first_token_s = time.monotonic()
@@ -317,7 +317,7 @@ class BaseEngine(ABC):
         return ("length" if sequence.num_output >= sequence.max_tokens else None), None
 
     def _consume_media(self, step: abc.Sequence[Scheduled]) -> set[Sequence]:
-        """Release the media whose last slot a step has computed. Return the sequences of these media."""
+        """Release the media whose last placeholder the step has computed. Return the sequences of these media."""
         consumed = set()
         for scheduled in step:
             sequence = scheduled.sequence
@@ -331,15 +331,15 @@ class BaseEngine(ABC):
         return consumed
 
     def _drop_without_digest(self, sequence: Sequence) -> None:
-        """Drop the features of items without a digest. Their key is a block, which other media may occupy later."""
+        """Drop features of items without a digest. Their cache key is a block, which other media may use later."""
         for item in sequence.items:
             if item.digest is None:
                 self._encoder_cache.drop(item)
 
     def _take_out(self, failed: abc.Mapping[Sequence, MindieMMError]) -> list[Progress]:
-        """Park the failed sequences whose consumed blocks were freed. Fail the other ones.
+        """Park sequences that failed because their media's blocks were freed after use. Fail the other sequences.
 
-        If a device is lost for good, its error is raised before any sequence changes.
+        If a device is lost for good, raise its error before any sequence changes.
         """
         if any(isinstance(error, DeviceError) for error in failed.values()):
             for device in self._devices:

@@ -27,7 +27,7 @@ from mindie_mm.settings.config import EngineConfig, GiB
 
 
 class Engine(BaseEngine):
-    """An engine with continuous batching. Prefills and decodes of any length share one flat batch."""
+    """An engine with continuous batching. Prefills of any length and decodes share one flat batch."""
 
     _scheduler: Scheduler
 
@@ -37,11 +37,11 @@ class Engine(BaseEngine):
         Args:
             model: Loaded model.
             config: Settings of the engine.
-            kv_cache_bytes: Size of the KV cache if `config.kv_cache_bytes` is not set.
-            ranks: Processes that run the same steps, each with its share of the weights.
+            kv_cache_bytes: Size of the KV cache in bytes if `config.kv_cache_bytes` is not set.
+            ranks: Processes that run the same steps. Each process has a share of the weights.
 
         Raises:
-            DeviceError: The KV cache does not hold `config.max_model_len` tokens, or no token at all.
+            DeviceError: The KV cache is too small for `config.max_model_len` tokens, or for a single token.
 
         """
         super().__init__(model, config, ranks)
@@ -77,7 +77,10 @@ class Engine(BaseEngine):
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         left_tokens = self._max_model_len - len(ids)
         if left_tokens < params.least_room or len(ids) == 0:
-            detail = f"{len(ids)} prompt tokens and {params.least_room} to generate do not fit; a prompt has at least 1"
+            detail = (
+                f"the prompt has {len(ids)} tokens and the request needs {params.least_room} output tokens. "
+                "Shorten the prompt, which must have at least 1 token, or lower max_tokens"
+            )
             raise ContextLengthExceeded.of(left_tokens + len(ids), detail)
         items = self._read(ids)
         sequence = Sequence(
@@ -122,11 +125,11 @@ class Engine(BaseEngine):
             progress.append(Progress(request_id=sequence.request_id, media_consumed=True))
         for sequence, draw in zip(sampling, draws, strict=True):
             update = self._advance(sequence, draw, media_consumed=sequence in consumed)
-            progress.append(update)  # one by one, so that a later failure loses none of them
+            progress.append(update)  # one by one, so that a later failure does not lose earlier results
 
     @torch.inference_mode()
     def _collect_prompt_logprobs(self, rows: PromptRows) -> None:
-        """Score prompt rows in pieces that fit in the memory reserved at start-up."""
+        """Compute log-probabilities of prompt rows in pieces that fit in the memory reserved at start-up."""
         sequence, start = rows.sequence, rows.start
         for states in rows.states.split(self._head_rows):
             token_ids = sequence.token_ids[start : start + len(states)]

@@ -1,8 +1,8 @@
-"""Decode steps that are captured once per size and then launched as one graph, on a GPU as a CUDA graph.
+"""Decode steps that are captured once per size and then launched as a graph, such as a CUDA graph.
 
-A decode step launches about a dozen operators per layer. This takes the host longer than the GPU needs to run them. All
-inputs of a graph are in one tensor, which is written before each launch. Sizes are powers of two, so there are few
-graphs.
+A decode step launches about a dozen operators per layer. The host needs more time to launch them than the GPU needs to
+run them. All inputs of a graph are in one tensor, which is written before each launch. Sizes are powers of two, so that
+there are few graphs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mindie_mm.settings.config import EngineConfig
 _log = logging.getLogger(__name__)
 
 MOST_SLOTS = 2**16
-"""Maximum number of KV cache tokens that a captured graph gathers, including padding. Above it, launches do not
-dominate the time of a step, and padding to the longest sequence may."""
+"""Maximum number of KV cache tokens that a captured graph gathers, including padding. In larger steps, launches do not
+dominate the time, but padding to the longest sequence may."""
 
 
 def captures_graphs(device: type[Device], config: EngineConfig, ranks: Ranks) -> bool:
-    """Return whether an engine on such a device captures its decode steps as graphs."""
-    # Not with several ranks, because the others would wait forever for a rank that fails to capture a graph.
+    """Return whether an engine with these settings captures its decode steps as graphs."""
+    # With several ranks, if one rank failed to capture a graph, the others would wait for it forever.
     return device.records and ranks.count == 1 and not config.enforce_eager
 
 
@@ -64,15 +64,16 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], _Graph] = {}
         """Graphs by number of rows and number of blocks per row."""
         self._most_slots = MOST_SLOTS
-        """Current limit, at most MOST_SLOTS. Lower after a lack of memory, and 0 after any other failed capture."""
+        """Current limit, at most MOST_SLOTS. It is halved when a capture runs out of memory, and 0 after any other
+        failure."""
         num_rows = most_rows(max_num_seqs, cache.block_size)
         self._logits = torch.empty(num_rows, spec.vocab_size, dtype=torch.float32, device=spec.device)
 
     def logits(self, step: abc.Sequence[Scheduled]) -> Tensor | None:
         """Run a step as a graph and return its logits, float32 [sequences, vocabulary], valid until the next step.
 
-        Return None if the step cannot run as a graph. It may contain part of a prompt, its sequences may be too long,
-        or its capture may fail.
+        Return None if the step cannot run as a graph, because it contains part of a prompt, its sequences are too long,
+        or its capture fails.
         """
         if not self._most_slots or not all(_is_decode(scheduled) for scheduled in step):
             return None
@@ -80,7 +81,7 @@ class DecodeGraphs:
         rows, blocks = _power(len(step)), _power(max(-(-scheduled.stop // size) for scheduled in step))
         if rows * blocks * size > self._most_slots:
             return None
-        # Repeat the last sequence in surplus rows, where it writes the same values again.
+        # Fill surplus rows with copies of the last sequence. They write the same values again.
         inputs = upload(_inputs([*step, *[step[-1]] * (rows - len(step))], blocks, self._cache), self._logits.device)
         if graph := self._graphs.get((rows, blocks)):
             graph.inputs.copy_(inputs)
@@ -103,20 +104,20 @@ class DecodeGraphs:
         try:
             return _Graph(inputs, kind_of(inputs.device).record(decode))
         except RuntimeError as error:
-            # The step itself has not failed. It is computed again, operator by operator. If there are two errors, the
-            # first one is the cause, and the second one only reports an invalid capture.
+            # Only the capture has failed. The step is computed again, operator by operator. If there are two errors,
+            # the first error is the cause, and the second error only reports that the capture is invalid.
             why = error.__context__ or error
             slots, which = rows * blocks * self._cache.block_size, ""
-            if isinstance(why, torch.OutOfMemoryError):  # the limit halves, so this happens a few times at most
+            if isinstance(why, torch.OutOfMemoryError):  # the limit is halved, so this can happen only a few times
                 which = f" that gather {slots} tokens or more"
             self._most_slots = slots // 2 if which else 0
-            _log.warning("decode steps%s are not recorded, each operator is launched by itself: %s", which, why)
+            _log.warning("decode steps%s are not recorded; each operator is launched separately: %s", which, why)
             self._graphs.clear()  # the step needs their memory. Smaller graphs are captured again
             return None
 
 
 def _is_decode(scheduled: Scheduled) -> bool:
-    """Return whether the step computes only the last output token of the sequence."""
+    """Return whether the step computes only one token, an output token, of the sequence."""
     return (
         scheduled.samples and scheduled.stop - scheduled.start == 1 and scheduled.start >= scheduled.sequence.num_prompt
     )
@@ -125,7 +126,8 @@ def _is_decode(scheduled: Scheduled) -> bool:
 def _inputs(step: abc.Sequence[Scheduled], blocks: int, cache: PagedCache) -> NDArray[np.int64]:
     """Return the inputs of a graph, int64 [n].
 
-    They are the ids, slots and lengths of all sequences, then the block table, and then the positions, axis by axis.
+    The inputs are the ids, KV cache positions and lengths of all sequences, then the block table, and then the
+    positions, axis by axis.
     """
     size = cache.block_size
     held = [s.sequence.blocks[: -(-s.stop // size)] for s in step]

@@ -1,8 +1,8 @@
 """The ranks of an engine. Each rank is a process that holds a share of the text model's weights.
 
-All ranks run the same steps. Each rank gets the same messages, maps the same shared memory and schedules by itself.
-This module synchronizes only the values that may differ between ranks: results of rank 0, failures of a single rank,
-and amounts of memory.
+All ranks run the same steps. Each rank receives the same messages, maps the same shared memory and does the same
+scheduling. This module synchronizes only values that may differ between ranks: results of rank 0, failures of a single
+rank, and memory sizes.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 PATIENCE = timedelta(minutes=2)
-"""Time that a failed rank waits for the other ranks to receive its error. A rank that waits for the failed one inside a
-collective operation never receives the error. In this case the failed rank ends, and all others end with it."""
+"""Time that a failed rank waits for the other ranks to receive its error. A rank that waits for the failed rank inside
+a collective operation cannot receive the error. In this case the failed rank ends, and all other ranks are ended."""
 LOADING_PATIENCE = timedelta(hours=2)
-"""Replacement for `PATIENCE` while weights are loaded. Loading times differ, and no collective operation is running."""
-_FOREVER = timedelta(days=365)  # an idle engine waits for its next message
+"""Value of `PATIENCE` while weights are loaded, because the ranks may need different times."""
+_FOREVER = timedelta(days=365)  # for an idle engine, which waits for its next message
 _INLINE = 504
-"""Number of bytes of a message that are sent together with its length."""
+"""Maximum number of bytes of a message that are sent together with the message's length."""
 
 
 class Ranks:
-    """The ranks of an engine, implemented for a single process."""
+    """The ranks of an engine. This class implements a single rank."""
 
     number = 0
     """Rank of this process, from 0. Rank 0 communicates with the parent."""
     count = 1
 
     def num_threads(self) -> int:
-        """Return the number of host threads for computing, unless a setting overrides it."""
+        """Return the default number of CPU threads of this rank."""
         return default_num_threads()
 
     def open_device(self, name: str) -> Device:
-        """Open a device as `device.open_device` does. Raise DeviceError if there are fewer devices than ranks."""
+        """Open a device like `device.open_device`. Raise DeviceError if there are fewer devices than ranks."""
         return open_device(name)
 
     def broadcast(self, kind: Any, make: Callable[[], T]) -> T:
@@ -57,17 +57,17 @@ class Ranks:
         return make()
 
     def all_reduce_error(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
-        """Return on every rank the error of the lowest rank that has one, or None if no rank has an error."""
+        """Return the error of the lowest rank that has an error, or None. All ranks get the same result."""
         return error
 
     def all_reduce_min(self, number: int) -> int:
-        """Return the smallest `number` of all ranks."""
+        """Return the smallest `number` that a rank passes."""
         return number
 
     def run_on_all(self, work: Callable[[], T], patience: timedelta = PATIENCE) -> T:
-        """Run `work` on every rank and return its result here. Raise an error of any rank on all ranks.
+        """Run `work` on every rank and return this rank's result. If a rank fails, raise its error on all ranks.
 
-        `patience` is the time that a failed rank waits for the slowest rank.
+        A rank that fails waits for the other ranks for the time `patience`.
         """
         failure: MindieMMError | None = None
         try:
@@ -79,10 +79,10 @@ class Ranks:
         return result
 
     def owners(self, costs: Sequence[int]) -> list[int]:
-        """Return the rank of each piece of work, so that the sums of costs are balanced. All ranks get the same result.
+        """Return a rank for each item, so that costs are balanced. All ranks get the same result.
 
         Args:
-            costs: Cost of each piece of work.
+            costs: Cost of each item.
 
         """
         sums = [0] * self.count
@@ -101,7 +101,7 @@ class Ranks:
             own: Tensors of this rank, in the order of `owners`.
             owners: Rank of each tensor.
             rows: Number of rows of each tensor.
-            like: Empty tensor [0, width] with the width, dtype and device of all tensors.
+            like: Empty tensor, [0, width], whose width, dtype and device all tensors have.
 
         """
         return list(own)
@@ -111,12 +111,12 @@ ALONE = Ranks()
 
 
 class _Group(Ranks):
-    """The processes of torch.distributed's default group."""
+    """The ranks of torch.distributed's default process group."""
 
     def __init__(self) -> None:
         self.number = dist.get_rank()
         self.count = dist.get_world_size()
-        # A separate group without a timeout, so that the model's collectives do not delay error reports.
+        # Use a separate group without a timeout, so that the model's collective operations do not delay error reports.
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
 
     def num_threads(self) -> int:
@@ -125,7 +125,7 @@ class _Group(Ranks):
     def open_device(self, name: str) -> Device:
         device = open_device(name)
         if device.name != "cpu" and (num_devices := torch.accelerator.device_count()) < self.count:
-            raise DeviceError(f"tensor_parallel is {self.count}, the visible {device.name} devices are {num_devices}")
+            raise DeviceError(f"tensor_parallel is {self.count}, but {num_devices} {device.name} devices are visible")
         return device
 
     def broadcast(self, kind: Any, make: Callable[[], T]) -> T:
@@ -143,7 +143,9 @@ class _Group(Ranks):
             work.wait(_FOREVER if error is None else patience)
         except RuntimeError:
             if error is not None:
-                _log.critical("rank %d failed, and the others do not come to hear it", self.number, exc_info=error)
+                _log.critical(
+                    "rank %d failed, and the other ranks did not receive its error", self.number, exc_info=error
+                )
             raise
         if (rank := int(first)) == self.count:
             return None
@@ -169,7 +171,7 @@ class _Group(Ranks):
         return [next(pieces[owner]) for owner in owners]
 
     def _broadcast(self, data: bytes | None, source: int) -> bytes:
-        """Return the `data` of rank `source`. The other ranks pass None."""
+        """Return the `data` of rank `source` on all ranks. The other ranks pass None."""
         head = torch.zeros(8 + _INLINE, dtype=torch.uint8)
         if data is not None:
             begun = _bytes(len(data).to_bytes(8) + data[:_INLINE])
@@ -189,16 +191,16 @@ def join(number: int, count: int, store: str, device: str) -> Ranks:
     Args:
         number: Rank of this process.
         count: Number of ranks.
-        store: Path of the file for the rendezvous, initially empty.
+        store: Path of a file, empty at first, in which the ranks find each other.
         device: Device that the engine runs on.
 
     """
     keep_collectives_local()
     set_local_rank(number)
     backend = "gloo"
-    with suppress(MindieMMError):  # `open_device` reports a missing device later, when all ranks can receive the error
+    with suppress(MindieMMError):  # `open_device` reports a missing device later, when it can report it to all ranks
         if (kind := open_device(device).name) != "cpu" and number < torch.accelerator.device_count():
-            torch.accelerator.set_device_index(number)  # first, because any other call would initialize device 0
+            torch.accelerator.set_device_index(number)  # any other call before this one would initialize device 0
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=number, world_size=count)
     return _Group()

@@ -1,4 +1,4 @@
-"""Execution of one step on the device: the decoder over the flat batch, and the head over the requested rows."""
+"""Execution of a step on the device: the decoder for the flat batch, and the head for the requested rows."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.splice import Splice
 
 PROMPT_ROWS = 64
-"""Minimum number of prompt rows that the head can process in one call."""
+"""Number of prompt rows for which the head always has enough memory in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Hidden states that yield a prompt's log-probabilities in pieces. All logits at once would take gigabytes."""
+    """Hidden states for computing a prompt's log-probabilities in pieces. All logits at once would take gigabytes."""
 
     sequence: Sequence
     start: int
@@ -35,7 +35,7 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """The logits of the requested rows. The head skips all other rows."""
+    """The logits of the requested rows. The head does not process other rows."""
 
     sampled: Tensor
     """Logits of the sequences that draw a token, float32 [sequences, vocabulary], in the step's order."""
@@ -43,10 +43,10 @@ class StepLogits:
 
 
 class Runner:
-    """An executor of scheduled tokens on a model and its KV cache."""
+    """An executor that computes scheduled tokens with a model and its KV cache."""
 
     def __init__(self, model: Model, cache: PagedCache, graphs: DecodeGraphs | None = None) -> None:
-        """Prepare steps of `model` over `cache`. If `graphs` is None, no step is captured."""
+        """Create the runner of `model` with `cache`. If `graphs` is None, steps are not captured."""
         self._model = model
         self._cache = cache
         self._graphs = graphs
@@ -99,7 +99,7 @@ class Runner:
         )
 
     def _begun(self, scheduled: Scheduled) -> list[int]:
-        """Return the block that the step begins and leaves partly empty, if there is one."""
+        """Return the block that the step begins but does not fill, in a list that may be empty."""
         size, stop = self._cache.block_size, scheduled.stop
         last = (stop - 1) // size
         partly = stop % size and scheduled.start <= last * size

@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits, with the settings of each row's request.
+"""Sampling of tokens from logits. Each row has its own settings.
 
 Only `token_logprobs` makes the host wait for the device.
 """
@@ -21,7 +21,7 @@ from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, SamplingParams
 from mindie_mm.engine.requests.sequence import Sequence
 
 _PIECE = 256
-"""Number of tokens per piece of the vocabulary. A piece is drawn first, and then a token in it."""
+"""Number of tokens per piece of the vocabulary. A piece is drawn first, and then a token in this piece."""
 
 
 @torch.inference_mode()
@@ -33,7 +33,7 @@ def sample(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tup
     Args:
         logits: Raw logits, float32 [rows, vocabulary], changed in place.
         sequences: Sequence of each row.
-        eos_token_ids: End-of-sequence ids, which are masked until a sequence has `min_tokens` tokens.
+        eos_token_ids: End-of-sequence ids. They are masked until a sequence has `min_tokens` tokens.
 
     Returns:
         Tokens, int64 [rows].
@@ -49,13 +49,13 @@ def sample(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tup
 
 
 _Weights = list[tuple[int, NDArray[np.int64], float | NDArray[np.floating]]]
-"""Rows, token ids of each row, and one value for all of these ids or one value per id."""
+"""Tuples of a row, its token ids, and either one value for all of these ids or one value per id."""
 
 
 def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tuple[int, ...]) -> None:
     """Apply biases and penalties to the logits, float32 [rows, vocabulary], in place.
 
-    All rows are processed together, because launches per row would take longer than the draws.
+    All rows are processed together, because launching kernels for each row would take longer than sampling.
     """
     flat, vocab_size = logits.view(-1), logits.shape[1]
     _allow(logits, sequences)
@@ -67,7 +67,7 @@ def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tupl
         if params.logit_bias:
             given.append((row, _array(params.logit_bias), np.array([*params.logit_bias.values()], np.float64)))
         if params.repetition_penalty != 1:
-            # A prompt may contain ids without logits. An id in both arrays occurs twice, with the same new score.
+            # A prompt may contain ids without logits. If an id is in both arrays, the same score is written twice.
             ids = np.concatenate([prompt[prompt < vocab_size], _array(counts)])
             repeated.append((row, ids, params.repetition_penalty))
         if (params.presence_penalty or params.frequency_penalty) and counts:
@@ -146,7 +146,7 @@ def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
         rank = torch.arange(scores.shape[-1], device=logits.device)
         scores = scores.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf)
         probabilities = scores.softmax(dim=-1)
-        # A token is kept if the more likely tokens together have not reached top_p.
+        # A token is kept if the sum of the more likely tokens is below top_p.
         before = probabilities.cumsum(dim=-1) - probabilities
         dropped = (before >= top_p) & (top_p < 1) & (rank > 0)  # rank 0 is kept even if top_p underflows in float32
         dropped |= probabilities < min_p * probabilities[:, :1]
@@ -155,8 +155,8 @@ def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
     uniform = upload(
         torch.stack([torch.rand(2, generator=sequence.generator) for sequence in sequences]), logits.device
     )
-    # Draw a piece of the vocabulary, then a token in it. One cumulative sum over the whole vocabulary would lose many
-    # unlikely tokens to rounding.
+    # Draw a piece of the vocabulary, then a token in this piece. In one cumulative sum over the whole vocabulary,
+    # rounding would remove many unlikely tokens.
     pieces = pad(probabilities, (0, -probabilities.shape[-1] % _PIECE)).unflatten(-1, (-1, _PIECE))
     piece = _pick(pieces.sum(dim=-1), uniform[:, :1])
     own = pieces.gather(1, piece.unsqueeze(-1).expand(-1, -1, _PIECE)).squeeze(1)
@@ -177,7 +177,7 @@ def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
     ends = weights.cumsum(dim=-1)
     total = ends[:, -1:]
     target = (uniform * total).minimum(total * (1 - torch.finfo(total.dtype).eps))  # below the total despite rounding
-    # Find the first end above the target. A parallel sum may rise by its last digit where the weight is 0.
+    # Find the first partial sum above the target. Rounding in a parallel sum may raise it even where the weight is 0.
     count = weights.shape[-1]
     places = torch.arange(count, device=weights.device)
     place = places.masked_fill(~((ends > target) & (weights > 0)), count).amin(dim=-1, keepdim=True)
@@ -190,7 +190,7 @@ def _filters(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities on the device of the logits. `logprobs_of` converts them after a download to the host."""
+    """Log-probabilities on the device. After a download to the host, `logprobs_of` converts them."""
 
     chosen: Tensor
     """Log-probability of each row's token, float32 [rows]."""
@@ -205,7 +205,7 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int, chosen_ids: Tensor | 
 
     Args:
         logits: Raw logits, float32 [rows, vocabulary].
-        token_ids: Token of each row, int64 [rows]. A prompt may contain an id outside the vocabulary. Its
+        token_ids: Token of each row, int64 [rows]. A prompt may contain an id outside the vocabulary, whose
             log-probability is minus infinity.
         num_top: Number of most likely tokens. -1: the whole vocabulary.
         chosen_ids: Tokens to return instead of the most likely ones, int64 [rows, n].
@@ -222,7 +222,7 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int, chosen_ids: Tensor | 
 
 
 def logprobs_of(token_ids: abc.Sequence[int], chosen: Tensor, top: Tensor, top_ids: Tensor) -> list[TokenLogprob]:
-    """Return the log-probabilities of `token_ids`, given the fields of their `Scores` on the host."""
+    """Convert the fields of `Scores` on the host to the log-probabilities of `token_ids`."""
     return [
         TokenLogprob(token, logprob, list(zip(ids, values, strict=True)))
         for token, logprob, ids, values in zip(token_ids, chosen.tolist(), top_ids.tolist(), top.tolist(), strict=True)
@@ -230,7 +230,10 @@ def logprobs_of(token_ids: abc.Sequence[int], chosen: Tensor, top: Tensor, top_i
 
 
 def token_logprobs(logits: Tensor, token_ids: abc.Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Call `score` and `logprobs_of`, and wait for the device in between. Add the rank of each token."""
+    """Return the log-probabilities of given tokens, with their ranks, and of the most likely tokens.
+
+    The host waits for the device.
+    """
     ids = _indices(token_ids, logits.device)
     scores = score(logits, ids, num_top)
     ranks = 1 + (logits > logits.gather(1, ids.clamp(max=logits.shape[-1] - 1).unsqueeze(1))).sum(dim=-1)

@@ -1,8 +1,8 @@
 """The scheduler, which selects the sequences and tokens of the next step.
 
-Each sequence has tokens that are not in the cache yet. A decode has one of them, and a prefill has many. One rule
-serves both: schedule as many tokens of each sequence as the budgets of the step allow. Decodes come first, then
-prompts that have begun, then new prompts. This is continuous batching with chunked prefill (Yu et al., Orca, 2022;
+Each sequence has tokens that are not in the cache yet: one token for a decode, and many tokens for a prefill. The same
+rule applies to both. A step contains as many tokens of each sequence as the step's budgets allow. Decodes come first,
+then prompts that have begun, then new prompts. This is continuous batching with chunked prefill (Yu et al., Orca, 2022;
 Agrawal et al., Sarathi, 2023).
 """
 
@@ -33,24 +33,24 @@ class Scheduled:
 
     @property
     def samples(self) -> bool:
-        """Whether the step reaches the end of the sequence, so that the next token is drawn."""
+        """Whether the step reaches the end of the sequence. In this case the next token is drawn."""
         return self.stop == self.sequence.num_tokens
 
 
 class BaseScheduler(ABC):
-    """Queues of waiting and running sequences. Of one priority, the first to come is the first served."""
+    """Queues of waiting and running sequences, in first-come, first-served order within a priority."""
 
     def __init__(self, config: EngineConfig, encoder_cache: EncoderCache, tower_limits: TowerLimits) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.parked: set[Sequence] = set()
-        """Preempted sequences that wait for their media. They do not block the queue. Their tokenizer may need room in
-        an arena that waiting sequences fill."""
+        """Preempted sequences that wait for their media. They do not block the queue, because their tokenizer may need
+        memory of an arena that waiting sequences fill."""
         self.preemptions = 0
         self.prefix_queries = 0
         """Number of prompt tokens that were looked up in the prefix cache."""
         self.prefix_hits = 0
-        """Number of looked-up tokens that were in the prefix cache."""
+        """Number of prompt tokens that were found in the prefix cache."""
         self._config = config
         self._encoder_cache = encoder_cache
         self._tower_limits = tower_limits
@@ -58,18 +58,18 @@ class BaseScheduler(ABC):
     @property
     @abstractmethod
     def usage(self) -> float:
-        """Share of the KV cache that sequences hold, in [0, 1]."""
+        """Share of the KV cache that sequences use, in [0, 1]."""
 
     @abstractmethod
     def schedule(self) -> list[Scheduled]:
-        """Return the next step. It is empty only if no sequence is left to run."""
+        """Return the next step. It is empty only if there is no sequence to run."""
 
     @abstractmethod
     def _let_go(self, sequence: Sequence) -> None:
         """Reclaim the memory of a running sequence."""
 
     def coming(self) -> Iterator[MediaItem]:
-        """Yield media that later steps will probably encode, in order of need."""
+        """Yield media that later steps will probably encode, in the order in which they are needed."""
         for sequence in self.waiting:
             yield from (item for item in sequence.items if item not in self._encoder_cache)
 
@@ -113,16 +113,16 @@ class _Budget:
     tokens: int
     tower: TowerBudget
     prompts: bool = False
-    """Whether the step already computes part of a prompt, and not only decodes."""
+    """Whether the step contains part of a prompt, and not only decodes."""
     keys: set[bytes] = field(default_factory=set)
     """Keys of the blocks that the step fills."""
 
 
 class Scheduler(BaseScheduler):
-    """A scheduler over a paged KV cache. If blocks run out, it preempts the most recent of the least urgent sequences.
+    """A scheduler for a paged KV cache. If blocks run out, it preempts the most recent of the least urgent sequences.
 
-    When a waiting sequence is admitted, the blocks of its prefix are looked up in the cache. Tokens found there count
-    as computed.
+    When a waiting sequence is admitted, the blocks of its prefix are looked up in the cache. Tokens of the blocks that
+    are found count as computed.
     """
 
     def __init__(
@@ -140,14 +140,14 @@ class Scheduler(BaseScheduler):
         budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
         preemptions = self.preemptions
         step = []
-        # Decodes come first, because an earlier prompt could otherwise use up the budget of the step.
+        # Decodes come first. Otherwise an earlier prompt could use up the budget of the step.
         for sequence in sorted(self.running, key=lambda one: one.num_tokens - one.num_computed > 1):
             if sequence not in self.running:
                 continue  # preempted in favor of an earlier sequence
             scheduled = self._schedule(sequence, budget)
             if scheduled is not None:
                 step.append(scheduled)
-        if preemptions != self.preemptions:  # admit none, and drop preempted sequences that were already in the step
+        if preemptions != self.preemptions:  # admit no sequence, and remove preempted sequences from the step
             return [scheduled for scheduled in step if scheduled.sequence in self.running]
         while self.waiting and len(self.running) < config.max_num_seqs:
             scheduled = self._admit(self.waiting[0], budget)
@@ -164,7 +164,7 @@ class Scheduler(BaseScheduler):
         yield from super().coming()
 
     def computed(self, step: abc.Sequence[Scheduled]) -> None:
-        """Publish the blocks that `step` filled to other sequences. Call this before removing any of its sequences."""
+        """Let other sequences share the blocks that `step` filled. Call this before removing sequences of the step."""
         size = self._blocks.block_size
         for scheduled in step:
             blocks, keys = scheduled.sequence.blocks, scheduled.sequence.keys
@@ -205,7 +205,7 @@ class Scheduler(BaseScheduler):
         return self._take(sequence, stop, budget)
 
     def _comes_soon(self, sequence: Sequence, num_shared: int, budget: _Budget) -> bool:
-        """Return whether waiting for one step saves at least half of the sequence's work, because of shared blocks."""
+        """Return whether this step fills blocks that would save the sequence at least half of its work."""
         if sequence.params.prompt_logprobs is not None:
             return False
         further = sequence.keys[num_shared:]
@@ -227,14 +227,15 @@ class Scheduler(BaseScheduler):
         return Scheduled(sequence, start, stop)
 
     def _stop(self, sequence: Sequence, start: int, budget: _Budget) -> int:
-        """Return the end of the tokens from `start` on that the budgets allow."""
+        """Return the end of the range of tokens from `start` that the budgets allow."""
         stop = min(sequence.num_tokens, start + max(budget.tokens, 0))
         items = self._uncached(sequence, start, stop)
         if items and (fitting := budget.tower.num_fitting(items)) < len(items):
             stop = max(items[fitting].start, start)
         for first, last in sequence.spans_in(stop - 1, stop):
             if stop < last:
-                # A span cannot be cut, and may exceed every budget. So the first prompt of a step may overdraw them.
+                # A span cannot be cut, and may exceed every budget. The first prompt of a step may therefore exceed the
+                # budgets.
                 return first if first > start else start if budget.prompts else last
         return stop
 
@@ -245,7 +246,7 @@ class Scheduler(BaseScheduler):
         self._blocks.free(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Move a sequence to the head of the queue. Its tokens stay, and lost blocks are computed again."""
+        """Move a sequence to the head of the queue. Keys and values of its tokens are computed again later."""
         self._let_go(sequence)
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)

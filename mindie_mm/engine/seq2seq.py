@@ -1,7 +1,7 @@
-"""The engine of encoder-decoder models. It encodes each prompt whole and decodes each answer over its own KV cache.
+"""The engine of encoder-decoder models. It encodes whole prompts, and each answer has its own KV cache.
 
-Positions of an answer start at 0, and attention within a prompt is bidirectional. Sequences therefore share neither
-pages nor prefixes. A sequence gets the memory for its maximum length when it starts, so it is never preempted.
+Positions of an answer start at 0, and attention within a prompt is bidirectional. Sequences therefore share neither KV
+blocks nor prefixes. A sequence reserves the memory for its maximum length when it starts, so it is never preempted.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 class Seq2SeqScheduler(BaseScheduler):
-    """A scheduler that runs as many sequences as `kv_bytes` can hold at their maximum lengths."""
+    """A scheduler that runs as many sequences as fit in `kv_bytes` at their maximum lengths."""
 
     def __init__(
         self, model: Seq2SeqModel, config: EngineConfig, encoder_cache: EncoderCache, limits: TowerLimits, kv_bytes: int
     ) -> None:
-        """Start without sequences. `kv_bytes` is the memory for the keys and values of all sequences."""
+        """Create an empty scheduler. `kv_bytes` is the memory for the keys and values of all sequences."""
         super().__init__(config, encoder_cache, limits)
         self.kv_bytes = kv_bytes
         self._used = 0  # bytes reserved for running sequences
@@ -50,13 +50,13 @@ class Seq2SeqScheduler(BaseScheduler):
         return self._used / self.kv_bytes
 
     def schedule(self) -> list[Scheduled]:
-        """Return the next token of each running sequence and the whole prompts of new sequences."""
+        """Return a step with the next token of each running sequence and the whole prompts of new sequences."""
         step = [Scheduled(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in self.running]
         tokens, tower = self._config.max_num_batched_tokens, TowerBudget(self._tower_limits)
         while self.waiting and len(self.running) < self._config.max_num_seqs:
             sequence = self.waiting[0]
             num_bytes = self.num_bytes(sequence.num_prompt, sequence.max_tokens)
-            # Prompts are never cut, so the first prompt of a step may exceed the budgets.
+            # Prompts are never split, so the first prompt of a step may exceed the budgets.
             first = tokens == self._config.max_num_batched_tokens
             items = [item for item in sequence.items if item not in self._encoder_cache]
             fits = sequence.num_prompt <= tokens and tower.num_fitting(items) == len(items)
@@ -72,7 +72,7 @@ class Seq2SeqScheduler(BaseScheduler):
         return step
 
     def num_bytes(self, num_prompt: int, max_tokens: int) -> int:
-        """Return the maximum memory in bytes that a sequence takes."""
+        """Return the maximum memory in bytes that a sequence needs."""
         return num_prompt * self._prompt_token_bytes + max_tokens * self._output_token_bytes
 
     def _let_go(self, sequence: Sequence) -> None:
@@ -84,12 +84,12 @@ class Seq2SeqScheduler(BaseScheduler):
         return (self.kv_bytes - self._output_token_bytes) // self._prompt_token_bytes
 
     def longest_output(self, num_prompt: int) -> int:
-        """Return the maximum number of answer tokens for a prompt length. Below 1 if the prompt is too long."""
+        """Return the maximum number of answer tokens for a prompt length. It is below 1 if the prompt is too long."""
         return (self.kv_bytes - num_prompt * self._prompt_token_bytes) // self._output_token_bytes
 
 
 class Seq2SeqEngine(BaseEngine):
-    """An engine with continuous batching of answers. It decodes each one alone, so no other sequence affects it."""
+    """An engine with continuous batching of answers. Each answer is decoded alone, unaffected by other answers."""
 
     _scheduler: Seq2SeqScheduler
 
@@ -99,17 +99,17 @@ class Seq2SeqEngine(BaseEngine):
         Args:
             model: Loaded model.
             config: Settings of the engine.
-            kv_cache_bytes: Memory for all sequences if `config.kv_cache_bytes` is not set.
+            kv_cache_bytes: Memory in bytes for all sequences if `config.kv_cache_bytes` is not set.
 
         Raises:
-            DeviceError: The memory does not hold `config.max_model_len` tokens, or no token at all.
+            DeviceError: The memory is too small for `config.max_model_len` tokens, or for a single token.
 
         """
         super().__init__(model, config)
         self._model = model
         self._max_len = context_length(model.spec, config)
         kv_bytes = min(config.kv_cache_bytes or kv_cache_bytes, useful_bytes(model, config))
-        # Assumes that prompt and answer are equally long. Beyond that, one can be longer if the other is shorter.
+        # This assumes that prompt and answer have the same length. One can be longer if the other is shorter.
         fitting_context(model, config, kv_bytes, kv_bytes // (model.prompt_token_bytes + model.spec.kv_token_bytes))
         self._scheduler = Seq2SeqScheduler(model, config, self._encoder_cache, self._tower_limits, kv_bytes)
         self._decodings: dict[Sequence, Decoding] = {}
@@ -130,16 +130,17 @@ class Seq2SeqEngine(BaseEngine):
         params = message.params.check(self._spec.vocab_size)
         if params.prompt_logprobs is not None:
             raise InputError(
-                f"prompt_logprobs is {params.prompt_logprobs}, but this model is an encoder-decoder: it predicts no "
-                "tokens of a prompt"
+                f"prompt_logprobs is {params.prompt_logprobs}, but this model is an encoder-decoder, which "
+                "does not predict prompt tokens; leave prompt_logprobs out"
             )
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         most, wanted = min(self._max_len, self._scheduler.longest_output(len(ids))), max(params.least_room, 1)
         if not 0 < len(ids) <= self._max_len or wanted > most:
             raise ContextLengthExceeded.of(
                 self._max_len,
-                f"{len(ids)} prompt tokens and {wanted} to generate do not fit: a prompt has at least 1, and of one of "
-                f"{len(ids)} this encoder-decoder generates at most {max(most, 0)}",
+                f"the prompt has {len(ids)} tokens and the request needs {wanted} output tokens. This "
+                f"encoder-decoder model generates at most {max(most, 0)} tokens for such a prompt, which must "
+                "have at least 1 token",
             )
         items = self._read(ids)
         sequence = Sequence(
@@ -155,7 +156,7 @@ class Seq2SeqEngine(BaseEngine):
             asked_s=message.asked_s,
             num_cached=0,
         )
-        if params.repetition_penalty != 1:  # as in transformers, penalizes the decoder's input and not the prompt
+        if params.repetition_penalty != 1:  # as in transformers, this penalizes the decoder's input and not the prompt
             sequence.unique_prompt_ids = np.array([self._model.rules.start_token_id], np.int64)
         return sequence
 
@@ -179,7 +180,7 @@ class Seq2SeqEngine(BaseEngine):
         consumed = self._consume_media([scheduled for scheduled in step if scheduled.sequence in rows])
         for sequence, draw in zip(rows, draws, strict=True):
             update = self._advance(sequence, draw, media_consumed=sequence in consumed)
-            progress.append(update)  # one by one, so that a later failure loses none of them
+            progress.append(update)  # one by one, so that a later failure does not lose earlier results
 
     def _next_logits(self, sequence: Sequence, features: Features) -> Tensor:
         """Return the logits of the next token, float32 [1, vocabulary]."""
@@ -199,11 +200,11 @@ class Seq2SeqEngine(BaseEngine):
 
     def _finished(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
         if sequence.num_output == sequence.max_tokens and self._forces_eos(sequence):
-            return "length", None  # the last token was forced and is not the model's choice
+            return "length", None  # the last token was forced, and is not the model's choice
         return super()._finished(sequence, token)
 
     def _forces_eos(self, sequence: Sequence) -> bool:
-        """Return whether the last token within `max_tokens` must be an end-of-sequence token."""
+        """Return whether an answer that reaches `max_tokens` must end with an end-of-sequence token."""
         params = sequence.params
         return bool(self._model.rules.forced_eos_token_ids) and not (
             params.ignore_eos or params.min_tokens >= sequence.max_tokens

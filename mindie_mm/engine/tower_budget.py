@@ -10,7 +10,7 @@ from mindie_mm.nn.splice import ItemRef, MediaItem
 
 @dataclass(frozen=True, slots=True)
 class TowerLimits:
-    """Limits of one call. A single larger item is still accepted."""
+    """Limits of one call of a tower. A single item that exceeds the limits is still accepted."""
 
     tokens: int
     """Maximum number of features."""
@@ -21,7 +21,7 @@ class TowerLimits:
 
 
 class TowerBudget:
-    """The remaining budget of one call. The first item always fits, and a repeated item costs nothing."""
+    """The remaining budget of one call. The first item always fits, and a repeated item uses no budget."""
 
     def __init__(self, limits: TowerLimits) -> None:
         self._limits = limits
@@ -30,7 +30,7 @@ class TowerBudget:
         self._items: set[bytes | ItemRef] = set()
 
     def num_fitting(self, items: Sequence[MediaItem]) -> int:
-        """Return how many of the first `items` fit together, without taking them."""
+        """Return how many of the first `items` fit together. The budget does not change."""
         trial = TowerBudget(self._limits)
         trial._tokens, trial._bytes, trial._items = self._tokens, self._bytes, set(self._items)
         for number, item in enumerate(items):
@@ -46,7 +46,7 @@ class TowerBudget:
         return item.shape.num_features <= self._tokens and self._cost(item) <= self._bytes
 
     def take(self, item: MediaItem) -> None:
-        """Take the item, even if it does not fit."""
+        """Subtract the item from the budget, even if it does not fit."""
         if item.key not in self._items:
             self._items.add(item.key)
             self._tokens -= item.shape.num_features

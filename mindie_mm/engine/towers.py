@@ -1,4 +1,4 @@
-"""Features of the media in a step, taken from the encoder cache or computed by the towers."""
+"""Features of the media in a step. They are taken from the encoder cache or computed by the towers."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ Features = dict[ItemRef, Tensor]
 """Features of each media item of a step, [num_features, hidden]."""
 
 _MOST_FETCHED_BYTES = 64 * MiB
-"""Limit of prefetched media. 64 MiB hold twenty pictures of 1420x720 pixels, and take 3 ms on a bus with 25 GB/s."""
+"""Maximum size of prefetched media. 64 MiB are twenty pictures of 1420x720 pixels, and are copied in 3 ms at 25
+GB/s."""
 
 
 def fetched_bytes(max_tower_bytes: int) -> int:
-    """Return the maximum number of bytes of media that an accelerator holds for later steps."""
+    """Return the maximum number of bytes of media that are copied to an accelerator for later steps."""
     return min(_MOST_FETCHED_BYTES, max_tower_bytes)
 
 
 class Towers:
-    """The towers of a model, called with as many items at once as the limits allow."""
+    """The towers of a model. A call of a tower encodes as many items as the limits allow."""
 
     def __init__(
         self, model: MediaModel, encoder_cache: EncoderCache, limits: TowerLimits, ranks: Ranks, *, by_item: bool
     ) -> None:
-        """Prepare the towers. With `by_item`, each rank encodes some of the items, else every rank encodes all."""
+        """Prepare the towers. Each rank encodes some of the items if `by_item` is set, otherwise all items."""
         self._model = model
         self._ranks = ranks
         self._by_item = by_item and ranks.count > 1
         self._encoder_cache = encoder_cache
         self._limits = limits
-        # With `by_item`, the rank of an item is unknown until its step is scheduled.
+        # With `by_item`, the rank that encodes an item is unknown until the item's step is scheduled.
         self._fetches = model.spec.device.type != "cpu" and not self._by_item
 
     def fetch(self, coming: abc.Iterable[MediaItem]) -> None:
-        """Copy media of later steps to the device, in order of need, while the device computes the current step."""
+        """Copy media of later steps to the device while it computes the current step."""
         if not self._fetches:
             return
         left_bytes = fetched_bytes(self._limits.num_bytes)
@@ -67,7 +68,7 @@ class Towers:
         try:
             fetch(views.values(), self._model.spec.device)
         except Exception:  # noqa: BLE001 - their own step reads them again, and fails alone
-            _log.debug("media of later steps cannot be fetched", exc_info=True)
+            _log.debug("media of later steps cannot be prefetched", exc_info=True)
             self._require_alive()
 
     def encode(self, step: abc.Sequence[Scheduled]) -> tuple[Features, dict[Sequence, MindieMMError]]:
@@ -81,8 +82,8 @@ class Towers:
                     features[item.ref] = cached
                 else:
                     missing.append((scheduled.sequence, item))
-        # One call per group within the limits. If it fails, one call per item, so that a lost block only fails its own
-        # request.
+        # Call the tower once per group within the limits. If this fails, call it once per item, so that a lost block
+        # only fails its own request.
         groups = self._within_limits(missing)
         while groups:
             group = [(sequence, item) for sequence, item in groups.pop() if sequence not in failed]
@@ -97,8 +98,8 @@ class Towers:
         return features, failed
 
     def _run_tower(self, group: list[tuple[Sequence, MediaItem]], features: Features) -> MindieMMError | None:
-        """Add the features of a group's items to `features`. If a rank fails, return its error and add none."""
-        # Content that occurs several times in a step is computed once.
+        """Add the features of a group's items to `features`. If a rank fails, return its error and add no features."""
+        # Encode content that occurs several times in a group only once.
         distinct: dict[bytes | ItemRef, MediaItem] = {}
         for _, item in group:
             distinct.setdefault(item.key, item)  # the first occurrence, as in `fetch`
@@ -141,7 +142,7 @@ class Towers:
         return ranks.all_gather(features, owners, lengths, like)
 
     def _require_alive(self) -> None:
-        """Raise an error if a device is lost. Call this before a retry, as a lost device may report no error."""
+        """Raise an error if a device is lost. Call this before a retry, because the retry may not report the loss."""
         for device in devices_of(self._model):
             require_alive(device)
 

@@ -1,4 +1,4 @@
-"""Parsing of chat messages and of the tool calls in them."""
+"""Parsing of chat messages and their tool calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mindie_mm.inputs.parts import add_frames, parse_parts
 MAX_ARGUMENT_VALUES = 2**18
 """Maximum number of JSON values in the arguments of all tool calls of a chat.
 
-The number is estimated by the brackets, braces and commas, including those inside strings. The arguments are JSON in a
-string, where a count of the values of the request would miss an escaped comma.
+The number is estimated by counting brackets, braces and commas, including those inside strings. The arguments are JSON
+inside a JSON string, so a count in the encoded request would miss escaped commas.
 """
 _BETWEEN_VALUES = ",[{"
 
@@ -29,7 +29,7 @@ def parse_messages(messages: Sequence[Mapping[str, Any]], *, strict: bool = Fals
         strict: Refuse every unknown key of a content part, as `parse_inputs` does.
 
     Raises:
-        InputError: A message is wrong. The error names the message, the part and the limit.
+        InputError: A message is invalid. The error states the message, the content part and the limit.
         LimitExceeded: The arguments of tool calls or the lists of video frames are too long.
 
     """
@@ -39,7 +39,9 @@ def parse_messages(messages: Sequence[Mapping[str, Any]], *, strict: bool = Fals
     for index, message in enumerate(messages):
         num_values += _num_argument_values(message)
         if num_values > MAX_ARGUMENT_VALUES:
-            raise LimitExceeded(f"the arguments of calls hold more than {MAX_ARGUMENT_VALUES} JSON values, the limit")
+            raise LimitExceeded(
+                f"the arguments of tool calls have more JSON values than the limit of {MAX_ARGUMENT_VALUES}"
+            )
         parsed.append(_parse_message(message, f"messages[{index}]", strict=strict))
         num_frames = add_frames(num_frames, media_of_messages(parsed[-1:]), "messages")
     return parsed
@@ -52,7 +54,7 @@ def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool) -> M
         raise InputError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
     content = message.get("content")
     if role == "assistant" and isinstance(content, list | tuple) and not content:
-        content = None  # some clients send this for a turn with only tool calls, or without an answer
+        content = None  # some clients send an empty list for a turn that has only tool calls or no answer
     if isinstance(content, str):
         require_unicode(content, f"{where}.content")
     elif content is not None:
@@ -66,7 +68,7 @@ def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool) -> M
 
 
 def _num_argument_values(message: Any) -> int:
-    """Return the estimated number of values in the tool calls of a message, which is not checked yet."""
+    """Return the estimated number of values in the tool calls of a message. The message has not been checked yet."""
     if not isinstance(message, Mapping) or not isinstance(calls := message.get("tool_calls"), (list, tuple)):
         return 0
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
@@ -75,10 +77,10 @@ def _num_argument_values(message: Any) -> int:
 
 
 def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Return tool calls as chat templates expect them, with arguments as an object instead of OpenAI's JSON string.
+    """Return tool calls in the form that chat templates expect. Arguments become dicts instead of JSON strings.
 
-    Arguments that are not a valid JSON object stay as the model wrote them. A later message may ask the model to
-    correct them.
+    Arguments that are not a valid JSON object stay as the model wrote them, because a later message may ask the model
+    to correct them.
     """
     if not isinstance(calls, (list, tuple)):
         raise InputError(f"{where} is {type_of(calls)}; it must be a list")
@@ -93,7 +95,7 @@ def _parse_tool_call(call: Any, where: str) -> dict[str, Any]:
     require_unicode(text, f"{where}.function.arguments")
     try:
         arguments = msgspec.json.decode(text, type=dict[str, Any] | None) or {}
-        msgspec.msgpack.encode(arguments)  # they go to another process, as msgpack with 64-bit integers
+        msgspec.msgpack.encode(arguments)  # fails for integers of more than 64 bits, which cannot be sent as msgpack
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError, OverflowError):
         return dict(call)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""Checks of input values. The argument `where` names the value in errors."""
+"""Checks of input values. The argument `where` is the name of the value in error messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def require_list(value: Any, where: str) -> None:
     if not isinstance(value, (list, tuple)):
         raise InputError(f"{where} is {type_of(value)}; it must be a list of dicts")
     if not value:
-        raise InputError(f"{where} is an empty list; it must hold at least one dict")
+        raise InputError(f"{where} is an empty list; it must have at least one dict")
 
 
 def require_dict(value: Any, where: str) -> None:
@@ -27,7 +27,7 @@ def require_unicode(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{where} holds a lone surrogate at character {error.start}") from None
+        raise InputError(f"{where} contains a lone surrogate at character {error.start}") from None
     return text
 
 
@@ -40,12 +40,12 @@ def whole(value: Any) -> Any:
 
 
 def shown(number: float) -> str:
-    """Return a number for an error message. Python cannot print integers with thousands of digits."""
+    """Return a number as text for an error message. By default, Python cannot print integers of thousands of digits."""
     if isinstance(number, int) and number.bit_length() > 256:
         return f"an integer of {number.bit_length()} bits"
     return str(number)
 
 
 def type_of(value: Any) -> str:
-    """Describe the type of a value in an error message."""
+    """Describe the type of a value for an error message."""
     return "missing" if value is None else f"of type {type(value).__name__}"

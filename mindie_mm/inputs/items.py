@@ -1,4 +1,4 @@
-"""Checked inputs: texts, media, and chat messages that contain them."""
+"""Inputs that have been checked: texts, media items, and chat messages that contain texts and media items."""
 
 from __future__ import annotations
 
@@ -20,61 +20,62 @@ Detail = Literal["auto", "low", "high", "original"]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of text. It is tokenised as plain text and never becomes a special token."""
+    """A piece of text. It is tokenized as plain text, so that no part of it becomes a special token."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """Preprocessing options of an item. None stands for the value of the checkpoint."""
+    """Preprocessing options of a media item. None means the checkpoint's own setting."""
 
     min_pixels: int | None = None
     """Minimum number of pixels of the resized image or frame."""
     max_pixels: int | None = None
     """Maximum number of pixels of the resized image or frame."""
     fps: float | None = None
-    """Number of frames sampled per second of video. Excludes `num_frames`."""
+    """Number of frames to sample per second of video. Cannot be combined with `num_frames`."""
     num_frames: int | None = None
-    """Number of frames sampled at even distances. Excludes `fps`."""
+    """Number of evenly spaced frames to sample. Cannot be combined with `fps`."""
     min_frames: int | None = None
-    """Minimum number of frames sampled, if the video has that many."""
+    """Minimum number of frames to sample. A shorter video gives fewer frames."""
     max_frames: int | None = None
-    """Maximum number of frames sampled."""
+    """Maximum number of frames to sample."""
     sample_fps: float | None = None
-    """Rate in frames per second at which a list of frames was sampled, or None if unknown."""
+    """Rate in frames per second at which the caller sampled a list of frames. None if the rate is unknown."""
     detail: Detail | None = None
-    """OpenAI's hint for the resolution.
+    """Resolution hint, as in OpenAI's API.
 
-    With `low`, families that resize to any size limit an image to 512 x 512 pixels. Other families ignore the hint.
+    With `low`, families that can resize images to any size limit an image to 512 x 512 pixels. Other families ignore
+    the hint.
     """
     sampling_rate: int | None = None
-    """Sampling rate in Hz of an array of samples, or None for the rate of the model."""
+    """Sampling rate in Hz of an array of audio samples. None means the sampling rate of the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeddings:
-    """Features from an earlier run of a tower, in place of a medium.
+    """Features that a tower has computed before, in place of a media source.
 
-    Only the Python interface accepts them. HTTP requests cannot carry them.
+    Only the Python interface accepts embeddings. HTTP requests cannot contain them.
     """
 
     array: Any
     """Output of the model's tower for one item, float16 or float32 [features, width]."""
     grid: tuple[int, ...] = ()
-    """Geometry of the item as in `Plan.grid`, if the prompt or the positions of the family depend on it."""
+    """Geometry of the item, as in `Plan.grid`. Required if the family's prompt or positions depend on the geometry."""
 
     def __post_init__(self) -> None:
         shape, dtype = getattr(self.array, "shape", ()), str(getattr(self.array, "dtype", "no array"))
         if len(shape) != 2 or 0 in shape or dtype not in {"float16", "float32"}:
             raise InputError(
-                f"embeddings are {dtype} of shape {tuple(shape)}; they must be a numpy array, float16 or float32 "
-                "[features, width]"
+                f"embeddings have dtype {dtype} and shape {tuple(shape)}; they must be a numpy array of "
+                "float16 or float32 [features, width]"
             )
         if not abs(float(self.array.astype("float64").sum())) < math.inf:
-            raise InputError("embeddings hold numbers that are not finite")
+            raise InputError("embeddings contain non-finite values")
         if not all(type(number) is int for number in self.grid):
-            raise InputError(f"the embeddings' grid {self.grid} must consist of integers")
+            raise InputError(f"the embeddings' grid is {self.grid}; it must contain only integers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Media:
 
     kind: Kind
     source: Any
-    """A path, URL, bytes, PIL image, array or Embeddings. A tuple, without Embeddings, holds the frames of a video."""
+    """A path, URL, bytes, PIL image, array or Embeddings. A tuple of frames (but not Embeddings) is a video."""
     options: MediaOptions = field(default_factory=MediaOptions)
 
 
@@ -99,9 +100,9 @@ class Message:
     role: str
     """One of `ROLES`."""
     content: str | tuple[Item, ...] | None
-    """A text, or items in order. None if there is no content, as in an assistant's tool calls."""
+    """A text, or items in order. None if the message has no content, such as an assistant's tool calls."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """All other fields of the message, such as `name` and `tool_calls`. They are passed to the chat template."""
+    """All other fields of the message, such as `name` and `tool_calls`. The chat template receives these fields."""
 
 
 def media_of(items: Sequence[Item]) -> list[Media]:
@@ -115,18 +116,20 @@ def media_of_messages(messages: Sequence[Message]) -> list[Media]:
 
 
 def with_paths(items: Sequence[Item], paths: Iterator[Paths]) -> list[dict[str, Any]]:
-    """Return the `List[Dict]` that `parse_inputs` parses to `items`, with the source of each medium replaced by a path.
+    """Return `items` in the `List[Dict]` format, with the source of each media item replaced by a path.
+
+    `parse_inputs` parses the result to the same items, apart from the sources.
 
     Args:
         items: Parsed items.
-        paths: Iterator of which one element is taken for each medium.
+        paths: Iterator over one element for each media item.
 
     """
     return [_with_path(item, paths) for item in items]
 
 
 def messages_with_paths(messages: Sequence[Message], paths: Iterator[Paths]) -> list[dict[str, Any]]:
-    """Return the chat messages that `parse_messages` parses to `messages`, with paths as in `with_paths`."""
+    """Return `messages` in the format that `parse_messages` accepts, with paths as in `with_paths`."""
     return [
         {
             **message.extra,

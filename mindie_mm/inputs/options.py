@@ -1,4 +1,4 @@
-"""Parsing of the options of media items, with limits for each kind of item."""
+"""Parsing of the options of media items."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _MAX_SAMPLING_RATE = 768_000
 
 
 def parse_options(kind: Kind, given: Mapping[str, Any], where: str, *, strict: bool) -> MediaOptions:
-    """Parse the options of an item, that is, its keys other than the source. Ignore keys as `pass_over` does.
+    """Parse the options of an item, that is, all its keys except the source. Pass unknown keys to `pass_over`.
 
     Raises:
-        InputError: The kind of the item does not take an option, or a value is wrong.
+        InputError: Items of this kind do not have one of the options, or a value is invalid.
 
     """
     allowed = _OPTIONS[kind]
-    known = ", ".join(allowed) + (", and only with an array of samples" if kind == "audio" else "")
+    known = ", ".join(allowed) + (", only with an array of samples" if kind == "audio" else "")
     unknown = [name for name in given if name not in allowed]
-    pass_over(unknown, where, f"an item of kind {kind} takes {known}", strict=strict)
+    pass_over(unknown, where, f"an item of kind {kind} accepts {known}", strict=strict)
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name not in allowed:
@@ -65,7 +65,7 @@ def _require_order(options: MediaOptions, where: str) -> None:
         if least is not None and most is not None and least > most:
             raise InputError(f"{where}: {low} {least} is above {high} {most}")
     if options.fps is not None and options.num_frames is not None:
-        raise InputError(f"{where} gives both fps and num_frames; one excludes the other")
+        raise InputError(f"{where} has both fps and num_frames; give only one")
 
 
 def _integer(value: Any, low: int, high: int, where: str) -> int:

@@ -1,4 +1,4 @@
-"""Parsing of the dicts of a `List[Dict]`, in the form of this package and in the forms of chat messages."""
+"""Parsing of the dicts of a `List[Dict]`, in this package's format and in the formats of chat messages."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ _SOURCES: Mapping[str, Kind] = {
     "input_audio": "audio",
 }
 _TEXTS = ("text", "refusal")
-"""Keys of a text. OpenAI uses the second in earlier turns of the assistant."""
+"""Keys of a text. OpenAI uses `refusal` in earlier turns of the assistant."""
 _BARE_SOURCES = ("url", "path", "base64")
 _HINTS = frozenset({"cache_control", "uuid"})
-"""Keys for the caches of other servers. They are ignored, because this server identifies an item by its content."""
+"""Keys for the caches of other servers. This server ignores them, because it identifies items by their content."""
 MAX_LISTED_FRAMES = 2048
 """Maximum number of frames of a video that is a list of frames."""
 _MAX_LISTED_IN_ALL = 2**15
 """Maximum number of frames in all lists of a call.
 
-The limit is checked during parsing, because a comma in a URL costs a client less than it costs the server.
+The limit is checked during parsing, because another frame costs a client only a comma in a URL, but costs the server
+far more.
 """
 _MAX_SCHEME = 65
 """Maximum length of a URL scheme in characters, including its colon."""
 _JPEG_FRAMES = "data:video/jpeg;base64,"
-"""Prefix of vLLM's URL of frames. The frames follow as base64, separated by commas."""
+"""Prefix of a URL with the frames of a video, as in vLLM. The frames follow as base64, separated by commas."""
 
 
 def parse_inputs(inputs: Sequence[Mapping[str, Any]]) -> list[Item]:
-    """Parse the items of a `List[Dict]`, in order. Unknown keys are refused.
+    """Parse the items of a `List[Dict]`, in order. Refuse unknown keys.
 
     Raises:
-        InputError: An item is wrong. The error names its index, the key and the limit.
+        InputError: An item is invalid. The error states the index of the item, the key and the limit.
 
     """
     return list(parse_parts(inputs, "inputs", strict=True))
@@ -54,11 +55,11 @@ def parse_parts(parts: Sequence[Mapping[str, Any]], where: str, *, strict: bool 
 
     Args:
         parts: The dicts.
-        where: Name of the list in errors.
+        where: Name of the list in error messages.
         strict: Refuse every unknown key.
 
     Raises:
-        InputError: An item is wrong.
+        InputError: An item is invalid.
         LimitExceeded: The lists of video frames are too long.
 
     """
@@ -72,10 +73,10 @@ def parse_parts(parts: Sequence[Mapping[str, Any]], where: str, *, strict: bool 
 
 
 def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
-    """Return `num_frames` plus the frames in lists of `media`. Raise LimitExceeded if a call may not have as many."""
+    """Return `num_frames` plus the number of frames in lists of `media`. Raise LimitExceeded if the sum is too high."""
     num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
     if num_frames > _MAX_LISTED_IN_ALL:
-        raise LimitExceeded(f"{where} has lists of more than {_MAX_LISTED_IN_ALL} frames in all, the limit")
+        raise LimitExceeded(f"{where} has lists with more frames in total than the limit of {_MAX_LISTED_IN_ALL}")
     return num_frames
 
 
@@ -96,21 +97,21 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
     key = keys[0]
     if key in _TEXTS:
         return _parse_text(part, key, where, strict=strict)
-    kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # a bare source has its kind declared
+    kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # for a bare source, `declared` is its kind
     if declared is not None and _SOURCES.get(declared) != kind:
-        raise InputError(f"{where}.type is {declared!r}, but the item holds {key!r}")
+        raise InputError(f"{where}.type is {declared!r}, but the item has {key!r}")
     options = {name: value for name, value in part.items() if name not in {"type", key}}
     source, nested = _parse_source(part[key], key, kind, f"{where}.{key}")
     if both := options.keys() & nested.keys():
-        raise InputError(f"{where} gives {min(both)!r} twice, beside {key!r} and inside it")
+        raise InputError(f"{where} has {min(both)!r} twice, beside {key!r} and inside it; give it once")
     return Media(kind, source, parse_options(kind, options | nested, where, strict=strict))
 
 
 def _parse_text(part: Mapping[str, Any], key: str, where: str, *, strict: bool) -> Text:
     if part.get("type", key) != key:
-        raise InputError(f"{where}.type is {part['type']!r}, but the item holds {key!r}")
+        raise InputError(f"{where}.type is {part['type']!r}, but the item has {key!r}")
     unknown = (name for name in part if name not in ("type", key))
-    pass_over(unknown, where, "a text takes no options", strict=strict, foreign=())
+    pass_over(unknown, where, "a text has no options", strict=strict, foreign=())
     if not isinstance(part[key], str):
         raise InputError(f"{where}.{key} is {type_of(part[key])}; it must be a string")
     return Text(require_unicode(part[key], f"{where}.{key}"))
@@ -135,7 +136,7 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, di
         if not frames:
             raise InputError(f"{where} is an empty list; a video has at least one frame")
         if len(frames) > MAX_LISTED_FRAMES:
-            raise LimitExceeded(f"{where} has more than {MAX_LISTED_FRAMES} frames, the limit of a list")
+            raise LimitExceeded(f"{where} has more frames than the limit of {MAX_LISTED_FRAMES} for a list")
         return tuple(_parse_value(frame, key, f"{where}[{index}]") for index, frame in enumerate(frames)), nested
     return _parse_value(value, key, where), nested
 
@@ -143,7 +144,7 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, di
 def _frames(value: Any) -> Sequence[Any] | None:
     """Return the frames of a video that is a list of frames, or None for a video that is one file.
 
-    A URL with too many frames gives `MAX_LISTED_FRAMES` + 1, of which the last one is the rest of the URL.
+    For a URL with too many frames, return `MAX_LISTED_FRAMES` + 1 frames, of which the last is the rest of the URL.
     """
     if isinstance(value, str) and value[: len(_JPEG_FRAMES)].lower() == _JPEG_FRAMES:
         frames = value[len(_JPEG_FRAMES) :].split(",", MAX_LISTED_FRAMES)
@@ -152,7 +153,7 @@ def _frames(value: Any) -> Sequence[Any] | None:
 
 
 def _as_url(text: str) -> str:
-    """Return base64 as a `data:` URL. A text with a colon is a URL already, as in DashScope's `input_audio`."""
+    """Return base64 as a `data:` URL. Return a URL, as in DashScope's `input_audio`, unchanged."""
     return text if ":" in text[:_MAX_SCHEME] else f"data:;base64,{text}"
 
 

@@ -1,4 +1,4 @@
-"""Fields of a request that change its prompt: variables of the chat template, and fields that are refused."""
+"""Fields of a request that change its prompt: variables of the chat template, and fields that are not supported."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from mindie_mm.errors import InputError
 
 OFF: tuple[Any, ...] = (None, False, "", [], {})
-"""Values that mean the same as a missing field."""
+"""Values with the same meaning as a missing field."""
 PROMPT_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("continue_final_message", "chat_template", "documents", "functions"), OFF),
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), OFF),
     "function_call": (None, "none", "auto"),
-    # In vLLM, -1 truncates to the context length, which no accepted prompt exceeds.
+    # In vLLM, -1 truncates the prompt to the context length. No accepted prompt is longer.
     "truncate_prompt_tokens": (*OFF, -1),
 }
-"""Fields of vLLM's and OpenAI's requests that would change the prompt, each with the values that would not."""
+"""Unsupported fields of vLLM's and OpenAI's requests, each with the values that do not change the prompt."""
 
 
 def template_variables(
@@ -25,22 +25,26 @@ def template_variables(
     tool_choice: Any,
     reasoning_effort: Any = None,
 ) -> dict[str, Any]:
-    """Return the variables of a chat template other than the messages.
+    """Return the variables for a chat template, except the messages.
 
     Args:
         given: Variables that the caller passes, or None.
-        tools: Tools that the chat offers, omitted if `tool_choice` is "none".
+        tools: Tools that the model may call. They are omitted if `tool_choice` is "none".
         tool_choice: None, "auto" or "none".
-        reasoning_effort: A word for the template, or None.
+        reasoning_effort: Any string, which is passed to the template unchanged, or None.
 
     Raises:
-        InputError: `tool_choice` or `reasoning_effort` has another value.
+        InputError: `tool_choice` has another value, or `reasoning_effort` is not a string.
 
     """
     if tool_choice not in (None, "auto", "none"):
-        raise InputError("tool_choice must be 'auto' or 'none': no call is enforced", param="tool_choice")
+        raise InputError(
+            "tool_choice must be 'auto' or 'none'; forced tool calls are not supported", param="tool_choice"
+        )
     if not isinstance(reasoning_effort, str | None):
-        raise InputError(f"reasoning_effort is {reasoning_effort!r}, it must be a word", param="reasoning_effort")
+        raise InputError(
+            f"reasoning_effort is {reasoning_effort!r}; it must be a single word", param="reasoning_effort"
+        )
     variables = dict(given or {})
     if tools and tool_choice != "none":
         variables["tools"] = tools
@@ -50,7 +54,10 @@ def template_variables(
 
 
 def refused_fields(given: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Return the names in `given` that are also in `fields`, unless their value is one of those listed there."""
+    """Return the names of the fields in `given` whose value is not allowed. `fields` lists the allowed values.
+
+    Fields that `fields` does not contain may have any value.
+    """
     return [
         name for name, value in given.items() if name in fields and not any(_same(value, one) for one in fields[name])
     ]

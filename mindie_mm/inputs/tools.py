@@ -1,4 +1,4 @@
-"""Checks of the tools that a chat offers, in the form of HTTP requests."""
+"""Checks of the tools in a chat request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mindie_mm.inputs.checks import require_dict, type_of
 
 
 def require_tools(tools: Sequence[Any] | None) -> None:
-    """Raise InputError unless each tool has OpenAI's form `{"type": "function", "function": {"name": ..., ...}}`.
+    """Raise InputError unless each tool has OpenAI's format `{"type": "function", "function": {"name": ..., ...}}`.
 
-    A chat template does not check tools, so that the prompt could describe a tool without a name.
+    Chat templates do not check tools. Without this check, a prompt could describe a tool without a name.
     """
     with blaming("tools"):
         for index, tool in enumerate(tools or ()):

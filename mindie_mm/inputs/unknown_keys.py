@@ -1,7 +1,7 @@
 """Handling of unknown keys in items and in content parts of chat messages.
 
-Clients send keys of other servers, such as `id`, `annotations` or an image's `format`. These are ignored. A key that
-may be meant to change how the item is read is refused.
+Clients send keys for other servers, such as `id`, `annotations` or an image's `format`. Such keys are ignored. A key is
+refused if the client may have intended it to change how the item is read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OTHERS_OPTIONS = frozenset(
 )
 """Names of options and sources in other servers and libraries. Ignoring one of them would change the prompt."""
 _MAX_WARNED = 256
-"""Maximum number of keys to warn about, because clients may send any number of different ones."""
+"""Maximum number of keys to warn about, because clients may send any number of different keys."""
 _MAX_SHOWN = 40
 _MIN_SHORTENED = 6
 _warned: set[str] = set()
@@ -42,17 +42,18 @@ _warned: set[str] = set()
 def pass_over(
     keys: Iterable[object], where: str, takes: str, *, strict: bool, foreign: Collection[str] = OTHERS_OPTIONS
 ) -> None:
-    """Ignore the unknown `keys` of an item. Warn the first time that a key occurs.
+    """Ignore the unknown `keys` of an item, with a warning for the first occurrence of each key. Refuse some keys.
 
     Args:
         keys: Unknown keys of the item.
-        where: Name of the item in errors.
-        takes: End of the error message, about the keys that the item takes.
+        where: Name of the item in error messages.
+        takes: End of the error message, which describes the keys that the item may have.
         strict: Refuse every unknown key.
-        foreign: Further keys to refuse, because they are options in other servers.
+        foreign: Further keys to refuse, because other servers use them as options.
 
     Raises:
-        InputError: A key is an option of another kind of item, looks like an option, or `strict` is set.
+        InputError: A key is refused. If `strict` is not set, it is an option of another kind of item, resembles an
+            option, or is in `foreign`.
 
     """
     for key in map(str, keys):
@@ -64,9 +65,9 @@ def pass_over(
 
 
 def _near(key: str) -> str | None:
-    """Return the option that `key` equals, or differs from by one typing error, or None.
+    """Return the option that equals `key` or differs from it by one typing error. Return None if there is none.
 
-    A typing error is one letter that was added, left out or replaced, or two letters that were swapped.
+    A typing error is one letter that is added, missing or replaced, or two adjacent letters that are swapped.
     """
     if len(key) > _MAX_SHOWN:
         return None
@@ -79,11 +80,14 @@ def _letters(name: str) -> str:
 
 
 def _shortened(letters: str) -> list[str]:
-    """Return `letters` with each letter left out in turn. Short words have too many neighbours and return none."""
+    """Return `letters` with each letter left out in turn.
+
+    Return an empty list for short names, because too many keys resemble them.
+    """
     return [letters[:i] + letters[i + 1 :] for i in range(len(letters))] if len(letters) >= _MIN_SHORTENED else []
 
 
-# Two words that differ by one letter become equal when that letter is left out of both.
+# Two names that differ in one letter become equal when this letter is left out of both.
 _SPELLED: Mapping[str, str] = {
     spelled: name for name in MediaOptions.__slots__ for spelled in (*_shortened(_letters(name)), _letters(name))
 }

@@ -1,6 +1,7 @@
-"""Landlock: blocks files by path, TCP, and signals and abstract sockets that reach beyond this process.
+"""Landlock denies a process access to files by path, to TCP, and to other processes by signals or abstract sockets.
 
-Landlock is documented at docs.kernel.org/userspace-api/landlock.html. It does not restrict descriptors that are open.
+Landlock is documented at docs.kernel.org/userspace-api/landlock.html. It does not restrict the use of descriptors that
+are already open.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def forbid_all() -> None:
     The thread must have set `no_new_privs`.
 
     Raises:
-        OSError: As in `abi`.
+        OSError: In the same cases as `abi`.
 
     """
-    abi()  # raises if Landlock is missing, which would otherwise look like an unknown field
+    abi()  # raises if Landlock is missing
     ruleset = _ruleset(*map(_known, range(_FIELDS)))
     try:
         call("landlock_restrict_self", ruleset, 0)
@@ -44,9 +45,10 @@ def forbid_all() -> None:
 
 
 def _known(field: int) -> int:
-    """Return a bit mask of all rights of a field that the kernel knows.
+    """Return a bit mask of all rights of a field that this kernel supports.
 
-    The mask is probed, because each version of Landlock adds rights. Rights are numbered from bit 0 without gaps.
+    This function tries out which rights the kernel accepts, because each version of Landlock adds rights. Rights are
+    numbered from bit 0 without gaps.
     """
     known = 0
     while known < 2**63:

@@ -1,4 +1,4 @@
-"""Sandbox of a decoder process, and a report of the kernel mechanisms for it."""
+"""Sandbox of a decoder process, and a report of the kernel mechanisms that it uses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mindie_mm.lockdown.system_calls import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS
 _DESCRIPTORS, _THREADS = Path("/proc/self/fd"), Path("/proc/self/task")
 _CAPABILITY_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 _REASONS = {
-    errno.ENOSYS: "this kernel does not have it",
-    errno.EINVAL: "this kernel does not have it",
-    errno.EOPNOTSUPP: "it is switched off at boot",
+    errno.ENOSYS: "this kernel does not support it",
+    errno.EINVAL: "this kernel does not support it",
+    errno.EOPNOTSUPP: "it is disabled at boot",
     errno.EPERM: "the container forbids it",
 }
 
@@ -34,10 +34,10 @@ class Locks:
     """Messages about missing mechanisms."""
 
     def __str__(self) -> str:
-        """Return one line for the operator."""
+        """Describe the mechanisms in one line for the operator."""
         *others, last = self.held
-        held = f"{', '.join(others)} and {last}" if others else f"{last} alone"
-        return "; ".join([f"decoders are locked in by {held}", *self.missing])
+        held = f"{', '.join(others)} and {last}" if others else f"{last} only"
+        return "; ".join([f"decoders are sandboxed by {held}", *self.missing])
 
 
 def support() -> Locks:
@@ -54,12 +54,12 @@ def lock_in(keep: Collection[int], memory_bytes: int = 0) -> Locks:
 
     Args:
         keep: Descriptors that stay open and writable. Sockets must be connected and of type SOCK_STREAM or
-            SOCK_SEQPACKET, because a datagram socket can send to any address. Regular files are not writable in any
-            case, so a log needs a pipe. All other descriptors are closed. Objects that own one of them must live as
-            long as the process. Closed standard streams are redirected to /dev/null, so that no later descriptor gets
-            their numbers.
-        memory_bytes: Private memory that the process may allocate in addition to its current memory, in bytes. 0 for
-            no limit.
+            SOCK_SEQPACKET, because a datagram socket can send to any address. Regular files are never writable, so a
+            log needs a pipe. All other descriptors are closed. A Python object that owns such a descriptor must live as
+            long as the process. Standard streams that are not in `keep` are redirected to /dev/null, so that no later
+            descriptor gets their numbers.
+        memory_bytes: Private memory in bytes that the process may allocate in addition to its current memory. 0 for no
+            limit.
 
     Returns:
         The mechanisms in effect.
@@ -70,8 +70,8 @@ def lock_in(keep: Collection[int], memory_bytes: int = 0) -> Locks:
     limit_resources(memory_bytes)
     _drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    # Only privileged processes may read the memory of this process. This also stops core dumps that are piped to a
-    # program, which ignore RLIMIT_CORE.
+    # After this call, only privileged processes can read the memory of this process. The call also prevents core dumps
+    # that the kernel pipes to a program, for which it ignores RLIMIT_CORE.
     prctl(PR_SET_DUMPABLE, 0)
     return _locks(landlock.forbid_all, lambda: seccomp.allow_decoding(keep))
 
@@ -115,4 +115,5 @@ def _close_others(keep: Collection[int]) -> None:
         os.dup2(nothing, standard)
     for entry in [*_DESCRIPTORS.iterdir()]:
         if (descriptor := int(entry.name)) > 2 and descriptor not in keep:
-            os.closerange(descriptor, descriptor + 1)  # no error if closed: the directory listing's own is in the list
+            # closerange ignores closed descriptors. The list contains the descriptor of the listing itself.
+            os.closerange(descriptor, descriptor + 1)

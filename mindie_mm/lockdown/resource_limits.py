@@ -1,4 +1,4 @@
-"""Resource limits of this process for memory, CPU time and files (setrlimit)."""
+"""Limits of this process on memory, CPU time and file writes (setrlimit)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def limit_resources(memory_bytes: int) -> None:
     """Permanently limit the memory of this process, and forbid file writes and core dumps.
 
     Args:
-        memory_bytes: Private memory that the process may allocate in addition to its current memory, in bytes. 0 for
-            no limit. Shared file mappings do not count.
+        memory_bytes: Private memory in bytes that the process may allocate in addition to its current memory. 0 for no
+            limit. Shared file mappings do not count.
 
     """
     # Python ignores SIGXFSZ, so a write to a file fails with EFBIG. Pipes, sockets and mappings are not affected.
@@ -28,9 +28,9 @@ def limit_resources(memory_bytes: int) -> None:
 
 
 def limit_processor_time(seconds: float) -> None:
-    """Let this process use `seconds` more of CPU time, rounded up to whole seconds. After that, SIGXCPU kills it.
+    """Allow this process to use `seconds` more seconds of CPU time, rounded up. After that, SIGXCPU kills the process.
 
-    Call this function before each item. It sets only the soft limit, so a later call can raise the limit again.
+    Call this function before each item. It sets only the soft limit, so that a later call can raise the limit again.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (_lower(math.ceil(time.process_time() + seconds), hard), hard))

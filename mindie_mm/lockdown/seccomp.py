@@ -1,7 +1,7 @@
-"""Seccomp filter with the system calls that a decoder may make. All others fail with EPERM.
+"""Seccomp filter that allows only the system calls that a decoder needs. All other calls fail with EPERM.
 
-The filter is a classic BPF program (docs.kernel.org/userspace-api/seccomp_filter.html). A forbidden call fails instead
-of killing the process, so that a library can go on without an optional call.
+The filter is a classic BPF program (docs.kernel.org/userspace-api/seccomp_filter.html). A forbidden call fails but
+does not kill the process, so that a library can continue if the call is optional.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ FREE = (
 )
 """System calls that are allowed with any arguments.
 
-None of them takes a path. glibc 2.33 to 2.36 implements fstat() with newfstatat, which takes a path and is therefore
-forbidden. `os.fstat` fails there.
+None of these calls has a path argument. glibc 2.33 to 2.36 implements fstat() with newfstatat, which has a path
+argument and is therefore forbidden. `os.fstat` fails with these versions.
 """
 SENDING = ("write", "writev", "sendmsg", "sendto")
-"""System calls that are allowed only for given descriptors."""
+"""System calls that are allowed only for the descriptors that the caller lists."""
 
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 _GET_ACTION_AVAIL, _SET_MODE_FILTER = 2, 1
 _SPEC_ALLOW = 4
-"""Flag that prevents kernels before 5.16 from enabling Spectre mitigations, which would slow the process down."""
+"""Flag that prevents kernels before 5.16 from enabling Spectre mitigations, which would slow down the process."""
 _X32 = 0x40000000
-"""Bit in the system call numbers of the x32 ABI. The filter must not compare these numbers with those of x86-64."""
+"""Bit that is set in the system call numbers of the x32 ABI. The x86-64 numbers in the filter do not apply to x32."""
 _PROT_EXEC, _MAP_GROWSDOWN = 4, 0x100
 
 Instructions = list[tuple[int, int, int, int]]
@@ -48,20 +48,20 @@ Instructions = list[tuple[int, int, int, int]]
 
 
 def available() -> None:
-    """Raise OSError if the kernel has no seccomp filters (ENOSYS, EINVAL), or if they are forbidden (EPERM)."""
+    """Raise OSError if the kernel does not support seccomp filters (ENOSYS, EINVAL) or forbids them (EPERM)."""
     call("seccomp", _GET_ACTION_AVAIL, 0, ctypes.byref(ctypes.c_uint32(_KILL)))
 
 
 def allow_decoding(writable: Iterable[int]) -> None:
     """Permanently forbid all system calls that decoding does not need, for this thread and its children.
 
-    The thread must have set `no_new_privs`. A system call of another architecture kills the process.
+    The thread must have set `no_new_privs`. A system call through the ABI of another architecture kills the process.
 
     Args:
         writable: Descriptors that may be written to.
 
     Raises:
-        OSError: As in `available`.
+        OSError: In the same cases as `available`.
 
     """
     available()
@@ -72,7 +72,7 @@ def allow_decoding(writable: Iterable[int]) -> None:
         try:
             call("seccomp", _SET_MODE_FILTER, flags, ctypes.c_char_p(header))
         except OSError as error:
-            if not flags or error.errno != errno.EINVAL:  # kernels before 4.17 do not know the flag
+            if not flags or error.errno != errno.EINVAL:  # kernels before 4.17 do not support the flag
                 raise
         else:
             return
@@ -100,11 +100,12 @@ def filter_of(machine: str, writable: Iterable[int], process: int) -> Instructio
     rules = dict.fromkeys(FREE, allow) | dict.fromkeys(SENDING, _one_of(0, writable))
     rules["tgkill"] = _one_of(0, [process])  # abort() signals its own thread
     rules["mprotect"] = [_argument(2), *_if_any_bit(_PROT_EXEC, refuse), *allow]
-    # RLIMIT_DATA does not count shared memory and mappings that grow downwards like a stack.
+    # RLIMIT_DATA does not count shared memory, or mappings that grow downwards like a stack.
     shared = _if_any_bit(mmap.MAP_SHARED, _if_any_bit(mmap.MAP_ANONYMOUS, refuse))
     flags = [_argument(3), *_if_any_bit(_MAP_GROWSDOWN, refuse), *shared]
     rules["mmap"] = [_argument(2), *_if_any_bit(_PROT_EXEC, refuse), *flags, *allow]
-    # A decoder may read all of its limits, but set only that of its CPU time. Root could otherwise raise the limits.
+    # A decoder may read all of its limits, but set only the limit of its CPU time. A decoder that runs as root could
+    # otherwise raise the other limits.
     reading = [_argument(2), *_if_equal(0, [_argument(2, high=True), *_if_equal(0, allow)])]
     limits = [_argument(1), *_if_equal(resource.RLIMIT_CPU, allow), *reading]
     rules["prlimit64"] = [_argument(0), *_if_equal(0, limits), *refuse]
@@ -115,13 +116,13 @@ def filter_of(machine: str, writable: Iterable[int], process: int) -> Instructio
 
 
 def _one_of(argument: int, values: Iterable[int]) -> Instructions:
-    """Allow the call if the lower 32 bits of its argument equal one of `values`."""
+    """Allow the call if the lower 32 bits of the argument number `argument` equal one of `values`."""
     allowed = [one for value in values for one in _if_equal(value, [_return(_ALLOW)])]
     return [_argument(argument), *allowed, _return(_REFUSE)]
 
 
 def _argument(place: int, *, high: bool = False) -> tuple[int, int, int, int]:
-    """Load the lower or the upper 32 bits of the argument at `place`. Both architectures are little-endian."""
+    """Load the lower or the upper 32 bits of the argument number `place`. Both architectures are little-endian."""
     return _load(16 + 8 * place + 4 * high)
 
 
@@ -130,7 +131,7 @@ def _load(offset: int) -> tuple[int, int, int, int]:
 
 
 def _if_equal(value: int, then: Instructions) -> Instructions:
-    """Run `then` if the loaded word equals `value`. `then` either returns or falls through."""
+    """Run `then` if the loaded value equals `value`. If `then` does not return, the instructions after it run next."""
     return [(0x15, 0, len(then), value), *then]  # BPF_JMP | BPF_JEQ | BPF_K
 
 

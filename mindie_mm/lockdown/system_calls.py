@@ -1,4 +1,4 @@
-"""Linux system calls without a wrapper in the standard library, and system call numbers for seccomp filters.
+"""Linux system calls for which the standard library has no wrapper, and system call numbers for seccomp filters.
 
 The numbers are from arch/x86/entry/syscalls/syscall_64.tbl and, for aarch64, include/uapi/asm-generic/unistd.h.
 """

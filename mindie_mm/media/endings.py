@@ -1,4 +1,4 @@
-"""Media kinds by file name extension."""
+"""Kinds of media by file name extension."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
         "nistsphere": ".sph",
     },
 }
-"""File name extensions of each supported format: `FORMATS` of images, `CONTAINERS` of videos and of audio.
+"""File name extensions of each supported image format (`FORMATS`) and of each video and audio container (`CONTAINERS`).
 
-A `.gif` file is an image, and an extension of containers with both video and audio stands for a video. A GIF given as
-a video is read for its frames, and a video given as audio is read for its audio.
+A `.gif` file counts as an image, and an extension of containers that can hold both video and audio counts as a video.
+If a request passes a GIF as a video, its frames are read. If a request passes a video as audio, its audio is read.
 """
 _KINDS: Mapping[str, Kind] = {
     ending: kind for kind, formats in ENDINGS.items() for endings in formats.values() for ending in endings.split()
@@ -65,5 +65,5 @@ def ending_of(name: str) -> str:
 
 
 def kind_of(name: str) -> Kind | None:
-    """Return the kind of medium that the extension of a file name stands for, or None if it stands for no medium."""
+    """Return the kind of media that the extension of a file name indicates, or None for any other extension."""
     return _KINDS.get(ending_of(name))

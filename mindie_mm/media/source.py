@@ -1,4 +1,4 @@
-"""Reading of media sources into encoded bytes, or into pixels or samples that are already decoded."""
+"""Reading of media sources. The result is encoded bytes, or pixels or samples if the source is decoded already."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _PIECE_BYTES = 2**20
 
 
 def read_source(media: Media) -> Data:
-    """Read the source of a medium.
+    """Read the source of a media item.
 
-    A path, a URL or bare base64 gives bytes. A PIL image, an array or a tensor gives pixels or samples. A video that is
-    a list of frames gives one result per frame. URLs may be `data:`, `file:`, `http:` or `https:`. The last two are
-    fetched only from public addresses.
+    For a path, a URL or bare base64, the result is bytes. For a PIL image, an array or a tensor, it is pixels or
+    samples. For a video that is a list of frames, it is a tuple with one result per frame. URLs may be `data:`,
+    `file:`, `http:` or `https:`. `http:` and `https:` URLs are fetched only from public addresses.
 
     Raises:
         InputError: An array has the wrong type or shape.
@@ -57,7 +57,7 @@ def read_source(media: Media) -> Data:
 
 
 def source_path(media: Media) -> Path | None:
-    """Return the file of a medium or of its first frame that has one, or None if no file is involved."""
+    """Return the path of a media item's file, or of the first file among its frames. None if the item has no file."""
     if isinstance(media.source, tuple):
         paths = (source_path(Media("image", frame)) for frame in media.source)
         return next((path for path in paths if path is not None), None)
@@ -74,7 +74,8 @@ def source_path(media: Media) -> Path | None:
 def located(media: Media, folder: Path) -> Media:
     """Return `media` with relative paths resolved against `folder`.
 
-    Bare base64 is decoded to its bytes. A text that could be base64 or a path is a path if `folder` has such a file.
+    Bare base64 is replaced by the decoded bytes. If a text could be base64 or a path, it is a path if the file exists
+    in `folder`.
 
     Raises:
         InputError: A `file:` URL is malformed.
@@ -122,7 +123,7 @@ def _read_frames(sources: tuple[Any, ...]) -> Frames:
         frames.append(frame)
         num_bytes += len(frame) if isinstance(frame, bytes) else 0
         if num_bytes > MAX_SOURCE_BYTES:
-            raise LimitExceeded(f"the video's frames take more than {MAX_SOURCE_BYTES} bytes, the limit")
+            raise LimitExceeded(f"the video's frames have more bytes than the limit of {MAX_SOURCE_BYTES}")
     return tuple(frames)
 
 
@@ -144,7 +145,7 @@ def _read_text(source: str) -> bytes:
 def _fetch(url: str) -> bytes:
     """Fetch a URL with the same restrictions as in the service."""
     from mindie_mm.media.fetch.http import (
-        fetch,  # late, because an HTTP client imports slowly and most callers have files
+        fetch,  # imported late, because importing an HTTP client is slow and most callers have files
     )
 
     # The caller may be inside an event loop, for example in a notebook.
@@ -163,7 +164,7 @@ def _read_file(path: Path) -> bytes:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_SOURCE_BYTES:
                 raise LimitExceeded(f"{path} has {size} bytes; the limit is {MAX_SOURCE_BYTES}")
-            data = file.read(size or MAX_SOURCE_BYTES + 1)  # allocates a buffer of the requested size
+            data = file.read(size or MAX_SOURCE_BYTES + 1)  # `read` allocates a buffer of the requested size
     except FileNotFoundError:
         raise MediaError(f"there is no file {_shortened(str(path))}") from None
     except (OSError, ValueError) as error:
@@ -173,11 +174,11 @@ def _read_file(path: Path) -> bytes:
 
 
 def _read_pipe(path: Path) -> bytes:
-    """Read a pipe or a device up to its end, or to one byte above the limit.
+    """Read a pipe or a device up to its end, or up to the first data above the limit.
 
     Raises:
         MediaError: The pipe does not end within `FETCH_TIMEOUT_S`.
-        RequestAborted: The request was given up.
+        RequestAborted: The request was aborted.
 
     """
     deadline, data = time.monotonic() + FETCH_TIMEOUT_S, bytearray()
@@ -191,13 +192,13 @@ def _read_pipe(path: Path) -> bytes:
             if not waiting.poll(min(left_s, cancellation.CHECK_S) * 1000):
                 if not left_s:
                     raise MediaError(
-                        f"{_shortened(str(path))} is no file, and did not end within {FETCH_TIMEOUT_S:g} s"
+                        f"{_shortened(str(path))} is a pipe or a device that did not end within {FETCH_TIMEOUT_S:g} s"
                     )
                 continue
             piece = file.read(_PIECE_BYTES)
             if piece == b"":
                 break
-            data += piece or b""  # None if another reader took the data
+            data += piece or b""  # `piece` is None if another reader took the data
     return bytes(data)
 
 
@@ -206,14 +207,18 @@ def _pixels(source: Any, kind: str) -> Pixels:
     num_dims = 4 if kind == "video" else 3
     shape = "[frames, height, width, 3]" if kind == "video" else "[height, width, 3]"
     if array.dtype != np.uint8 or array.ndim != num_dims or array.shape[-1] != 3 or 0 in array.shape:
-        raise InputError(f"{kind} pixels are {array.dtype} of shape {array.shape}; they must be uint8 {shape} in RGB")
+        raise InputError(
+            f"{kind} pixels have dtype {array.dtype} and shape {array.shape}; they must be uint8 {shape} in RGB"
+        )
     return np.ascontiguousarray(array)
 
 
 def _samples(source: Any) -> Samples:
     array = _array(source)
     if array.dtype.kind != "f" or array.ndim != 1 or not len(array):
-        raise InputError(f"audio samples are {array.dtype} of shape {array.shape}; they must be float [samples]")
+        raise InputError(
+            f"audio samples have dtype {array.dtype} and shape {array.shape}; they must be float [samples]"
+        )
     return np.ascontiguousarray(array, np.float32)
 
 
@@ -223,13 +228,13 @@ def _array(source: Any) -> NDArray[Any]:
         return np.asarray(pil_to_rgb(source, caps().rgba_background_color) if hasattr(source, "getexif") else source)
     except MemoryError:
         raise
-    except Exception as error:  # an object of the caller may raise anything
+    except Exception as error:  # an object of the caller may raise any exception
         why = _shortened(f"{type(error).__name__}: {error}")
         raise MediaError(f"the {type(source).__name__} cannot be read: {why}") from error
 
 
 def _scheme(source: str) -> str:
-    """Return data, file, http or https, or an empty string for a path."""
+    """Return "data", "file", "http" or "https", or an empty string for a path."""
     scheme = scheme_of(source)
     return scheme if scheme in {"data", "file", "http", "https"} else ""
 
@@ -242,7 +247,7 @@ def _is_file(path: str | Path) -> bool:
 
 
 def _bare_base64(text: str) -> bytes | None:
-    """Decode bare base64, as MindIE's clients send it. Return None for other text or text that is too short."""
+    """Decode bare base64, which clients of MindIE send. Return None for any other text, and for short texts."""
     if len(text) < _MIN_BASE64_CHARS:
         return None
     try:

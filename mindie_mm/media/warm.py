@@ -1,4 +1,4 @@
-"""A warm-up that runs every part of decoding once, so that a process can then decode without files and threads."""
+"""A warm-up that runs every part of decoding once. After that, a process can decode without files and threads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import traceback
 import wave
 from collections.abc import Iterator
 
-import av.subtitles.codeccontext  # noqa: F401 - PyAV imports it for the first video with subtitles
+import av.subtitles.codeccontext  # noqa: F401 - otherwise, PyAV imports this for the first video with subtitles
 import numpy as np
-import numpy.ma  # a part of numpy that np.median imports late
+import numpy.ma  # otherwise, np.median imports this when it is called
 import torch
 from PIL import AvifImagePlugin, Image
 
@@ -20,21 +20,22 @@ from mindie_mm.media.image.encoded_image import FORMATS, RESAMPLES, open_image, 
 from mindie_mm.media.video.encoded_video import open_video
 
 _MODES = ("RGB", "RGBA", "P", "1", "CMYK", "LAB", "I;16", "F")
-"""Image modes that have conversions of their own to RGB."""
+"""Image modes that Pillow converts to RGB in different ways."""
 _DEEP = ("I;16", "F")
 _RATE = 16_000
 
 
 def warm_up() -> None:
-    """Run decoding, resizing and spectrograms once on one thread, which also imports everything that they use.
+    """Decode and resize media, and compute a spectrogram, on one thread. This imports all modules for these tasks.
 
-    A locked-in process (`mindie_mm.lockdown`) cannot import modules, open files or start threads, so call this function
-    before a process is locked in, or in the process that it is forked from. The function changes that process for good:
-    torch and the AVIF decoder of Pillow use one thread, and torch does not use oneDNN.
+    A locked-in process (`mindie_mm.lockdown`) cannot import modules, open files or start threads. Call this function
+    before the process is locked in, or in the process that it is forked from. The function changes the process
+    permanently: torch and Pillow's AVIF decoder use one thread, and torch does not use oneDNN.
     """
     torch.set_num_threads(1)
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # the default is a thread for each CPU
-    # On aarch64 torch multiplies matrices in oneDNN, which generates machine code. A locked-in process may not run it.
+    # On aarch64, torch multiplies matrices with oneDNN, which generates machine code at run time. A locked-in process
+    # is not allowed to run such code.
     torch.backends.mkldnn.set_flags(False)
     Image.init()
     for data in _pictures():
@@ -50,7 +51,7 @@ def warm_up() -> None:
 
 
 def _pictures() -> Iterator[bytes]:
-    """Yield a small image of each format, and a TIFF of each mode."""
+    """Yield a small image in each format, and a TIFF in each mode."""
     picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
     for name in FORMATS:
         if name in Image.SAVE:  # Pillow may be built without AVIF
@@ -66,14 +67,14 @@ def _encoded(picture: Image.Image, file_format: str) -> bytes:
 
 
 def _warm_up_video() -> None:
-    """Decode a GIF through FFmpeg, as all videos are decoded."""
+    """Decode a GIF with FFmpeg, which also decodes all other videos."""
     video = open_video(_encoded(Image.new("RGB", (40, 30)), "GIF"), None)
     for frame in video.decode(range(video.num_frames)):
         resize(frame, 9, 13)
 
 
 def _warm_up_sound() -> None:
-    """Decode, resample and transform half a second of silence."""
+    """Decode and resample half a second of silence, and compute its spectrogram."""
     file = io.BytesIO()
     with wave.open(file, "wb") as sound:
         sound.setparams((1, 2, 44_100, 0, "NONE", ""))

@@ -1,7 +1,7 @@
-"""The model families, one file each. A listing of this folder is the support matrix.
+"""The model families. Each file in this folder whose name has no leading underscore implements one family.
 
-The family of a checkpoint follows from its model_type. The search starts with the file of that name and continues with
-the other files. Entry points of the group `mindie_mm.models` come last. They name `Family` classes of other packages.
+`family_of` finds the family of a checkpoint by its model_type. It first tries the file of that name, then the other
+files, and finally the entry points of the group `mindie_mm.models`, which refer to `Family` classes of other packages.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def _own_names() -> set[str]:
 
 
 def _entries() -> Mapping[str, EntryPoint]:
-    """Return the families of other packages, by name. This reads the metadata of all installed packages and is slow."""
+    """Return the families of other packages, by name. This is slow, because it reads the metadata of all packages."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
 def family_named(name: str) -> type[Family]:
     """Return the family called `name`.
 
-    The name is that of a module in this package, or of an entry point.
+    `name` is the name of a module in this package or of an entry point.
 
     Raises:
-        InputError: No family has this name, or it cannot be loaded.
+        InputError: No family has this name, or the family cannot be loaded.
 
     """
     return _named_of(name, _entries())
@@ -62,31 +62,31 @@ def _named_of(name: str, entries: Mapping[str, EntryPoint]) -> type[Family]:
     if name in entries:
         return _loaded(entries[name])
     if name not in _own_names():
-        raise InputError(f"no family is named {name!r}; there are {', '.join(family_names())}")
+        raise InputError(f"there is no family named {name!r}; the families are {', '.join(family_names())}")
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except Exception as error:  # a family under development may raise anything, and the error must name the family
-        raise InputError(f"the family {name!r}, {__name__}.{name}, does not load: {error!r}") from error
+        raise InputError(f"the family {name!r} ({__name__}.{name}) cannot be imported: {error!r}") from error
     families = [
         value
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Family) and value.__module__ == module.__name__
     ]
     if len(families) != 1:
-        raise InputError(f"{module.__file__} defines {len(families)} Family classes, it must be one")
+        raise InputError(f"{module.__file__} defines {len(families)} Family classes; it must define exactly one")
     return families[0]
 
 
 def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
-    """Return the family that serves a checkpoint.
+    """Return the family that supports a checkpoint.
 
     Args:
         checkpoint: The checkpoint.
         name: Name of the family. If None, config.json decides.
 
     Raises:
-        InputError: No family is called `name`, or a family that might serve the checkpoint cannot be loaded.
-        UnsupportedCheckpoint: No family serves this model_type.
+        InputError: No family is called `name`, or a family that might support the checkpoint cannot be loaded.
+        UnsupportedCheckpoint: No family supports this model_type.
 
     """
     entries = _entries()
@@ -108,25 +108,26 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
     if isinstance(architectures := checkpoint.config.get("architectures"), list) and architectures:
         found += f" ({', '.join(map(str, architectures))})"
     raise UnsupportedCheckpoint(
-        f"{checkpoint.path} has {found} in its config.json, which no family serves{_nearest(str(model_type))}; the "
-        f"families are {', '.join(family_names())}, and docs/families.md names a published checkpoint of each. If it "
-        "is one of them, name it (--family); docs/adding-a-model.md says how to add another"
+        f"{checkpoint.path} has {found} in its config.json, which no family "
+        f"supports{_nearest(str(model_type))}; the families are {', '.join(family_names())}, and "
+        "docs/families.md lists a published checkpoint of each. If the checkpoint is of one of these "
+        "families, select it with --family; docs/adding-a-model.md describes how to add another family"
     )
 
 
 def _nearest(model_type: str) -> str:
-    """Return a hint at the family whose name is the longest prefix of `model_type`, or an empty string."""
+    """Return a hint that names the family whose name is the longest prefix of `model_type`, or an empty string."""
     own = [name for name in _own_names() if model_type.startswith((f"{name}_", f"{name}-"))]
     if not own:
         return ""
     family = family_named(max(own, key=len))
-    return f"; that of the nearest name is {max(own, key=len)}, such as {family.published}"
+    return f"; the family with the most similar name is {max(own, key=len)}, for checkpoints such as {family.published}"
 
 
 def _candidates(model_type: str, entries: Collection[str]) -> list[str]:
     """Return the names of all families in the order in which `family_of` tries them for `model_type`.
 
-    The family of exactly that name comes first, then the other families of this package, then families of other
+    The family with exactly that name comes first, then the other families of this package, then families of other
     packages. Within each group, names that are a prefix of `model_type` come first.
     """
     own = _own_names()
@@ -140,18 +141,20 @@ def _loaded(entry: EntryPoint) -> type[Family]:
     try:
         value = entry.load()
     except Exception as error:  # code of another package may raise anything, and the error must name the entry point
-        raise InputError(f"the entry point {entry.name!r} of {GROUP}, {entry.value}, does not load: {error}") from error
+        raise InputError(
+            f"the entry point {entry.name!r} of {GROUP} ({entry.value}) cannot be loaded: {error}"
+        ) from error
     if isinstance(value, type) and issubclass(value, Family):
         return value
-    raise InputError(f"the entry point {entry.name!r} of {GROUP} gives {value!r}, not a Family")
+    raise InputError(f"the entry point {entry.name!r} of {GROUP} is {value!r}; it must be a Family")
 
 
 @contextmanager
 def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
     """Convert unexpected exceptions of a family that reads a checkpoint into UnsupportedCheckpoint.
 
-    Families check the settings that they know. Other faults, such as settings of an unexpected type or the config of
-    another family, are caught here.
+    Families check the settings that they read. This function catches other faults, such as settings of an unexpected
+    type or the config.json of another family.
 
     Args:
         checkpoint: The checkpoint that is read.
@@ -191,7 +194,7 @@ def load_model(
         dtype: A torch dtype, its name, or "auto".
         family: Name of the family, as in `family_of`.
         vision: Placement of the vision tower. By default, it runs with the rest of the model.
-        projector: The same for the projector.
+        projector: Placement of the projector, with the same default.
         end_token_ids: Token ids that replace eos_token_id of generation_config.json.
 
     Returns:
@@ -220,7 +223,7 @@ def load_model(
         opened.prepare(model.module)
     except torch.OutOfMemoryError as error:
         where, reason = opened.torch_device, str(error).partition("\n")[0]
-        raise DeviceError(f"{checkpoint.path} does not fit into the memory of {where}: {reason}") from error
+        raise DeviceError(f"{checkpoint.path} does not fit in the memory of {where}: {reason}") from error
     return model
 
 
@@ -241,13 +244,13 @@ def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> 
         return dtype
     if dtype != "auto":
         return _named(dtype)
-    # Like transformers: the dtype stated in config.json, otherwise that of the weights.
+    # As in transformers, the dtype in config.json takes precedence over the dtype of the weights.
     stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     return device.default_dtype(_named(str(stated)) if stated else stored_dtype(checkpoint))
 
 
 def _named(name: str) -> torch.dtype:
     if name not in ("float32", "bfloat16", "float16"):
-        raise InputError(f"dtype is {name!r}, it must be float32, bfloat16 or float16")
+        raise InputError(f"dtype is {name!r}; it must be float32, bfloat16 or float16")
     dtype: torch.dtype = getattr(torch, name)
     return dtype

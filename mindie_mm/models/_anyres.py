@@ -1,4 +1,4 @@
-"""Shared parts of the families that place images on a canvas and cut it into tiles."""
+"""Shared parts of the families that place images on a canvas and cut the canvas into tiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def tokens_of_tower(config: Any, where: str) -> int:
     """Return the number of features of one square image. Raise UnsupportedCheckpoint if the tower is not supported."""
     vision = config.vision_config
     if vision.model_type not in _TOWERS:
-        raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}, only {', '.join(_TOWERS)} is served")
+        raise UnsupportedCheckpoint(
+            f"{where}: the tower is {vision.model_type!r}; only {', '.join(_TOWERS)} are supported"
+        )
     # "default" drops the first token of any tower, although only CLIP has a first token that is not a patch.
     dropped = config.vision_feature_select_strategy == "default"
     return int((vision.image_size // vision.patch_size) ** 2 + _TOWERS[vision.model_type] - dropped)
@@ -45,8 +47,8 @@ def check_stated(stated: Mapping[str, Any], config: Any, where: str) -> None:
 class AnyresProcessor(Processor):
     """Base class of the processors that place images on a canvas.
 
-    A block holds `pixel_values`, uint8 [tiles, side, side, 3], the whole image first. The grid is the (height, width)
-    of the original image in pixels.
+    A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The first tile is the whole image. The grid is the
+    size (height, width) of the original image in pixels.
     """
 
     config_name: ClassVar[str]
@@ -63,8 +65,8 @@ class AnyresProcessor(Processor):
         self.rows: int = vision.image_size // vision.patch_size
         if (tokens := tokens_of_tower(config, where)) != self.rows**2:
             raise UnsupportedCheckpoint(
-                f"{where}: vision_feature_select_strategy {config.vision_feature_select_strategy!r} leaves {tokens} "
-                f"tokens of a tile, which has {self.rows}x{self.rows} patches"
+                f"{where}: vision_feature_select_strategy is {config.vision_feature_select_strategy!r}, which "
+                f"gives {tokens} tokens per tile; a tile has {self.rows}x{self.rows} patches"
             )
         check_stated(checkpoint.json("processor_config.json"), config, where)
         settings = checkpoint.preprocessor("image", {self.image_type: self.defaults})
@@ -72,12 +74,19 @@ class AnyresProcessor(Processor):
         for name in ("size", "crop_size"):
             size = Size.read(settings[name], where) if name in settings else None
             if size is not None and size.of(self.side, self.side) != (self.side, self.side):
-                raise UnsupportedCheckpoint(f"{where}: {name} is {settings[name]}, the tower takes {self.side} pixels")
+                raise UnsupportedCheckpoint(
+                    f"{where}: {name} is {settings[name]}, but the tower takes squares of {self.side} pixels"
+                )
         pinpoints = [tuple(pinpoint) for pinpoint in config.image_grid_pinpoints]
         if (found := [tuple(pinpoint) for pinpoint in settings["image_grid_pinpoints"]]) != pinpoints:
-            raise UnsupportedCheckpoint(f"{where}: image_grid_pinpoints are {found}, of config.json {pinpoints}")
+            raise UnsupportedCheckpoint(
+                f"{where}: image_grid_pinpoints is {found} in preprocessor_config.json, but {pinpoints} in config.json"
+            )
         if uneven := [pinpoint for pinpoint in pinpoints if any(length % self.side for length in pinpoint)]:
-            raise UnsupportedCheckpoint(f"{where}: {uneven[0]} is no whole number of tiles of {self.side} pixels")
+            raise UnsupportedCheckpoint(
+                f"{where}: the size {uneven[0]} in image_grid_pinpoints is not a multiple of the tile size, "
+                f"{self.side} pixels"
+            )
         self.canvases = pinpoints
         self.resample = resample_of(settings, where)
         self.normalizations: dict[Kind, Normalization] = {"image": Normalization.read(settings)}

@@ -1,4 +1,4 @@
-"""Audio clips as log-mel spectrograms, shared by several families."""
+"""Log-mel spectrograms of audio clips, shared by several families."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: 
     num_frames = settings.num_frames(len(samples))
     if num_frames < _LEAST_FRAMES:
         least = (_LEAST_FRAMES - 1) * settings.hop + 1
-        raise MediaError(f"the clip has {len(samples)} samples, {settings.rate} a second; it must have {least}")
+        raise MediaError(
+            f"the audio clip has {len(samples)} samples at {settings.rate} Hz; it must have at least {least}"
+        )
     stored = min(num_frames + further_frames, settings.max_frames)
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:

@@ -18,7 +18,7 @@ from mindie_mm.media.image.encoded_image import Pixels
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of square crops, of their patches, and of the windows of patches that are pooled to one feature each."""
+    """The sizes of square crops, patches and windows. A window is a group of patches that are pooled to one feature."""
 
     side: int
     """Side of a crop in pixels."""
@@ -27,7 +27,7 @@ class Geometry:
     pooling: tuple[int, int]
     """Size of a window in patches (rows, columns)."""
     margins: tuple[int, int] = (0, 0)
-    """Number of patches at the start and end of each axis of a crop that are taken from the neighbouring crop."""
+    """Number of patches at the start and at the end of each axis of a crop that belong to the neighboring crop."""
 
     @property
     def patches(self) -> int:
@@ -36,12 +36,12 @@ class Geometry:
 
     @property
     def step(self) -> int:
-        """Distance between the starts of two neighbouring crops, in pixels."""
+        """Distance between the starts of two neighboring crops, in pixels."""
         return (self.patches - sum(self.margins)) * self.patch
 
     @property
     def shared(self) -> int:
-        """Pixels along a side of a crop that lie in its margins."""
+        """Number of pixels along a side of a crop that are in its margins."""
         return sum(self.margins) * self.patch
 
     @property
@@ -50,7 +50,7 @@ class Geometry:
         return self._cells(self.patches, self.patches)
 
     def canvas(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return height and width in pixels of the canvas from which `rows` x `columns` crops are cut."""
+        """Return the height and width in pixels of the canvas from which `rows` x `columns` crops are cut."""
         return rows * self.step + self.shared, columns * self.step + self.shared
 
     def cells(self, rows: int, columns: int) -> tuple[int, int]:
@@ -64,21 +64,21 @@ class Geometry:
     def square_windows(self) -> Tensor:
         """Return the patches of each window of one crop, int64 [windows, patches of a window].
 
-        -1 marks a place of a window that lies outside the crop.
+        The value is -1 where a window extends beyond the crop.
         """
         return self._windows(torch.arange(self.patches**2).view(self.patches, self.patches))
 
     def canvas_windows(self, rows: int, columns: int) -> Tensor:
         """Return the patches of each window on the canvas of `rows` x `columns` crops.
 
-        The result is like that of `square_windows`. Patches are numbered crop after crop.
+        The result has the same form as in `square_windows`. Patches are numbered crop after crop.
         """
         (row, y), (column, x) = self._owners(rows), self._owners(columns)
         crop = row.unsqueeze(1) * columns + column
         return self._windows(crop * self.patches**2 + y.unsqueeze(1) * self.patches + x)
 
     def _owners(self, crops: int) -> tuple[Tensor, Tensor]:
-        """Return for each patch along one axis of a canvas its crop and its index in that crop."""
+        """Return the crop of each patch along one axis of a canvas, and the index of the patch in that crop."""
         window, before = self.step // self.patch, self.margins[0]
         patches = torch.arange(crops * window + sum(self.margins))
         crop = ((patches - before) // window).clamp(0, crops - 1)
@@ -95,7 +95,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """An image in the centre of a larger area that is zero elsewhere."""
+    """A larger area with an image in its center and zeros around the image."""
 
     height: int
     """Height of the canvas in pixels."""
@@ -110,7 +110,7 @@ class Canvas:
     def fitting(cls, image_height: int, image_width: int, height: int, width: int) -> Self:
         """Return the canvas on which the image is as large as its proportions allow.
 
-        The size is computed in float32 like the reference, because a difference in rounding can change it by a pixel.
+        The size is computed in float32 as in the reference, because other rounding could change the size by a pixel.
         """
         image = np.array([image_height, image_width], np.float32)
         scale = (np.array([height, width], np.float32) / image).min()
@@ -119,12 +119,12 @@ class Canvas:
 
     @property
     def top(self) -> int:
-        """Rows of pixels above the image."""
+        """Number of pixel rows above the image."""
         return (self.height - self.rows) // 2
 
     @property
     def left(self) -> int:
-        """Columns of pixels to the left of the image."""
+        """Number of pixel columns to the left of the image."""
         return (self.width - self.columns) // 2
 
     def resize(self, rgb: Pixels, out: NDArray[np.float32]) -> None:
@@ -143,7 +143,7 @@ class Canvas:
         return F.pad(picture, (0, 0, self.left, right, self.top, bottom))
 
     def mask(self) -> Tensor:
-        """Return float32 [height, width, 1], which is 1 on the image and 0 around it."""
+        """Return a mask, float32 [height, width, 1], that is 1 on the image and 0 around the image."""
         return self.draw(torch.ones(self.rows, self.columns, 1))
 
 
@@ -155,14 +155,14 @@ def choose_tiling(height: int, width: int, tile: int, max_tiles: int) -> tuple[i
 
     Args:
         height: Height of the image in pixels, without the margins of its crops. May be zero or negative.
-        width: The same for the width.
+        width: Width of the image in pixels, also without the margins.
         tile: Side of a tile in pixels.
         max_tiles: Maximum number of tiles.
 
     """
     tilings = _tilings(max_tiles)
     with np.errstate(divide="ignore"):
-        # float32 like both references, because it decides ties.
+        # Use float32 as in both references, because rounding decides ties.
         scales = (tilings * tile).astype(np.float32) / np.array([height, width], np.float32)
     scale = scales.min(axis=1)
     best = scale.argmax() if (scale < 1).all() else np.where(scale < 1, np.float32(10e9), scale).argmin()

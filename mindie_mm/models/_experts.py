@@ -15,10 +15,10 @@ from mindie_mm.device import Device
 _MOST_UNSORTED = 256
 """Maximum number of rows to run through all experts.
 
-Up to a few hundred rows, reading the weights takes longer than multiplying with them.
+Up to a few hundred rows, reading the weights takes longer than multiplying by them.
 """
 _GATHERING_COST = 3
-"""Memory traffic of a gathered expert, as a multiple of its weights: read, written, and read again."""
+"""Memory traffic of a gathered expert, as a multiple of its size. Its weights are read, written, and read again."""
 
 
 class MLP(nn.Module):
@@ -63,7 +63,7 @@ class Gate(nn.Module):
         return weights * self.factor, chosen
 
     def _ranked(self, scores: Tensor) -> Tensor:
-        """Return the scores by which experts are chosen. Experts of dropped groups have minus infinity."""
+        """Return the scores by which experts are chosen. Scores in dropped groups are minus infinity."""
         if self.method == "greedy":
             return scores
         ranked = scores + self.e_score_correction_bias.float() if self.method == "noaux_tc" else scores
@@ -79,7 +79,7 @@ class Experts(nn.Module):
     """A mixture-of-experts layer with routed experts and, in some models, shared experts.
 
     On an accelerator, a decode step selects the experts on the device. Copying the selection to the host would
-    synchronise with the device in every layer.
+    synchronize with the device in every layer.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -92,13 +92,13 @@ class Experts(nn.Module):
         self._joined: tuple[Tensor, Tensor] | None = None
 
     def is_plain(self) -> bool:
-        """Return whether no expert is quantised. `join` cannot concatenate packed weights."""
+        """Return whether all experts are unquantized. `join` cannot concatenate packed weights."""
         return all(type(layer) is nn.Linear for expert in self.experts for layer in expert.children())
 
     def join(self) -> None:
-        """Move the weights of all experts into one tensor per projection.
+        """Move the weights of all experts into two tensors: gate_proj with up_proj, and down_proj.
 
-        Until this is done, the layer takes twice its memory.
+        While this method runs, the layer needs twice its memory.
         """
         names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
         gate = self.experts[0].get_parameter(names[0])
@@ -121,21 +121,21 @@ class Experts(nn.Module):
         return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden)
 
     # The next three methods take `hidden` [T, width] and `chosen` int64 [T, count]. They return the outputs of the
-    # chosen experts, [T, count, width], and differ by rounding only.
+    # chosen experts, [T, count, width], and differ only by rounding.
 
     def sorted(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """Run expert after expert. The host waits for the number of rows of each expert."""
+        """Run one expert after another. The host waits for the number of rows of each expert."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = flat.new_zeros(len(self.experts)).scatter_add_(0, flat, torch.ones_like(flat)).tolist()
         parts = hidden[order // chosen.shape[1]].split(counts)
         passed = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)])
-        # Restored to token order, so that the sum of a token does not depend on the rest of the batch.
+        # Restore the token order, so that the sum of a token does not depend on the rest of the batch.
         sorted_back: Tensor = torch.empty_like(passed).index_copy_(0, order, passed)
         return sorted_back.view(*chosen.shape, -1)
 
     def gathered(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """Run each row on a copy of the weights of its own experts."""
+        """Multiply each row by copies of the weights of its own experts."""
         assert self._joined is not None
         first, second = (weight.index_select(0, chosen.flatten()) for weight in self._joined)
         rows = hidden.unsqueeze(1).expand(-1, chosen.shape[1], -1).reshape(-1, hidden.shape[1], 1)
@@ -156,7 +156,8 @@ class Experts(nn.Module):
 def join_experts(module: nn.Module, device: Device) -> None:
     """Prepare the mixture-of-experts layers in `module` to select experts on `device`.
 
-    `module` must be loaded and placed. On the CPU this does nothing, and the layers keep using `Experts.sorted`.
+    `module` must be loaded and placed. On the CPU, this function does nothing, and the layers use
+    `Experts.sorted`.
     """
     if device.torch_device.type != "cpu":
         for part in module.modules():

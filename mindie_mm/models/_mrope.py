@@ -1,9 +1,9 @@
 """Rotary positions on the three axes time, height and width (M-RoPE).
 
 Source: Qwen2-VL (arXiv 2409.12191, section 2.1). A text token has the same position on all axes, and each text token
-advances it by one. The tokens of a media item are numbered by their place in its grid, starting one past the largest
-position before the item. Text after the item starts one past the largest position on any axis. (transformers 5.23
-leaves the time axis out of this maximum.)
+advances the position by one. The tokens of a media item are numbered by their place in its grid, starting one past the
+largest position before the item. Text after the item starts one past the largest position on any axis. transformers
+5.23 leaves the time axis out of this maximum.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def mrope_positions(
     Args:
         num_tokens: Number of tokens of the prompt.
         spans: (start, stop, grid) of each run of media tokens, in ascending order.
-        intervals: Distance between two steps on the time axis of each span. None stands for 1. Time positions are
+        intervals: Distance between two steps on the time axis of each span. None means 1. Time positions are
             computed in float32 and rounded down.
-        scale: Factor for all time positions. It is applied after the interval, as in the references, because the order
-            affects rounding.
+        scale: Factor for all time positions. The factor is applied after the interval, as in the references, because
+            the order affects rounding.
 
     """
     positions = np.empty((3, num_tokens), np.int64)

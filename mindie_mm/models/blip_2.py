@@ -1,4 +1,4 @@
-"""BLIP-2: an image as the outputs of Q-Former queries, which precede the text and its BOS token.
+"""BLIP-2: images as outputs of Q-Former queries, which precede the text and its BOS token.
 
 Source: arXiv 2301.12597. Token ids, pixels and logits match transformers' `blip_2`. The text model is a
 decoder (OPT) or an encoder-decoder (T5).
@@ -43,7 +43,7 @@ _CHAT_TEMPLATE = (
 )
 """Chat template in the paper's format for questions about an image."""
 _T5_POSITIONS = 512
-"""Length in tokens that T5 was trained with. T5 has relative positions and therefore no hard limit."""
+"""Number of tokens that T5 was trained with. T5 has relative positions and therefore no hard limit."""
 
 
 class Blip2Processor(OneSizeProcessor):

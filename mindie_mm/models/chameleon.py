@@ -1,4 +1,4 @@
-"""Chameleon: images as discrete tokens of a vector quantiser, whose embeddings the decoder sees.
+"""Chameleon: images as discrete tokens of a vector quantizer. The decoder receives their embeddings.
 
 Source: arXiv 2405.09818. Token ids, pixels and image tokens match transformers' `chameleon`.
 """
@@ -56,7 +56,8 @@ class ChameleonProcessor(OneSizeProcessor):
         height, width = size.fixed or (edge, edge)
         if crop is None or size.longest_edge is not None or height < crop[0] or width < crop[1]:
             raise UnsupportedCheckpoint(
-                f"{where}: of images resized to {settings['size']} not all can be cut to {settings['crop_size']}"
+                f"{where}: size is {settings['size']}, so that some resized images are smaller than crop_size, "
+                f"{settings['crop_size']}"
             )
         self.size = crop
         self.steps = Preprocess(size, resample_of(settings, where), crop)
@@ -66,7 +67,9 @@ class ChameleonProcessor(OneSizeProcessor):
         quantizer = checkpoint.config.get("vq_config") or {}
         shrink = 2 ** (len(quantizer.get("channel_multiplier") or (1, 1, 2, 2, 4)) - 1)
         if (made := crop[0] // shrink * (crop[1] // shrink)) != self.num_features:
-            raise UnsupportedCheckpoint(f"{where}: image_seq_length is {self.num_features}, images make {made} tokens")
+            raise UnsupportedCheckpoint(
+                f"{where}: image_seq_length is {self.num_features}, but an image has {made} tokens"
+            )
         self.feature_width = text_width("ChameleonConfig", checkpoint)
         token, start, end = (
             checkpoint.token_id(checkpoint.special_token(name) or default)
@@ -78,7 +81,9 @@ class ChameleonProcessor(OneSizeProcessor):
         )
         known = (checkpoint.config.get("vocabulary_map") or {}).get("<image>")
         if known != token:
-            raise UnsupportedCheckpoint(f"{where}: <image> is {token} to its tokenizer, {known} to its vocabulary_map")
+            raise UnsupportedCheckpoint(
+                f"{where}: <image> is token {token} in the tokenizer, but {known} in vocabulary_map"
+            )
         self.placeholders = {"image": Placeholder((), token, ())}
         self._run = (start, *[token] * self.num_features, end)
         self._separator = checkpoint.token_id(checkpoint.require_special_token("sep_token"))
@@ -112,9 +117,9 @@ class ChameleonModel(PictureModel, PretrainedModel):
         return list(features)
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalised pixels, float32 [1, 3, height, width], on the device.
+        """Return normalized pixels, float32 [1, 3, height, width], on the device.
 
-        They are contiguous like the reference's pixels. Another memory format would change rounding, and with it the
+        The pixels are contiguous as in the reference. Another memory format would change the rounding, and thereby the
         nearest codes.
         """
         return super().normalized(item).contiguous()
@@ -138,5 +143,5 @@ class Chameleon(PretrainedFamily):
     @classmethod
     def module_class(cls) -> type[Any]:
         base = super().module_class()
-        # With 16-bit weights, the nearest of thousands of codes would change, and with it the tokens of an image.
+        # With 16-bit weights, the nearest codes would change, and thereby the tokens of an image.
         return type(base.__name__, (base,), {"_keep_in_fp32_modules_strict": {"vqmodel"}})

@@ -2,8 +2,8 @@
 
 Source: arXiv 2403.05525. Token ids, pixels and logits match transformers' `deepseek_vl`.
 
-Checkpoints may have the layout of transformers or that of deepseek-ai, whose model_type is multi_modality. The latter
-is translated in memory by the rules of transformers' convert_deepseek_vl_weights_to_hf.py.
+Checkpoints may have the layout of transformers or the layout of deepseek-ai, whose model_type is multi_modality. The
+second layout is translated in memory by the rules of transformers' convert_deepseek_vl_weights_to_hf.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SIGLIPS: Mapping[str, Mapping[str, Any]] = {
     "siglip_so400m_patch14_384": {"width": 1152, "layers": 27, "heads": 16, "patch_size": 14, "mlp_ratio": 3.7362},
     "siglip_so400m_patch14_224": {"width": 1152, "layers": 27, "heads": 16, "patch_size": 14, "mlp_ratio": 3.7362},
 }
-"""Sizes of the towers, by name. Sizes stated in the parameters of a tower take precedence."""
+"""Sizes of the towers, by name. Sizes that config.json states for a tower take precedence."""
 _IMAGE_TAG = "<image_placeholder>"
 
 
@@ -108,12 +108,12 @@ and assist the user with a variety of tasks using natural language.
 {%- if add_generation_prompt %}Assistant:{% endif %}"""
 """deepseek-ai's conversation format `deepseek`.
 
-For messages of several parts, it follows transformers' conversion script.
+For messages with several parts, the template follows transformers' conversion script.
 """
 
 
 class DeepseekVLProcessor(Processor):
-    """Processor of DeepSeek-VL. A block holds `pixel_values`, uint8 [side, side, 3]."""
+    """Processor of DeepSeek-VL. A block contains `pixel_values`, uint8 [side, side, 3]."""
 
     config_name: ClassVar[str] = "DeepseekVLConfig"
     image_type: ClassVar[str] = "DeepseekVLImageProcessor"
@@ -152,7 +152,7 @@ class DeepseekVLProcessor(Processor):
         vision = config.vision_config
         if vision.model_type != "siglip_vision_model":
             raise UnsupportedCheckpoint(
-                f"{where}: the tower is {vision.model_type!r}, only siglip_vision_model is served"
+                f"{where}: the tower is {vision.model_type!r}; only siglip_vision_model is supported"
             )
         self._num_features: int = (vision.image_size // vision.patch_size) ** 2
         check_settings(checkpoint.json("processor_config.json"), {"num_image_tokens": self._num_features}, where)
@@ -194,21 +194,21 @@ class DeepseekVLProcessor(Processor):
         arrays["pixel_values"][...] = self.squared(rgb, self.side, self.resample, self._background)
 
     def squared(self, rgb: Pixels, side: int, resample: Resample, background: tuple[int, int, int]) -> Pixels:
-        """Resize an image so that its longer side becomes `side`, and pad it to a square, centred."""
+        """Resize an image so that its longer side becomes `side`, and center it on a padded square."""
         scale = side / max(rgb.shape[:2])
         height, width = (max(round(length * scale), self._min_size) for length in rgb.shape[:2])
         return pad(resize(rgb, height, width, resample), side, side, background)
 
     def read_side(self, name: str, expected: Any) -> int:
-        """Return the side in pixels of the square that the setting `name` asks for.
+        """Return the side in pixels of the square that the setting `name` specifies.
 
-        Raise UnsupportedCheckpoint if it is not the side that the tower expects.
+        Raise UnsupportedCheckpoint if the tower expects a different side.
         """
         size = Size.read(self.settings[name], self.where).fixed
         if size != (expected, expected) or self._min_size > expected:
             raise UnsupportedCheckpoint(
-                f"{self.where}: {name} is {self.settings[name]} and min_size {self._min_size}, "
-                f"the tower takes {expected} pixels a side"
+                f"{self.where}: {name} is {self.settings[name]} and min_size is {self._min_size}, but the "
+                f"tower takes squares of {expected} pixels"
             )
         return int(expected)
 
@@ -234,7 +234,7 @@ class DeepseekVLModel(PretrainedModel):
         return list(features)
 
     def normalized(self, item: MediaItem, name: str) -> Tensor:
-        """Return the normalised pixels of the array `name`, float32 [1, 3, side, side], on the device."""
+        """Return the normalized pixels of the array `name`, float32 [1, 3, side, side], on the device."""
         return self._normalizations[name](to_device(item.view, name, self.spec.device).unsqueeze(0))
 
 
@@ -285,8 +285,8 @@ def check_original(config: Mapping[str, Any], tower: str, projector: str, where:
     """Raise UnsupportedCheckpoint unless a config.json in deepseek-ai's layout names these classes."""
     if made := sorted(key for key in config if key.startswith("gen_")):
         raise UnsupportedCheckpoint(
-            f"{where} has {made[0]} in its config.json: it is of Janus, which makes pictures; of model_type "
-            f"{ORIGINAL} only DeepSeek-VL is served"
+            f"{where} has {made[0]} in its config.json: the checkpoint is a Janus model, which generates "
+            f"images; only DeepSeek-VL is supported with model_type {ORIGINAL}"
         )
     vision, aligner, language = (config[f"{part}_config"] for part in ("vision", "aligner", "language"))
     stated = {
@@ -305,13 +305,13 @@ def check_aligner(config: Mapping[str, Any], tower: Mapping[str, Any], where: st
     params, width = config["aligner_config"]["params"], config["language_config"].get("hidden_size", 4096)
     for key, needed in (("input_dim", tower["hidden_size"]), ("n_embed", width)):
         if params[key] != needed:
-            raise UnsupportedCheckpoint(f"{where}: aligner_config.params.{key} is {params[key]}, it must be {needed}")
+            raise UnsupportedCheckpoint(f"{where}: aligner_config.params.{key} is {params[key]}; it must be {needed}")
 
 
 def check_features(params: Mapping[str, Any], where: str) -> None:
     """Raise UnsupportedCheckpoint if the original tower would drop its first patch."""
     if (found := params.get("select_feature", "patch")) not in ("same", "cls_patch"):
-        raise UnsupportedCheckpoint(f"{where}: select_feature is {found!r}, only same and cls_patch are served")
+        raise UnsupportedCheckpoint(f"{where}: select_feature is {found!r}; only same and cls_patch are supported")
 
 
 def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -321,7 +321,7 @@ def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     name = params.get("model_name", "siglip_large_patch16_384")
     if name not in _SIGLIPS:
-        raise UnsupportedCheckpoint(f"{where}: the tower is {name!r}, only {', '.join(_SIGLIPS)} are served")
+        raise UnsupportedCheckpoint(f"{where}: the tower is {name!r}; only {', '.join(_SIGLIPS)} are supported")
     check_settings(params, {"ignore_head": True}, f"{where} (vision_config.params)")
     check_features(params, f"{where} (vision_config.params)")
     sizes = {key: params.get(key, size) for key, size in _SIGLIPS[name].items()}
@@ -340,17 +340,17 @@ def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """Return the normalisation settings of transformers' image processor.
+    """Return the normalization settings of transformers' image processor.
 
-    In the original, either the processor or the towers normalise.
+    In the original code, either the processor or the towers normalize images.
 
     Args:
-        pixels: preprocessor_config.json of the original.
+        pixels: Contents of the original preprocessor_config.json.
         towers: Parameters of each tower, by the prefix of its settings. The images of the first tower are padded.
-        where: Checkpoint named in error messages.
+        where: Path of the checkpoint, for messages.
 
     Raises:
-        UnsupportedCheckpoint: Images would be normalised twice or for one tower only, or the colour of the padding is
+        UnsupportedCheckpoint: Images would be normalized twice or for one tower only, or the color of the padding is
             not the mean.
 
     """
@@ -359,8 +359,9 @@ def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, A
     inner = {prefix: params.get("pixel_mean") is not None for prefix, params in towers.items()}
     if len(set(inner.values())) > 1 or (own and any(inner.values())):
         raise UnsupportedCheckpoint(
-            f"{where}: do_normalize is {own} in preprocessor_config.json, and pixel_mean is stated by "
-            f"{sum(inner.values())} of {len(inner)} towers; either the one or the others normalise pictures"
+            f"{where}: do_normalize is {own} in preprocessor_config.json, and {sum(inner.values())} of "
+            f"{len(inner)} towers have a pixel_mean; images must be normalised either by the preprocessor or "
+            "by all towers"
         )
     settings: dict[str, Any] = {"do_normalize": own or any(inner.values())}
     for prefix, params in towers.items():
@@ -369,13 +370,17 @@ def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, A
     padded = next(iter(towers))
     if (used := background_of(settings[f"{padded}image_mean"])) != (stated := background_of(mean)):
         raise UnsupportedCheckpoint(
-            f"{where}: image_mean in preprocessor_config.json pads with {stated}, the tower's pixel_mean is {used}"
+            f"{where}: image_mean in preprocessor_config.json pads with {stated}, but the tower's pixel_mean "
+            f"gives {used}"
         )
     return settings
 
 
 def original_pixels(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return preprocessor_config.json. Raise UnsupportedCheckpoint if it is not in deepseek-ai's layout."""
+    """Return the contents of preprocessor_config.json.
+
+    Raise UnsupportedCheckpoint if it is not in deepseek-ai's layout.
+    """
     pixels = checkpoint.json("preprocessor_config.json")
     if "image_size" not in pixels:
         raise UnsupportedCheckpoint(f"{checkpoint.path}: preprocessor_config.json is missing, or has no image_size")
@@ -390,13 +395,14 @@ def translate(
     pixels: Mapping[str, Any],
     renamings: Sequence[Renaming],
 ) -> Checkpoint:
-    """Translate a checkpoint from deepseek-ai's layout into that of transformers.
+    """Translate a checkpoint from deepseek-ai's layout into the layout of transformers.
 
     Args:
-        checkpoint: Checkpoint in deepseek-ai's layout, already checked by `check_original`.
+        checkpoint: Checkpoint in deepseek-ai's layout, which `check_original` has checked.
         model_type: model_type in transformers.
         towers: Configurations of the towers, by their names in config.json.
-        pixels: preprocessor_config.json of the result. It may leave out settings that the original hard-codes.
+        pixels: Contents of the translated preprocessor_config.json. Settings that the original code hard-codes may be
+            missing.
         renamings: Renamings from the names in transformers to the published names of the weights.
 
     Raises:
@@ -423,7 +429,7 @@ def translate(
         "tie_word_embeddings": language.get("tie_word_embeddings", False),
     }
     generation = dict(checkpoint.json("generation_config.json"))
-    # The original stops at the tokenizer's end token. language_config keeps Llama's default, a different token.
+    # The original code stops at the tokenizer's end token. language_config has Llama's default, a different token.
     if generation.get("eos_token_id") is None:
         eos = tokenizers_eos(checkpoint)
         generation["eos_token_id"] = (
@@ -439,7 +445,7 @@ def translate(
 
 
 def _framed(described: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a tokenizer.json that adds BOS and EOS to a text as tokenizer_config.json asks.
+    """Return a tokenizer.json that adds BOS and EOS to a text as tokenizer_config.json specifies.
 
     The original tokenizer class reads these settings from tokenizer_config.json only.
     """

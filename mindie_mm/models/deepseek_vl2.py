@@ -41,13 +41,13 @@ _ARCHITECTURE = "DeepseekVLV2ForCausalLM"
 _TOWER = "siglip_so400m_patch14_384"
 _MOST_TILED_IMAGES = 2
 _LATENT_EPS = 1e-6  # epsilon of the latent's norm, which no setting changes
-# Prompts and answers contain these tokens, so they are decoded as text. Each is a single id.
+# Prompts and answers contain these tokens, so the tokenizer decodes them as text. Each has a single id.
 _TAGS = ("<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>")
 # The defaults come from the configuration classes of the original code.
 KEYS = Keys(
     read={"candidate_resolutions": [(384, 384)]},
     only={"tile_tag": ("2D",), "global_view_pos": ("head",)},
-    unused=words("tie_word_embeddings"),  # the language model's own key decides
+    unused=words("tie_word_embeddings"),  # the key in language_config decides
     sections={
         "vision_config": Keys(
             read={"width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4.0, "patch_size": 16},
@@ -152,8 +152,9 @@ _TEMPLATE = """\
 class DeepseekVL2Processor(Processor):
     """Processor of DeepSeek-VL2.
 
-    The block of an image holds `tiles`, uint8 [1 + across * down, size, size, 3]: the whole image, then its tiles row
-    by row. The grid is the number of tiles (across, down). In a prompt with three or more images, each has one tile.
+    The block of an image contains `tiles`, uint8 [1 + across * down, size, size, 3]: the whole image, then its tiles
+    row by row. The grid is the number of tiles (across, down). In a prompt with three or more images, each image has
+    one tile.
     """
 
     traits = Traits(chat_template=_TEMPLATE)
@@ -171,25 +172,25 @@ class DeepseekVL2Processor(Processor):
         patch = settings["patch_size"]
         if patch != config["vision_config"]["patch_size"]:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}, it must be that of vision_config, "
-                f"{config['vision_config']['patch_size']}"
+                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}; it must equal that of "
+                f"vision_config, {config['vision_config']['patch_size']}"
             )
         self.side: int = -(-(self.size // patch) // 2)
         self.canvases = [(height, width) for width, height in settings["candidate_resolutions"]]
-        if not self.canvases or self.canvases[0][1] != self.size:  # the original reads the tile size from the first
+        if not self.canvases or self.canvases[0][1] != self.size:  # the original code reads the tile size here
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: candidate_resolutions is {settings['candidate_resolutions']!r}, the first must be "
-                f"{self.size} pixels wide"
+                f"{checkpoint.path}: candidate_resolutions is {settings['candidate_resolutions']!r}; the first "
+                f"one must be {self.size} pixels wide"
             )
         for height, width in self.canvases:
             if height % self.size or width % self.size:
                 raise UnsupportedCheckpoint(
-                    f"{checkpoint.path}: a candidate resolution is {(width, height)}, "
-                    f"no multiples of {self.size} pixels"
+                    f"{checkpoint.path}: a candidate resolution is {(width, height)}; both sides must be "
+                    f"multiples of {self.size} pixels"
                 )
         token = checkpoint.token_id(settings["image_token"])
         bos = checkpoint.special_token("bos_token")
-        # The original also prefers the BOS token of the tokenizer.
+        # The original code also prefers the BOS token of the tokenizer.
         self._bos = config["language_config"]["bos_token_id"] if bos is None else checkpoint.token_id(bos)
         self.placeholders = {"image": Placeholder((), token, ())}
 
@@ -199,7 +200,7 @@ class DeepseekVL2Processor(Processor):
     def num_features(self, across: int, down: int) -> int:
         """Return the number of features of an image with `across` x `down` tiles.
 
-        Each row of cells ends in a newline feature. A separator follows the overview.
+        Each row of cells ends in a newline feature. The overview is followed by a separator.
         """
         side = self.side
         return side * (side + 1) + 1 + side * down * (side * across + 1)
@@ -219,7 +220,8 @@ class DeepseekVL2Processor(Processor):
         image, size = open_image(data), self.size
         if round(size * min(image.width, image.height) / max(image.width, image.height)) < 1:
             raise LimitExceeded(
-                f"{image.width}x{image.height} pixels: one side is more than {2 * size} times the other"
+                f"the image has {image.width}x{image.height} pixels; the longer side must be at most "
+                f"{2 * size} times the shorter one"
             )
         tiled = counts["image"] <= _MOST_TILED_IMAGES
         canvas = best_canvas(image.height, image.width, self.canvases) if tiled else (size, size)
@@ -297,7 +299,7 @@ class _Projector(nn.Module):
         side = math.isqrt(patches.shape[1])
         grid = patches.transpose(1, 2).unflatten(-1, (side, side))
         grid = pad(grid, (0, side % 2, 0, side % 2))
-        # unfold puts the four patches of a channel next to each other, which is the order of the weights.
+        # unfold makes the four values of each channel adjacent, which is the order of the weights.
         windows = nn.functional.unfold(grid, 2, stride=2).transpose(1, 2)
         features: Tensor = self.layers(windows)
         return features
@@ -373,7 +375,7 @@ class _LatentAttention(nn.Module):
 
 
 def _by_halves(values: Tensor) -> Tensor:
-    """Reorder interleaved pairs on the last axis, so that the first elements fill its first half."""
+    """Reorder interleaved pairs on the last axis, so that the first elements of all pairs come first."""
     return torch.cat([values[..., ::2], values[..., 1::2]], dim=-1)
 
 
@@ -414,7 +416,7 @@ class _Language(nn.Module):
 
 
 class _Network(nn.Module):
-    """The whole network. Parameters have the names of the published weights, including the misspelt one."""
+    """The whole network. Parameters have the names of the published weights, including a misspelled name."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -439,7 +441,7 @@ class DeepseekVL2Model(Model):
         self.module = network
         self._processor = processor
         self._rotary_width = language["qk_rope_head_dim"] if language["use_mla"] else spec.head_dim
-        # Kept on the device, because a host scalar would force a synchronisation in every step.
+        # This tensor is kept on the device, because a host scalar would force a synchronization in every step.
         self._rotary_base = torch.tensor([language["rope_theta"]], dtype=torch.float32, device=spec.device)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -449,7 +451,10 @@ class DeepseekVL2Model(Model):
         return [self._arranged(own, item) for own, item in zip(features.split(counts), items, strict=True)]
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalised pixels, float32 [tiles, 3, size, size], on the device, bit-identical to the reference."""
+        """Return normalized pixels, float32 [tiles, 3, size, size], on the device.
+
+        The pixels equal the reference's bit for bit.
+        """
         tiles = to_device(item.view, _TILES, self.spec.device)
         return normalize_pictures(tiles, self._processor.mean, self._processor.std)
 
@@ -486,7 +491,7 @@ class DeepseekVL2Model(Model):
 
 
 class DeepseekVL2(Family):
-    """DeepSeek-VL2 (Wu et al., 2024, arXiv 2412.10302) with layers of its own."""
+    """DeepSeek-VL2 (Wu et al., 2024, arXiv 2412.10302), run by mindie_mm's own modules."""
 
     model_types = ("deepseek_vl_v2",)
     published = "deepseek-ai/deepseek-vl2-tiny"
@@ -546,25 +551,31 @@ def _check_kind(checkpoint: Checkpoint) -> None:
     tower = (checkpoint.config.get("vision_config") or {}).get("model_name", _TOWER)
     if architecture != _ARCHITECTURE or tower != _TOWER:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is a {architecture} with the tower {tower!r}: a model of its own, which is not served, "
-            f"under the model_type of DeepSeek-VL2; that has the tower {_TOWER!r}, such as {DeepseekVL2.published}"
+            f"{checkpoint.path} is a {architecture} with the tower {tower!r}, which is not supported although "
+            f"it has the model_type of DeepSeek-VL2. DeepSeek-VL2 checkpoints such as {DeepseekVL2.published} "
+            f"have the tower {_TOWER!r}"
         )
 
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json, completed with defaults. Raise UnsupportedCheckpoint for unsupported settings."""
+    """Return the contents of config.json, completed with defaults.
+
+    Raise UnsupportedCheckpoint for unsupported settings.
+    """
     _check_kind(checkpoint)
     where = f"{checkpoint.path}/config.json"
     config = KEYS.complete(checkpoint.config, where)
     vision, projector, language = (config[name] for name in ("vision_config", "projector_config", "language_config"))
     if language["use_mla"] and language["kv_lora_rank"] is None:
         raise UnsupportedCheckpoint(
-            f"{where}: language_config.kv_lora_rank is None, with use_mla it must be an integer"
+            f"{where}: language_config.kv_lora_rank is None; with use_mla, it must be an integer"
         )
     for name, found, needed in (
         ("projector_config.input_dim", projector["input_dim"], vision["width"]),
         ("projector_config.n_embed", projector["n_embed"], language["hidden_size"]),
     ):
         if found != needed:
-            raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}, it must be {needed!r}, as what it connects")
+            raise UnsupportedCheckpoint(
+                f"{where}: {name} is {found!r}; it must be {needed!r}, the width of the part that it connects"
+            )
     return config

@@ -1,4 +1,4 @@
-"""DeepSeek-VL with two towers: SAM for the padded image at high resolution, SigLIP for the same at low resolution.
+"""DeepSeek-VL with two towers: SAM for the padded image at high resolution, SigLIP at low resolution.
 
 Source: arXiv 2403.05525. Token ids, pixels and logits match transformers' `deepseek_vl_hybrid`. deepseek-ai's
 layout is translated by the rules of transformers' convert_deepseek_vl_hybrid_weights_to_hf.py.
@@ -47,13 +47,13 @@ _SAM: Mapping[str, Any] = {
     "prompt_embed_dim": 256,
     "global_attn_indexes": [2, 5, 8, 11],
 }
-"""Sizes of `sam_b_downsample`, the only tower whose features match SigLIP's. Stated sizes take precedence."""
+"""Sizes of `sam_b_downsample`, the only tower whose features match SigLIP's. Sizes in config.json take precedence."""
 _TOWER = "vision_model.vision_tower_high.vision_tower"
 _ENCODER = r"model\.high_res_vision_model\.vision_encoder\."
 
 
 def _neck(module: str, published: str) -> tuple[Renaming, ...]:
-    """Return the renamings of the weights of a neck: two convolutions with a norm after each."""
+    """Return the renamings of the weights of a neck, which has two convolutions, each followed by a norm."""
     return (
         Renaming(rf"{module}\.conv1\.weight", f"{_TOWER}.{published}.0.weight"),
         Renaming(rf"{module}\.layer_norm1\.(\w+)", rf"{_TOWER}.{published}.1.\1"),
@@ -83,7 +83,7 @@ _RENAMINGS = (
 class DeepseekVLHybridProcessor(DeepseekVLProcessor):
     """Processor of DeepSeek-VL with two towers.
 
-    A block also holds `high_res_pixel_values`, uint8 [high side, high side, 3].
+    A block also contains `high_res_pixel_values`, uint8 [high side, high side, 3].
     """
 
     config_name = "DeepseekVLHybridConfig"
@@ -113,7 +113,7 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
             "image_processor_type": cls.image_type,
             "high_res_size": {"height": pixels["image_size"], "width": pixels["image_size"]},
             "size": {"height": low["image_size"], "width": low["image_size"]},
-            "resample": 2,  # the original downscales the high resolution bilinearly
+            "resample": 2,  # the original code downscales the high-resolution image bilinearly
             **{key: pixels[key] for key in ("min_size", "rescale_factor") if key in pixels},
             **normalization(pixels, {"high_res_": high, "": low}, where),
         }
@@ -125,7 +125,7 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
         tower = self.config.high_res_vision_config
         if tower.model_type != "sam_vision_model":
             raise UnsupportedCheckpoint(
-                f"{self.where}: the high resolution's tower is {tower.model_type!r}, only sam_vision_model is served"
+                f"{self.where}: the high-resolution tower is {tower.model_type!r}; only sam_vision_model is supported"
             )
         self._high_side = self.read_side("high_res_size", tower.image_size)
         self._high_resample = resample_of(self.settings, self.where, "high_res_resample")
@@ -170,7 +170,7 @@ class DeepseekVLHybrid(DeepseekVL):
             for part in ("high", "low")
             for key in ("ckpt_path", "output_dim")
         ),
-        "vision_config.params.high_res_cfg.select_layer",  # the original passes it to SigLIP only
+        "vision_config.params.high_res_cfg.select_layer",  # the original code passes select_layer to SigLIP only
     )
 
     @classmethod
@@ -185,7 +185,7 @@ def _sam_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     if (name := params.get("model_name")) != "sam_b_downsample":
         raise UnsupportedCheckpoint(
-            f"{where}: the high resolution's tower is {name!r}, only sam_b_downsample is served"
+            f"{where}: the high-resolution tower is {name!r}; only sam_b_downsample is supported"
         )
     sizes = {key: params.get(key, size) for key, size in _SAM.items()}
     return {

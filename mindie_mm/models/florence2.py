@@ -1,10 +1,12 @@
-"""Florence-2: an encoder-decoder that sees an image as the cells of a coarse grid and their mean.
+"""Florence-2: an encoder-decoder that receives an image as the cells of a coarse grid and their mean.
 
-Source: arXiv 2311.06242. Token ids, pixels and logits match transformers' `florence2`. The prompt is a task,
-put into words. Locations in prompts and answers are the tokens <loc_0> to <loc_999>. Callers convert them to boxes.
+Source: arXiv 2311.06242. Token ids, pixels and logits match transformers' `florence2`. The prompt is a task in the
+form of a question or an instruction. In prompts and answers, the tokens <loc_0> to <loc_999> denote
+locations, which callers convert to boxes.
 
-Checkpoints may have the layout of transformers or that of Microsoft's repositories and models fine-tuned from them. The
-latter is translated in memory by the rules of transformers' convert_florence2_original_pytorch_to_hf.py.
+Checkpoints may have the layout of transformers, or the layout of Microsoft's repositories and of models fine-tuned from
+them. The second layout is translated in memory by the rules of transformers'
+convert_florence2_original_pytorch_to_hf.py.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ _TASKS_ON_INPUT = {
     "<REGION_TO_DESCRIPTION>": "What does the region {input} describe?",
     "<REGION_TO_OCR>": "What text is in the region {input}?",
 }
-"""The same for tasks with an input, which is the text next to the task name."""
+"""Prompts of tasks that have an input, by task name. The input is the text before and after the task name."""
 _ORIGINAL_KEYS = frozenset({"dim_embed", "image_pos_embed", "visual_temporal_embedding"})
 """Settings of the tower that only the original layout has. Their presence identifies that layout."""
 _VISION_DEFAULTS: Mapping[str, Any] = {
@@ -79,7 +81,7 @@ _VISION_DEFAULTS: Mapping[str, Any] = {
     "projection_dim": 1024,
     "image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"],
 }
-"""Defaults of the original tower. transformers has different ones."""
+"""Defaults of the original tower. transformers has different defaults."""
 _TEXT_KEYS = (
     "vocab_size",
     "max_position_embeddings",
@@ -112,13 +114,13 @@ _GENERATION_DEFAULTS: Mapping[str, Any] = {
     "diversity_penalty": None,
     "num_beams": None,
 }
-"""Generation settings that the original keeps in text_config, with their defaults."""
+"""Generation settings that the original layout has in text_config, with their defaults."""
 _OTHER_KEYS = (
-    # Settings of the original's training.
+    # Settings for training the original model.
     *(f"text_config.{key}dropout" for key in ("", "activation_", "attention_", "classif_", "classifier_")),
     *(f"text_config.{key}" for key in ("decoder_layerdrop", "encoder_layerdrop", "init_std")),
     *("vision_config.drop_path_rate", "vision_config.enable_checkpoint"),
-    # The original code reads none of these. encoder_layers sets its number of layers.
+    # The original code reads none of these keys. encoder_layers sets its number of layers.
     *(f"text_config.{key}" for key in ("add_bias_logits", "add_final_layer_norm", "normalize_before")),
     *("text_config.num_hidden_layers", "vision_config.tie_word_embeddings"),
 )
@@ -142,7 +144,7 @@ _ADDED_TOKENS = (
     *(f"<{slash}{name}>" for name in _PAIRED[5:] for slash in ("", "/")),
     "<and>",
 )
-"""Tokens that the original processor adds to BART's tokenizer, in this order and with this misspelt "description"."""
+"""Tokens that the original processor adds to BART's tokenizer, in this order and with the misspelled "desciption"."""
 _TOWER = r"model\.vision_tower\."
 _BLOCK = rf"{_TOWER}(blocks\.\d+\.\d+\.(spatial|channel)_block)\."
 _ATTENTION = r"(window_attn|channel_attn)"
@@ -163,12 +165,11 @@ _RENAMINGS = (
     Renaming(r"lm_head\.weight", "language_model.lm_head.weight"),
 )
 _LOGITS_BIAS = "language_model.final_logits_bias"
-"""A weight of the original that transformers' class lacks."""
+"""Weight of original checkpoints that transformers' class lacks."""
 _CHAT_TEMPLATE = (
-    "{% if messages | length != 1 %}"
-    "{{ raise_exception('this model answers one message, and remembers none before it') }}{% endif %}"
-    "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}"
-    "{% for part in messages[0].content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% if messages | length != 1 %}{{ raise_exception('this model accepts only one message, without earlier "
+    "turns') }}{% endif %}{% if messages[0].content is string %}{{ messages[0].content }}{% else %}{% for "
+    "part in messages[0].content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}"
 )
 
 
@@ -188,7 +189,9 @@ class Florence2Processor(OneSizeProcessor):
         crop = Size.read(settings["crop_size"], where, square=True).fixed if settings["do_center_crop"] else None
         self.steps = Preprocess(size, resample_of(settings, where), crop)
         if self.steps.output_size is None:
-            raise UnsupportedCheckpoint(f"{where}: its preprocessing makes images of several sizes, one is served")
+            raise UnsupportedCheckpoint(
+                f"{where}: the preprocessor resizes images to several sizes; only a single size is supported"
+            )
         self.size = self.steps.output_size
         self.normalizations = {"image": Normalization.read(settings)}
         self.num_features = _num_features(config.vision_config, self.size, where)
@@ -203,7 +206,7 @@ class Florence2Processor(OneSizeProcessor):
         for name, question in _TASKS.items():
             if name in text:
                 if text != name:
-                    raise InputError(f"the task {name} takes no other text; the prompt is {text[:100]!r}")
+                    raise InputError(f"the task {name} does not accept further text; the prompt is {text[:100]!r}")
                 return question
         for name, question in _TASKS_ON_INPUT.items():
             if name in text:
@@ -229,7 +232,7 @@ class Florence2Model(PictureModel, Seq2SeqModel):
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         items = super().read(ids)
-        # The placeholder's id may lie beyond the embedding table. Such an id is valid only in the slot of an image.
+        # The placeholder id may be beyond the embedding table. Such an id is valid only as an image's placeholder.
         beyond = np.flatnonzero(ids >= self.spec.vocab_size)
         if len(stray := np.setdiff1d(beyond, [slot for item in items for slot in item.slots])):
             raise TokenOutOfRange(f"token id {ids[stray[0]]} is not in [0, {self.spec.vocab_size})")
@@ -299,8 +302,8 @@ def _num_features(vision: Any, output_size: tuple[int, int], where: str) -> int:
         height, width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
     if max(height, width) > vision.max_position_embeddings:
         raise UnsupportedCheckpoint(
-            f"{where}: images of {output_size} pixels come to {height} x {width} cells, the tower has positions for "
-            f"{vision.max_position_embeddings} a side"
+            f"{where}: images of {output_size} pixels give {height} x {width} cells, but the tower has "
+            f"positions for {vision.max_position_embeddings} per side"
         )
     return height * width + 1
 
@@ -317,12 +320,14 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
     tower = _vision_config(vision, where)
     text = {key: value for key, value in checkpoint.config.get("text_config", {}).items() if value is not None}
     if (kind := text.get("model_type") or "florence2_language") not in ("florence2_language", "bart"):
-        raise UnsupportedCheckpoint(f"{where}: text_config.model_type is {kind!r}, only florence2_language is served")
+        raise UnsupportedCheckpoint(
+            f"{where}: text_config.model_type is {kind!r}; only florence2_language is supported"
+        )
     width = text.get("d_model", 1024)
     if tower["projection_dim"] != width:
         raise UnsupportedCheckpoint(
-            f"{where}: vision_config.projection_dim is {tower['projection_dim']}, it must be text_config.d_model, "
-            f"{width}"
+            f"{where}: vision_config.projection_dim is {tower['projection_dim']}; it must equal "
+            f"text_config.d_model, {width}"
         )
     described = with_special_tokens(checkpoint.tokenizer_json(), _ADDED_TOKENS)
     known = {key: text[key] for key in _TEXT_KEYS if key in text}
@@ -330,13 +335,13 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
         **{key: value for key, value in checkpoint.config.items() if key not in ("vision_config", "text_config")},
         "architectures": ["Florence2ForConditionalGeneration"],
         "vision_config": tower,
-        # Encoder and decoder always share their embeddings. tie_word_embeddings only decides about the head.
+        # Encoder and decoder always share their embeddings. tie_word_embeddings only concerns the head.
         "text_config": {"model_type": "bart", "vocab_size": 51289, "tie_word_embeddings": True, **known},
         "tie_word_embeddings": text.get("tie_word_embeddings", True),
         "image_token_id": tokenizer_length(described),
     }
-    # The original generates with the settings in text_config. It ignores generation_config.json and the token ids at
-    # the top level of config.json, which are wrong in re-saved checkpoints.
+    # The original code generates with the settings in text_config. It ignores generation_config.json and the token ids
+    # at the top level of config.json, which are wrong in re-saved checkpoints.
     generation = {key: text.get(key, value) for key, value in _GENERATION_DEFAULTS.items()}
     files = {
         "generation_config.json": {key: value for key, value in generation.items() if value is not None},
@@ -350,14 +355,14 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _vision_config(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Translate the original vision_config into that of transformers.
+    """Translate the original vision_config into the vision_config of transformers.
 
     Raise UnsupportedCheckpoint for settings that transformers cannot express.
     """
     # Re-saved configurations lack the name of the tower. The original code supports no other tower.
     if (tower := vision.get("model_type") or "davit") != "davit":
         raise UnsupportedCheckpoint(
-            f"{where}: vision_config.model_type is {tower!r}; of Florence-2 only the tower davit is served"
+            f"{where}: vision_config.model_type is {tower!r}; Florence-2 is supported only with the tower davit"
         )
     settings = {**_VISION_DEFAULTS, **{key: value for key, value in vision.items() if value is not None}}
     stated = {

@@ -48,7 +48,7 @@ _CHAT_TEMPLATE = (
 class FuyuProcessor(Processor):
     """Processor of Fuyu.
 
-    A block holds `patches`, uint8 [rows * columns, patch * patch * 3]. The grid is (rows, columns), in patches.
+    A block contains `patches`, uint8 [rows * columns, patch * patch * 3]. The grid is (rows, columns), in patches.
     """
 
     traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1})
@@ -62,13 +62,14 @@ class FuyuProcessor(Processor):
         size, patch = (Size.read(settings[name], where).fixed for name in ("size", "patch_size"))
         if size is None or patch != (config.patch_size, config.patch_size):
             raise UnsupportedCheckpoint(
-                f"{where}: size is {settings['size']}, patch_size {settings['patch_size']}; the model takes a height "
-                f"and a width, and squares of {config.patch_size} pixels"
+                f"{where}: size is {settings['size']} and patch_size is {settings['patch_size']}; size must "
+                f"have height and width, and patch_size must be {config.patch_size} pixels square"
             )
         (self._height, self._width), self.patch = size, patch[0]
         if self._height % self.patch or self._width % self.patch:
             raise UnsupportedCheckpoint(
-                f"{where}: images of up to {self._height}x{self._width} pixels are no whole patches of {self.patch}"
+                f"{where}: the image size {self._height}x{self._width} is not a multiple of the patch size, "
+                f"{self.patch}"
             )
         self.feature_width = config.get_text_config().hidden_size
         self._padding = int(settings["padding_value"])
@@ -104,7 +105,8 @@ class FuyuProcessor(Processor):
         if not num_items:
             return ids
         text = ids[1:] if ids[:1] == [self._bos] else ids
-        # The reference encodes the answer token with the text. Even an empty text gets the tokenizer's prefix.
+        # The reference encodes the text together with the answer token, so even an empty text gets the tokenizer's
+        # prefix.
         return [self._bos, *(text or self._blank), self._answer]
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
@@ -140,7 +142,10 @@ class FuyuProcessor(Processor):
         scale = min(self._height / height, self._width / width)
         size = int(height * scale), int(width * scale)
         if not min(size):
-            raise LimitExceeded(f"{width}x{height} pixels: nothing is left of one side at {self._width}x{self._height}")
+            raise LimitExceeded(
+                f"the image has {width}x{height} pixels; one side would have no pixels when it is resized to "
+                f"{self._width}x{self._height}"
+            )
         return size
 
 
@@ -158,9 +163,9 @@ class FuyuModel(PretrainedModel):
         return split_features(self.module.model.vision_embed_tokens(patches), items)
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalised patches, float32 [rows * columns, patch * patch * 3], on the device.
+        """Return normalized patches, float32 [rows * columns, patch * patch * 3], on the device.
 
-        The three colours of a pixel are adjacent.
+        The three channels of a pixel are adjacent.
         """
         patches = to_device(item.view, "patches", self.spec.device)
         pixels = patches.view(len(patches), self._patch, self._patch, 3)
@@ -176,7 +181,7 @@ class Fuyu(PretrainedFamily):
     processor = FuyuProcessor
     module_name = "FuyuForCausalLM"
     model_class = FuyuModel
-    # The default of transformers 4. transformers 5 sets it in a class that does not read it, and uses 10000.
+    # The default is from transformers 4. transformers 5 sets it in a class that does not read it, and uses 10,000.
     default_theta = 25_000.0
 
 
@@ -188,9 +193,9 @@ def _prepended(checkpoint: Checkpoint) -> list[str]:
 
 
 def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return all ids by token.
+    """Return the id of each token.
 
-    In the published tokenizer, the image tokens are pieces of the vocabulary and not added tokens.
+    In the published tokenizer, the image tokens are ordinary vocabulary entries, not added tokens.
     """
     tokenizer = checkpoint.tokenizer_json()
     pieces = tokenizer.get("model", {}).get("vocab", {})

@@ -37,14 +37,14 @@ _DEFAULTS: Mapping[str, Any] = {
     "pan_and_scan_min_ratio_to_activate": 1.2,
 }
 _TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
-"""Spellings of special tokens that the tokenizer does not name."""
+"""Texts of special tokens, for tokenizers that do not name these tokens."""
 
 
 class Gemma3Processor(Processor):
     """Processor of Gemma 3.
 
-    A block holds `pixel_values`, uint8 [1 + crops, side, side, 3], the whole image first. The grid is (crops,), or
-    empty if there are no crops.
+    A block contains `pixel_values`, uint8 [1 + crops, side, side, 3]. The whole image comes before its crops. The grid
+    is (crops,), or empty if there are no crops.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -68,15 +68,15 @@ class Gemma3Processor(Processor):
         if self._scanning and not 0 < self._most_crops <= self._least:
             # With more crops than the minimum size of a crop in pixels, the last crop could be empty.
             raise UnsupportedCheckpoint(
-                f"{where}: pan_and_scan_max_num_crops is {self._most_crops}, only 1 to pan_and_scan_min_crop_size, "
-                f"{self._least}, is served"
+                f"{where}: pan_and_scan_max_num_crops is {self._most_crops}; it must be from 1 to "
+                f"pan_and_scan_min_crop_size, {self._least}"
             )
         self._start, image, self._end = (checkpoint.special_token(name) or text for name, text in _TOKENS.items())
         for token in (self._start, self._end):
             checkpoint.token_id(token)
         if (token_id := checkpoint.token_id(image)) != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{where}: image_token_index is {config.image_token_id}, its tokenizer's {token_id}"
+                f"{where}: image_token_index is {config.image_token_id}, but the tokenizer has {token_id}"
             )
         self._image, self._token = image, token_id
         self.placeholders = {"image": Placeholder((), token_id, (), self._start)}
@@ -123,12 +123,12 @@ class Gemma3Processor(Processor):
     def crops(self, height: int, width: int) -> list[tuple[slice, slice]]:
         """Return the rows and columns of each crop of an image.
 
-        The crops lie along the longer side. Their number is about the ratio of the sides.
+        The crops divide the longer side. Their number is about the ratio of the sides.
         """
         long, short = max(height, width), min(height, width)
         if not self._scanning or long / short < self._ratio:
             return []
-        # At least two crops. If these turn out smaller than the minimum, the image has none.
+        # There are at least two crops. If they would be smaller than the minimum, the image is not cropped.
         count = min(math.floor(long / short + 0.5), long // self._least)
         count = min(max(count, 2), self._most_crops)
         step = math.ceil(long / count)
@@ -146,13 +146,13 @@ def _features(config: Any, where: str) -> int:
     """
     vision, tokens = config.vision_config, config.mm_tokens_per_image
     if vision.model_type != _TOWER:
-        raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}, only {_TOWER} is served")
+        raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}; only {_TOWER} is supported")
     side, patch = vision.image_size, vision.patch_size
     rows = side // patch if isinstance(side, int) and isinstance(patch, int) else 0
     pooled = math.isqrt(max(tokens, 0))
     if not 0 < pooled <= rows:
         raise UnsupportedCheckpoint(
-            f"{where}: mm_tokens_per_image is {tokens}, of image_size {side} in patches of {patch}"
+            f"{where}: mm_tokens_per_image is {tokens}, which does not fit image_size {side} with patch_size {patch}"
         )
     return int((rows // (rows // pooled)) ** 2)
 
@@ -161,12 +161,12 @@ def _check_text(text: Any, where: str) -> None:
     """Raise UnsupportedCheckpoint for settings that transformers' layers ignore or that do not fit a decoder."""
     if text.attn_logit_softcapping is not None:
         raise UnsupportedCheckpoint(
-            f"{where}: attn_logit_softcapping is {text.attn_logit_softcapping}, which transformers' layers leave out"
+            f"{where}: attn_logit_softcapping is {text.attn_logit_softcapping}, which transformers ignores"
         )
     if text.sliding_window is None and "sliding_attention" in text.layer_types:
-        raise UnsupportedCheckpoint(f"{where}: sliding_window is None, and layer_types have such layers")
+        raise UnsupportedCheckpoint(f"{where}: sliding_window is None, but layer_types has sliding_attention layers")
     if text.use_bidirectional_attention:
-        raise UnsupportedCheckpoint(f"{where}: use_bidirectional_attention is True, which is no decoder's")
+        raise UnsupportedCheckpoint(f"{where}: use_bidirectional_attention is True; it must be False for a decoder")
 
 
 class Gemma3Model(LlavaModel):
@@ -176,7 +176,7 @@ class Gemma3Model(LlavaModel):
         return split_features(self.module.model.get_image_features(self.pixels(items)).pooler_output, items)
 
     def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """Return a span for each run of image tokens. Each whole image and each crop is a run."""
+        """Return a span for each run of adjacent image tokens. The whole image and each crop are separate runs."""
         if not items:
             return None
         slots = np.concatenate([item.slots for item in items])

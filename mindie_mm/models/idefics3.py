@@ -1,4 +1,4 @@
-"""Idefics3: an image as tiles, which the prompt names by row and column, followed by the whole image.
+"""Idefics3: an image as tiles, each of which the prompt labels with its row and column, followed by the whole image.
 
 Source: arXiv 2408.12637. Token ids, pixels and logits match transformers' `idefics3`.
 """
@@ -42,8 +42,8 @@ DEFAULTS: Mapping[str, Any] = {
 class Idefics3Processor(Processor):
     """Processor of Idefics3.
 
-    A block holds `pixel_values`, uint8 [tiles, side, side, 3]. The grid is the number of tiles (rows, columns), without
-    the tile of the whole image. It is (0, 0) for an image that is not split.
+    A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The grid is the number of tiles (rows, columns), not
+    counting the tile of the whole image. It is (0, 0) for an image that is not split.
     """
 
     config_name: ClassVar[str] = "Idefics3Config"
@@ -53,7 +53,7 @@ class Idefics3Processor(Processor):
         "fake_image_token": "<fake_token_around_image>",
         "global_image_token": "<global-img>",
     }
-    """Spellings of special tokens that the tokenizer does not name."""
+    """Texts of special tokens."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
@@ -71,16 +71,18 @@ class Idefics3Processor(Processor):
         rows = self.side // patch if isinstance(patch, int) else 0
         if not rows or rows % scale:
             raise UnsupportedCheckpoint(
-                f"{where}: tiles of {self.side} pixels, patch_size {patch} and scale_factor {scale} do not go together"
+                f"{where}: tiles of {self.side} pixels, patch_size {patch} and scale_factor {scale} do not fit together"
             )
         self.tile_features: int = (rows // scale) ** 2
         check_settings(checkpoint.json("processor_config.json"), {"image_seq_len": self.tile_features}, where)
         self.image_token, self._fake, self._global = (self._spelled(checkpoint, name) for name in self.tokens)
         if (token := checkpoint.token_id(self.image_token)) != config.image_token_id:
-            raise UnsupportedCheckpoint(f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {token}")
+            raise UnsupportedCheckpoint(
+                f"{where}: image_token_id is {config.image_token_id}, but the tokenizer has {token}"
+            )
 
     def max_tokens(self, kind: Kind) -> int:
-        # A square of any size takes the most tiles.
+        # A square image of any size has the most tiles.
         rows, columns = self._grid(self._resized(1, 1))
         return (rows * columns + 1) * self.tile_features
 
@@ -126,7 +128,7 @@ class Idefics3Processor(Processor):
         return self._size if len(self._size) == 2 else resized(height, width, self._size[0])
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the number of tiles (rows, columns) of an image resized to `size`; (0, 0) if it is not split."""
+        """Return the number of tiles (rows, columns) of an image resized to `size`, or (0, 0) if it is not split."""
         height, width = whole_tiles(*size, self.side)
         rows, columns = height // self.side, width // self.side
         return (rows, columns) if self._splitting and rows * columns > 1 else (0, 0)
@@ -140,7 +142,7 @@ class Idefics3Processor(Processor):
         return [(self.config.image_token_id,) * self.tile_features] * tiles
 
     def _spelled(self, checkpoint: Checkpoint, name: str) -> str:
-        # The reference hard-codes these spellings.
+        # The reference hard-codes these texts.
         return self.tokens[name]
 
 
@@ -155,19 +157,19 @@ def read_size(size: Any, where: str) -> tuple[int] | tuple[int, int]:
             return (edges["longest_edge"],)
         if edges.keys() == {"height", "width"}:
             return (edges["height"], edges["width"])
-    raise UnsupportedCheckpoint(f"{where}: size is {size!r}, only longest_edge, or height and width, is served")
+    raise UnsupportedCheckpoint(f"{where}: size is {size!r}; it must have longest_edge, or height and width")
 
 
 def tile_side(settings: Mapping[str, Any], where: str) -> int:
     """Return the side of a tile in pixels. Raise UnsupportedCheckpoint if max_image_size has no longest_edge."""
     size = settings["max_image_size"]
     if not isinstance(size, Mapping) or not isinstance(side := size.get("longest_edge"), int):
-        raise UnsupportedCheckpoint(f"{where}: max_image_size is {size!r}, only a longest_edge is served")
+        raise UnsupportedCheckpoint(f"{where}: max_image_size is {size!r}; it must have only longest_edge")
     return side
 
 
 def resized(height: int, width: int, longest_edge: int) -> tuple[int, int]:
-    """Return height and width of an image whose longer side becomes `longest_edge` and whose shorter side is even.
+    """Return the height and width of a resized image. Its longer side is `longest_edge`, and its shorter side is even.
 
     If the longer side then exceeds `MOST_PIXELS`, the image is scaled down to that length.
     """
@@ -183,7 +185,7 @@ def _scaled(height: int, width: int, longest_edge: int, multiple: int = 1) -> tu
 
 
 def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
-    """Return height and width as multiples of `side`.
+    """Round height and width to multiples of `side`.
 
     The longer side is rounded up. The shorter side is scaled in proportion and then rounded up.
     """

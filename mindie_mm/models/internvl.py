@@ -2,8 +2,8 @@
 
 Source: arXiv 2504.10479. Token ids, pixels and logits match transformers' `internvl`.
 
-Checkpoints may have the layout of transformers or that of OpenGVLab, whose model_type is internvl_chat. The latter is
-translated in memory by the rules of transformers' convert_internvl_weights_to_hf.py.
+Checkpoints may have the layout of transformers or the layout of OpenGVLab, whose model_type is internvl_chat. The
+second layout is translated in memory by the rules of transformers' convert_internvl_weights_to_hf.py.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _TOKENS = ("context_image_token", "start_image_token", "end_image_token", "video
 
 ORIGINAL = "internvl_chat"
 """model_type of checkpoints in OpenGVLab's layout."""
-_CONVERTED = "take a repository in transformers' layout, such as OpenGVLab/InternVL3-1B-hf"
+_CONVERTED = "use a repository in transformers' layout, such as OpenGVLab/InternVL3-1B-hf"
 _SPELLED = {
     "context_image_token": "<IMG_CONTEXT>",
     "start_image_token": "<img>",
     "end_image_token": "</img>",
     "video_token": "<video>",
 }
-"""Spellings of special tokens in OpenGVLab's layout.
+"""Texts of special tokens in OpenGVLab's layout.
 
-The original has the first three. The fourth occurs in prompt texts only and is replaced before they are encoded.
+The original tokenizer has the first three. The fourth occurs only in texts, and is replaced before they are encoded.
 """
 _CHAT_DEFAULTS: Mapping[str, Any] = {
     "select_layer": -1,
@@ -87,7 +87,7 @@ _VISION_DEFAULTS: Mapping[str, Any] = {
     "norm_type": "rms_norm",
     "layer_norm_eps": 1e-6,
 }
-"""Defaults of the original tower. transformers has different ones."""
+"""Defaults of the original tower. transformers has different defaults."""
 _INTERNLM2 = "InternLM2ForCausalLM"
 _TEXT_MODELS = {
     "Qwen2ForCausalLM": "qwen2",
@@ -95,7 +95,7 @@ _TEXT_MODELS = {
     "LlamaForCausalLM": "llama",
     _INTERNLM2: "llama",
 }
-"""model_type in transformers of the supported language models, by class name in the original layout."""
+"""transformers' model_type of each supported language model, by the name of its class in the original layout."""
 _INTERNLM2_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 103168,
     "hidden_size": 4096,
@@ -110,7 +110,7 @@ _INTERNLM2_DEFAULTS: Mapping[str, Any] = {
 """Defaults of the InternLM2 configuration class."""
 _ATTENTION_KEYS = {"attn_implementation", "_attn_implementation", "_attn_implementation_autoset"}
 _CHATML = ("internvl2_5", "internlm2-chat", "Hermes-2")
-"""Conversation templates of the original that enclose turns in <|im_start|> and <|im_end|>."""
+"""Conversation templates of the original code that enclose turns in <|im_start|> and <|im_end|>."""
 _TURN_END = "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -171,7 +171,7 @@ _INTERNLM2_RENAMINGS = (
 
 
 class InternVLProcessor(Processor):
-    """Processor of InternVL. A block holds `pixel_values`, uint8 [tiles, side, side, 3]. The grid is (tiles,)."""
+    """Processor of InternVL. A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The grid is (tiles,)."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = _translated(checkpoint)
@@ -185,7 +185,7 @@ class InternVLProcessor(Processor):
         context, start, end = (checkpoint.token_id(spelled[name]) for name in _TOKENS[:3])
         if context != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{where}: image_token_id is {config.image_token_id}, its tokenizer's {context}"
+                f"{where}: image_token_id is {config.image_token_id}, but the tokenizer has {context}"
             )
         self.placeholders = {
             "image": Placeholder((), context, ()),
@@ -277,12 +277,12 @@ class InternVLProcessor(Processor):
     def _sample(self, total: int, count: int) -> list[int]:
         """Return the ascending indices of about `count` of `total` frames.
 
-        The first index is `initial_shift`. If that is True, the first index is the middle of the first of `count` equal
-        parts.
+        The first index is `initial_shift`. If `initial_shift` is True, the first index is the middle of the first of
+        `count` equal parts.
         """
         indices = stepped(total, count, total / count / 2 if self._shift is True else self._shift)
         if not indices:
-            raise InputError(f"the video has {total} frames, none behind the initial_shift of {self._shift}")
+            raise InputError(f"the video has {total} frames, and initial_shift, {self._shift}, skips all of them")
         return indices
 
 
@@ -303,12 +303,14 @@ def _tile(config: Any, where: str) -> tuple[int, int]:
         ("patch_size", vision.patch_size[0], vision.patch_size[1]),
     ):
         if value != served:
-            raise UnsupportedCheckpoint(f"{where}: {name} is {value!r}, only {served!r} is served")
+            raise UnsupportedCheckpoint(f"{where}: {name} is {value!r}; only {served!r} is supported")
     if not isinstance(layer, int):
-        raise UnsupportedCheckpoint(f"{where}: vision_feature_layer is {layer!r}, only one is served")
+        raise UnsupportedCheckpoint(f"{where}: vision_feature_layer is {layer!r}; only a single layer is supported")
     rows = vision.image_size[0] // vision.patch_size[0]
     if rows * ratio % 1:
-        raise UnsupportedCheckpoint(f"{where}: downsample_ratio is {ratio}, a tile has {rows}x{rows} patches")
+        raise UnsupportedCheckpoint(
+            f"{where}: downsample_ratio is {ratio}, which does not divide the {rows}x{rows} patches of a tile"
+        )
     return vision.image_size[0], int(rows * ratio) ** 2
 
 
@@ -335,7 +337,7 @@ class InternVL(PretrainedFamily):
     module_name = "InternVLForConditionalGeneration"
     model_class = InternVLModel
     unused_weights = ("language_model.model.layers.*.rotary_emb.inv_freq",)
-    # Settings of the original's training and of its attention kernel.
+    # Settings for training the original model, and for its attention kernel.
     other_keys = tuple(
         f"vision_config.{key}" for key in ("attention_dropout", "drop_path_rate", "dropout", "use_flash_attn")
     )
@@ -376,7 +378,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
     described = with_special_tokens(_tokenizer_json(checkpoint), [_SPELLED["video_token"]])
     ids = {token["content"]: token["id"] for token in described["added_tokens"]}
     if missing := [token for token in (*_SPELLED.values(), _TURN_END) if token not in ids]:
-        raise UnsupportedCheckpoint(f"{where}: its tokenizer has no added token {missing[0]}")
+        raise UnsupportedCheckpoint(f"{where}: the tokenizer has no added token {missing[0]}")
     translated = {
         **{key: value for key, value in config.items() if key not in _TRANSLATED},
         "model_type": "internvl",
@@ -400,9 +402,9 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
     stated = generation.get("eos_token_id")
     ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
     files = {
-        # The original always ends an answer at the end of the turn.
+        # The original code always ends an answer at the end of the turn.
         "generation_config.json": {**generation, "eos_token_id": [*ends, *({ids[_TURN_END]} - {*ends})]},
-        # The original preprocesses images with constants and reads no preprocessor files.
+        # The original code hard-codes its preprocessing settings and reads no preprocessor files.
         "processor_config.json": {"image_processor": None},
         "preprocessor_config.json": {"image_processor_type": "GotOcr2ImageProcessor", **pixels, **bounds},
         "video_preprocessor_config.json": pixels,
@@ -413,7 +415,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedCheckpoint for settings of the original that transformers' layout cannot express."""
+    """Raise UnsupportedCheckpoint for original settings that transformers' layout cannot express."""
     served = {
         "select_layer": -1,
         "ps_version": "v2",
@@ -428,25 +430,25 @@ def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: s
     for name, value in served.items():
         if (found := settings[name]) is not None and found != value:
             raise UnsupportedCheckpoint(
-                f"{where}: {name} is {found!r}, of model_type {ORIGINAL} only {value!r} is served; {_CONVERTED}"
+                f"{where}: {name} is {found!r}; with model_type {ORIGINAL}, only {value!r} is supported; {_CONVERTED}"
             )
     if (template := settings.get("template")) not in _CHATML:
         raise UnsupportedCheckpoint(
-            f"{where}: template is {template!r}, of model_type {ORIGINAL} only {', '.join(_CHATML)} are served; "
-            f"{_CONVERTED}"
+            f"{where}: template is {template!r}; with model_type {ORIGINAL}, only {', '.join(_CHATML)} are "
+            f"supported; {_CONVERTED}"
         )
 
 
 def _vision_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Translate the original vision_config into that of transformers.
+    """Translate the original vision_config into the vision_config of transformers.
 
     Raise UnsupportedCheckpoint for settings that transformers cannot express.
     """
     stated = settings.get("vision_config") or {}
     if (tower := stated.get("model_type", "intern_vit_6b")) != "intern_vit_6b":
         raise UnsupportedCheckpoint(
-            f"{where}: vision_config.model_type is {tower!r}, of model_type {ORIGINAL} only 'intern_vit_6b' is served; "
-            f"{_CONVERTED}"
+            f"{where}: vision_config.model_type is {tower!r}; with model_type {ORIGINAL}, only 'intern_vit_6b' "
+            f"is supported; {_CONVERTED}"
         )
     vision = {key: default if (own := stated.get(key)) is None else own for key, default in _VISION_DEFAULTS.items()}
     bias, normalized = vision.pop("qkv_bias"), vision.pop("qk_normalization")
@@ -463,8 +465,8 @@ def _text_config(language: Mapping[str, Any], where: str) -> dict[str, Any]:
     name = next(iter(language.get("architectures") or ()), None)
     if name not in _TEXT_MODELS:
         raise UnsupportedCheckpoint(
-            f"{where}: llm_config is of {name}, of model_type {ORIGINAL} only {', '.join(_TEXT_MODELS)} are served; "
-            f"{_CONVERTED}"
+            f"{where}: the architecture in llm_config is {name}; with model_type {ORIGINAL}, only "
+            f"{', '.join(_TEXT_MODELS)} are supported; {_CONVERTED}"
         )
     text = {key: value for key, value in language.items() if key not in _ATTENTION_KEYS}
     if name == _INTERNLM2:
@@ -494,7 +496,7 @@ def _language_renamings(language: Mapping[str, Any], text: Mapping[str, Any]) ->
 
 
 def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return tokenizer.json, or convert a Qwen2 tokenizer from vocab.json and merges.txt.
+    """Return the contents of tokenizer.json, or convert a Qwen2 tokenizer from vocab.json and merges.txt.
 
     Raise UnsupportedCheckpoint if neither is possible.
     """
@@ -508,17 +510,16 @@ def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
         elif name is None:
             files = "tokenizer.json, and no tokenizer_config.json with a tokenizer_class"
         else:
-            files = f"tokenizer.json, which its tokenizer, {name}, needs"
+            files = f"tokenizer.json, which its tokenizer class, {name}, requires"
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has no {files}; take the missing files from the repository that the checkpoint was "
-            f"made of, or {_CONVERTED}"
+            f"{checkpoint.path} has no {files}; copy the missing files from the original repository, or {_CONVERTED}"
         )
-    from transformers import Qwen2Tokenizer  # slow to import
+    from transformers import Qwen2Tokenizer  # imported late, because it is slow to import
 
     checkpoint.check_tokenizer()
     try:
         tokenizer = Qwen2Tokenizer.from_pretrained(checkpoint.path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
+        raise UnsupportedCheckpoint(f"{checkpoint.path} has no readable tokenizer: {error}") from error
     described: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
     return described

@@ -65,7 +65,7 @@ class LlavaProcessor(OneSizeProcessor):
         settings = checkpoint.preprocessor("image", _PROCESSORS)
         padded = settings.get("do_pad", False)
         if padded and settings["image_processor_type"] != "LlavaImageProcessor":
-            raise UnsupportedCheckpoint(f"{where}: do_pad is True, which is served of a LlavaImageProcessor alone")
+            raise UnsupportedCheckpoint(f"{where}: do_pad is True, which is supported only with LlavaImageProcessor")
         check_settings(settings, {"do_resize": True}, where)
         size = Size.read(settings["size"], where)
         cropped = settings.get("do_center_crop", False)
@@ -83,7 +83,7 @@ class _Normalizing(Protocol):
 
 
 class LlavaModel(PictureModel, PretrainedModel):
-    """Model of LLaVA, and base class of models that are built alike.
+    """Model of LLaVA, and base class of models with the same structure.
 
     `module` is a `LlavaForConditionalGeneration` of transformers, or a class with the same parts.
     """

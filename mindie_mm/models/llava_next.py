@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: the whole image, followed by the tiles of a canvas that suits its proportions.
+"""LLaVA-NeXT: the whole image, followed by the tiles of a canvas with similar proportions.
 
 Source: llava-vl.github.io/blog/2024-01-30-llava-next. Token ids, pixels and logits match transformers' `llava_next`.
 """

@@ -57,9 +57,9 @@ _LONGER = 1.1
 class LlavaOnevisionProcessor(AnyresProcessor):
     """Processor of LLaVA-OneVision.
 
-    The block of an image holds `pixel_values`, uint8 [tiles, side, side, 3]. Its grid is (height, width, single), where
-    `single` is 1 if the prompt has no other image and 0 otherwise. The block of a video holds `pixel_values_videos`,
-    uint8 [frames, side, side, 3]. Its grid is (frames,).
+    The block of an image contains `pixel_values`, uint8 [tiles, side, side, 3]. Its grid is (height, width, single),
+    where `single` is 1 if the prompt has no other image and 0 otherwise. The block of a video contains
+    `pixel_values_videos`, uint8 [frames, side, side, 3]. Its grid is (frames,).
     """
 
     config_name = "LlavaOnevisionConfig"
@@ -75,7 +75,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         }
         if (named := re.fullmatch(r"anyres_max_(\d+)", config.vision_aspect_ratio)) is None:
             raise UnsupportedCheckpoint(
-                f"{where}: vision_aspect_ratio is {config.vision_aspect_ratio!r}, only anyres_max_N is served"
+                f"{where}: vision_aspect_ratio is {config.vision_aspect_ratio!r}; only anyres_max_N is supported"
             )
         self._max_tiles = int(named[1])
         stated = checkpoint.json("processor_config.json")
@@ -181,14 +181,15 @@ class LlavaOnevisionModel(LlavaModel):
     def _video_features(self, videos: Sequence[MediaItem]) -> list[Tensor]:
         """Return the features of each video.
 
-        The tower sees all frames as one video. The newline feature at its end is copied to the end of each video.
+        The tower processes all frames as one video. The newline feature at the end of the output is copied to the end
+        of each video.
         """
         (rows,) = self.module.model.get_video_features(self.pixels(videos).unsqueeze(0)).pooler_output
         parts = rows[:-1].split([item.shape.num_features - 1 for item in videos])
         return [torch.cat([part, rows[-1:]]) for part in parts]
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalised pixels, float32 [tiles or frames, 3, side, side], on the device."""
+        """Return normalized pixels, float32 [tiles or frames, 3, side, side], on the device."""
         kind = item.shape.kind
         return self.normalizations[kind](to_device(item.view, _PIXELS[kind], self.spec.device))
 

@@ -107,7 +107,7 @@ KEYS = Keys(
         "use_col_tokens": (True,),
         "message_formatting": ("role",),
         "always_start_with_space": (True,),
-        # The training code's names of the sizes. It also uses them for models with other layers.
+        # The training code's names for the sizes, which it also uses for models with other layers.
         "d_model": (),
         "n_heads": (),
         "n_kv_heads": (),
@@ -138,7 +138,7 @@ KEYS = Keys(
                 "image_patch_size": (PATCH,),
                 "image_num_pos": (POSITIONS,),
                 "image_mlp_activations": ("quick_gelu",),
-                "attention_dropout": (0.0,),  # the original applies dropout at inference too
+                "attention_dropout": (0.0,),  # the original code also applies dropout at inference
                 "resize_mode": ("default",),
             },
             unused=words("image_pos_patch_size image_dropout_rate residual_dropout fsdp_wrap"),
@@ -174,11 +174,11 @@ CHAT_TEMPLATE = """
 
 
 def slot_order(rows: int, columns: int) -> Tensor:
-    """Return the index of the cell that fills each slot of an item, int64 [num_features].
+    """Return the index of the cell for each placeholder of an item, int64 [num_features].
 
-    Cells are numbered crop after crop. The first slots take the cells of the global crop. The remaining slots take the
-    cells of the joined `rows` x `columns` crops. Where crops overlap, the cell comes from the crop in which it lies
-    further from the edge.
+    Cells are numbered crop after crop. The first placeholders take the cells of the global crop. The remaining
+    placeholders take the cells of the joined `rows` x `columns` crops. Where crops overlap, a cell is taken from the
+    crop in which it is farther from the edge.
     """
     return torch.cat([torch.arange(CELLS**2), CELLS**2 + CROPS.canvas_windows(rows, columns).flatten()])
 
@@ -186,9 +186,10 @@ def slot_order(rows: int, columns: int) -> Tensor:
 class MolmoProcessor(Processor):
     """Processor of Molmo.
 
-    A block holds the image at two sizes, float32 [rows, columns, 3] in [0, 1]: `global_pixels` for the global crop and
-    `pixels` for the other crops. The values are not stored as uint8, because the reference does not round the result of
-    the resize. The tower pads, cuts overlapping crops and normalises. The grid is the number of crops (rows, columns).
+    A block contains the image at two sizes, float32 [rows, columns, 3] in [0, 1]: `global_pixels` for the global crop
+    and `pixels` for the other crops. The values are not stored as uint8, because the reference does not round the
+    result of the resize. The tower pads, cuts overlapping crops and normalizes. The grid is the number of crops (rows,
+    columns).
 
     Images always follow the BOS token, wherever the message places them.
     """
@@ -352,7 +353,7 @@ class VisionBackbone(nn.Module):
         self.image_projector = _Projector(width, config["intermediate_size"] // 2, config["hidden_size"])
 
     def forward(self, patches: Tensor, padding: Tensor) -> Tensor:
-        """Map normalised patches [n, patches, 588] and the result of `paddings` to features [n, cells, hidden]."""
+        """Map normalized patches [n, patches, 588] and the result of `paddings` to features [n, cells, hidden]."""
         features = self.image_vit(patches, self.layers)
         features = features + F.pad(self.pad_embed, (0, 0, 1, 0))[padding]
         windows = (
@@ -452,8 +453,9 @@ class Network(nn.Module):
 class MolmoModel(Model):
     """Model of Molmo.
 
-    The original implementation counts the slots of every image from the start of the prompt, so the features of a later
-    image overwrite the features of an earlier one. `overwrite_earlier_images` in config.json reproduces this behaviour.
+    The original implementation places the features of every image at the placeholders of the first image, so the
+    features of a later image overwrite the features of an earlier image. `overwrite_earlier_images` in config.json
+    reproduces this behavior.
     """
 
     traits = Traits(
@@ -466,7 +468,7 @@ class MolmoModel(Model):
         self.spec = spec
         self.module = module
         self._transformer, self._vision = module.model.transformer, module.model.vision_backbone
-        # Kept on the device, because a host scalar would force a synchronisation in every step.
+        # This tensor is kept on the device, because a host scalar would force a synchronization in every step.
         self._theta = torch.tensor([config["rope_theta"]], dtype=torch.float32, device=spec.device)
         self._overwrites: bool = config["overwrite_earlier_images"]
         self._logit_scale = config["hidden_size"] ** -0.5 if config["scale_logits"] else None
@@ -495,7 +497,7 @@ class MolmoModel(Model):
         ]
 
     def patches(self, item: MediaItem) -> Tensor:
-        """Return normalised patches, float32 [crops, patches, 588], on the device.
+        """Return normalized patches, float32 [crops, patches, 588], on the device.
 
         The global crop comes first. The other crops follow row by row.
         """
@@ -543,8 +545,8 @@ def paddings(item: MediaItem) -> Tensor:
     """Return the kind of padding of each patch, int64 [crops, patches].
 
     The value is 0 if the image fills the patch, 1 if the patch is all padding, and 2 if it is partly padding. Each crop
-    gets the values of the next crop, and the last crop gets 2 everywhere. The original implementation does so, and the
-    weights were trained with it.
+    gets the values of the next crop, and the last crop gets 2 everywhere. The original implementation does the same,
+    and the weights were trained with these values.
     """
     filled = cut_patches(cut_crops(canvases(item)[_DETAIL].mask(), CROP, CROPS.step), PATCH).sum(-1)
     padding = torch.where(filled == 0, 1, torch.where(filled < PATCH**2, 2, 0))
@@ -552,7 +554,7 @@ def paddings(item: MediaItem) -> Tensor:
 
 
 class Molmo(Family):
-    """Molmo (Deitke et al., 2024, arXiv 2409.17146) with layers of its own, in the variants of 7B-D and 7B-O."""
+    """Molmo (Deitke et al., 2024, arXiv 2409.17146), 7B-D and 7B-O, run by mindie_mm's own modules."""
 
     model_types = ("molmo",)
     published = "allenai/Molmo-7B-D-0924"
@@ -566,9 +568,9 @@ class Molmo(Family):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        from transformers import PreTrainedTokenizerFast  # slow to import
+        from transformers import PreTrainedTokenizerFast  # imported late, because it is slow to import
 
-        # AutoTokenizer would look up the class by model_type, which transformers does not know.
+        # AutoTokenizer would look up the class by model_type, which transformers does not support.
         checkpoint.tokenizer_json()
         tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint.path, local_files_only=True)
         # The template in the checkpoints belongs to the language model that Molmo was trained from.
@@ -596,7 +598,10 @@ class Molmo(Family):
 
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json, completed with defaults. Raise UnsupportedCheckpoint for unsupported settings."""
+    """Return the contents of config.json, completed with defaults.
+
+    Raise UnsupportedCheckpoint for unsupported settings.
+    """
     where = f"{checkpoint.path}/config.json"
     config = KEYS.complete(checkpoint.config, where)
     config["num_key_value_heads"] = config["num_key_value_heads"] or config["num_attention_heads"]
@@ -604,15 +609,15 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
         config["embedding_size"] = config["vocab_size"]
     if config["vocab_size"] > config["embedding_size"]:
         raise UnsupportedCheckpoint(
-            f"{where}: vocab_size is {config['vocab_size']}, embedding_size must not be less, it is "
-            f"{config['embedding_size']}"
+            f"{where}: embedding_size is {config['embedding_size']}; it must be at least vocab_size, "
+            f"{config['vocab_size']}"
         )
     if config["clip_qkv"] is not None and config["clip_qkv"] <= 0:
-        raise UnsupportedCheckpoint(f"{where}: clip_qkv is {config['clip_qkv']!r}, it must be greater than 0")
+        raise UnsupportedCheckpoint(f"{where}: clip_qkv is {config['clip_qkv']!r}; it must be greater than 0")
     tower = config["vision_backbone"]
     if tower["image_num_key_value_heads"] not in (None, tower["image_num_heads"]):
         raise UnsupportedCheckpoint(
-            f"{where}: vision_backbone.image_num_key_value_heads is {tower['image_num_key_value_heads']}, only "
-            f"image_num_heads, {tower['image_num_heads']}, is served"
+            f"{where}: vision_backbone.image_num_key_value_heads is {tower['image_num_key_value_heads']}; it "
+            f"must equal image_num_heads, {tower['image_num_heads']}"
         )
     return config

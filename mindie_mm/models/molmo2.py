@@ -46,7 +46,7 @@ _VIDEO: Mapping[str, Any] = {
     "num_frames": 64,
     "max_fps": 2,
     "pooling_size": (3, 3),
-    # Off by default in the reference's class. A checkpoint must turn these on.
+    # These settings are off by default in the reference's class. A checkpoint must turn them on.
     "do_rescale": False,
     "do_normalize": False,
 }
@@ -56,9 +56,9 @@ _PATCH = "<im_patch>"
 class Molmo2Processor(Processor):
     """Processor of Molmo 2.
 
-    The block of an image holds the image at two sizes, uint8 [height, width, 3]: the square `whole`, and `detail`, from
-    which the crops are cut. Its grid is the number of crops (rows, columns). The block of a video holds `frames`, uint8
-    [frames, side, side, 3]. Its grid is the time of each frame in tenths of a second.
+    The block of an image contains the image at two sizes, uint8 [height, width, 3]: the square `whole`, and `detail`,
+    from which the crops are cut. Its grid is the number of crops (rows, columns). The block of a video contains
+    `frames`, uint8 [frames, side, side, 3]. Its grid is the time of each frame in tenths of a second.
     """
 
     traits = Traits(max_items={"video": 1}, mixes_kinds=False)
@@ -93,7 +93,7 @@ class Molmo2Processor(Processor):
         patch, column = checkpoint.token_id(_PATCH), checkpoint.token_id("<im_col>")
         if patch != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: image_patch_id is {config.image_token_id}, its tokenizer's {patch}"
+                f"{checkpoint.path}: image_patch_id is {config.image_token_id}, but the tokenizer has {patch}"
             )
         columns: bool = stated.get("image_use_col_tokens", True)
         whole_columns = stated.get("use_single_crop_col_tokens")
@@ -109,7 +109,7 @@ class Molmo2Processor(Processor):
             _FRAMES: [column] if frame_columns else [],
         }
         self.tails: Mapping[Kind, int] = {"image": 1 + columns, "video": 1 + frame_columns}
-        """Number of tokens between the last feature of a run and the end of the run, by kind."""
+        """Number of tokens after the last feature of each run of image tokens, by kind of media."""
         markers: Mapping[Kind, str] = {
             kind: checkpoint.special_token(f"{kind}_token") or f"<|{kind}|>" for kind in self.geometries
         }
@@ -183,7 +183,7 @@ class Molmo2Processor(Processor):
         video, geometry = open_video(data, media.options.sample_fps), self.geometries["video"]
         fps = video.fps or self._max_fps  # the reference's assumption for frames without a rate
         indices = self._sample(video, fps, media.options)
-        # float32 like the reference, because it decides how times between two tenths are rounded.
+        # Use float32 as in the reference, because the precision decides how times between two tenths are rounded.
         times = tuple(int(f"{time:.1f}".replace(".", "")) for time in (indices / fps).tolist())
         taken: list[int] = indices.tolist()
         video.count(taken)
@@ -204,7 +204,7 @@ class Molmo2Processor(Processor):
         """Return the ascending int32 indices of the frames to sample from a video with frame rate `fps`.
 
         Raises:
-            InputError: The options cannot be met by this video.
+            InputError: This video cannot satisfy the options.
             LimitExceeded: The options ask for more frames than the model accepts.
 
         """
@@ -229,21 +229,21 @@ def _geometry(settings: Mapping[str, Any], config: Any, where: str) -> Geometry:
     fits = size.width == side and patch == vision.patch_size and side % patch == 0
     if not fits or (side // patch) ** 2 != vision.num_position_embeddings:
         raise UnsupportedCheckpoint(
-            f"{where}: size {settings['size']} in patches of {patch} are not the {vision.num_position_embeddings} "
-            f"patches of {vision.patch_size} that the tower takes"
+            f"{where}: size is {settings['size']} with patches of {patch} pixels; the tower takes "
+            f"{vision.num_position_embeddings} patches of {vision.patch_size} pixels"
         )
     high, wide = settings["pooling_size"]
     before, after = settings.get("overlap_margins", (0, 0))
     if min(high, wide) < 1 or min(before, after) < 0 or before + after >= side // patch:
         raise UnsupportedCheckpoint(
-            f"{where}: pooling_size {(high, wide)} and overlap_margins {(before, after)} do not go with "
-            f"{side // patch} patches a side"
+            f"{where}: pooling_size {(high, wide)} and overlap_margins {(before, after)} do not fit "
+            f"{side // patch} patches per side"
         )
     return Geometry(side, patch, (high, wide), (before, after))
 
 
 def _as_planes(rgb: Pixels) -> Tensor:
-    """Convert uint8 [H, W, 3] to float32 [1, 3, H, W] in channels_last, which resizes several times as fast."""
+    """Convert uint8 [H, W, 3] to float32 [1, 3, H, W] in channels_last, which is resized several times as fast."""
     return torch.from_numpy(np.asarray(rgb, np.float32)).unsqueeze(0).permute(0, 3, 1, 2)
 
 
@@ -279,9 +279,9 @@ class Molmo2Model(PretrainedModel):
         self._tails = processor.tails
 
     def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
-        """Return one span that covers the runs of all items.
+        """Return one span that covers the image tokens of all items.
 
-        The span includes the start, column and end tokens of the runs. It leaves out the times of video frames.
+        The span includes start, column and end tokens, but not the times of video frames.
         """
         if not items:
             return None
@@ -294,7 +294,7 @@ class Molmo2Model(PretrainedModel):
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         features: dict[MediaItem, Tensor] = {}
-        for kind in self._geometries:  # separately, because their windows differ in size
+        for kind in self._geometries:  # each kind separately, because windows differ in size
             if own := [item for item in items if item.shape.kind == kind]:
                 features.update(zip(own, self._features_of(own), strict=True))
         return [features[item] for item in items]
@@ -312,8 +312,8 @@ class Molmo2Model(PretrainedModel):
         """Pool patches [n, patches, values] to features [features, hidden].
 
         `windows` is an int64 tensor [features, patches of a window] on the host. The computation is that of
-        `Molmo2Model.get_image_features`, without its two synchronisations with the device. The reference asks the
-        device whether windows lack patches, which the host knows, and whether a window is empty, which never happens.
+        `Molmo2Model.get_image_features`, but does not wait for the device. The reference waits twice: to learn whether
+        windows lack patches, which the host can tell here, and whether a window is empty, which never happens.
         """
         model, device = self.module.model, self.spec.device
         states = model.vision_tower(patches, output_hidden_states=True).hidden_states
@@ -335,9 +335,9 @@ class Molmo2Model(PretrainedModel):
         return features
 
     def patches(self, item: MediaItem) -> Tensor:
-        """Return normalised patches, float32 [squares, patches, patch * patch * 3], on the device.
+        """Return normalized patches, float32 [squares, patches, patch * patch * 3], on the device.
 
-        The squares of an image are the whole image and then its crops. The squares of a video are its frames.
+        The squares of an image are the whole image, followed by its crops. The squares of a video are its frames.
         """
         kind = item.shape.kind
         geometry, arrays = self._geometries[kind], item.view
@@ -351,7 +351,7 @@ class Molmo2Model(PretrainedModel):
     def windows(self, item: MediaItem) -> Tensor:
         """Return the patches that each feature is pooled from, int64 [num_features, patches of a window].
 
-        Patches are numbered within the item. -1 marks a missing patch.
+        Patches are numbered within the item. The value is -1 for a missing patch.
         """
         geometry, grid = self._geometries[item.shape.kind], item.shape.grid
         square, size = geometry.square_windows(), geometry.patches**2

@@ -81,7 +81,8 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
     ) -> tuple[int, ...]:
-        # The requested rate, as in the reference. If the caller supplies frames, the rate of the frames taken.
+        # Use the requested rate, as in the reference. If the caller supplies frames, use the rate of the sampled
+        # frames.
         rate = options.fps or _DEFAULT_FPS
         if options.sample_fps is not None:
             rate = len(indices) / video.num_frames * options.sample_fps
@@ -98,7 +99,7 @@ class Qwen25OmniModel(Qwen2VLModel):
         self.time_scale = module.config.position_id_per_seconds
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
-        """Return the positions of a prompt. Audio tokens advance the position by one each, like text."""
+        """Return the positions of a prompt. Each audio token advances the position by one, like a text token."""
         return super().positions(length, [item for item in items if item.shape.kind != "audio"])
 
     def interval(self, shape: MediaShape) -> float:
@@ -118,7 +119,7 @@ class Qwen25OmniModel(Qwen2VLModel):
     def _hear(self, items: Sequence[MediaItem]) -> list[Tensor]:
         device = self.spec.device
         spectrograms = [to_device(item.view, SPECTROGRAM, device) for item in items]
-        # Indices are computed on the host. The tower would compute them on the device and synchronise in each layer.
+        # Indices are computed on the host. The tower would compute them on the device and synchronize in each layer.
         from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as theirs
 
         lengths = torch.tensor([item.shape.grid[0] for item in items])
@@ -157,5 +158,5 @@ class Qwen25Omni(PretrainedFamily):
 
 
 def _thinker(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with the thinker's section as its config.json, if it has that section."""
+    """Return the checkpoint with the thinker's section as its config.json, if config.json has that section."""
     return replace(checkpoint, config=checkpoint.config.get(_THINKER, checkpoint.config))

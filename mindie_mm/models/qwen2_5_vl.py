@@ -34,7 +34,7 @@ class Qwen25VLProcessor(Qwen2VLProcessor):
     """
 
     config_name = "Qwen2_5_VLConfig"
-    image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # the same class in the first release
+    image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # two names of the same class
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
@@ -61,7 +61,7 @@ class Qwen25VLModel(Qwen2VLModel):
         return replace(shape, grid=(*shape.grid, _picoseconds(view["second_per_grid_t"].item())))
 
     def interval(self, shape: MediaShape) -> float:
-        """Return the distance between two steps on the time axis in positions, in float32 like the reference."""
+        """Return the distance in positions between two steps on the time axis, in float32 as in the reference."""
         if shape.kind != "video":
             return 1.0
         return float(np.float32(shape.grid[3] / PICOSECONDS) * self._tokens_per_second)
@@ -73,7 +73,7 @@ class Qwen25VLModel(Qwen2VLModel):
 def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
     """Return the keyword arguments of the windowed tower `visual` that describe its windows.
 
-    The tower itself would reorder patches with an index on the host, which synchronises with the device each time.
+    The tower itself would reorder patches with an index on the host, which synchronizes with the device each time.
 
     Args:
         visual: The vision tower.
@@ -81,7 +81,7 @@ def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str,
         device: Device of the window indices. The bounds of the windows stay on the host, where the tower reads them.
 
     """
-    from transformers.vision_utils import get_vision_window_index  # slow to import
+    from transformers.vision_utils import get_vision_window_index  # imported late, because it is slow to import
 
     index, bounds = get_vision_window_index(grids, visual.spatial_merge_size, visual.window_size, visual.patch_size)
     return {"window_index": upload(index, device), "cu_window_seqlens": bounds}

@@ -25,7 +25,7 @@ from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 
-# Frames after the end of a clip that the two convolutions before the encoder read.
+# Number of frames after the end of a clip that the two convolutions before the encoder read.
 _FURTHER_FRAMES = 2
 _CHAT_TEMPLATE = (
     "{% set audio_count = namespace(value=0) %}{% for message in messages %}"
@@ -44,7 +44,7 @@ _CHAT_TEMPLATE = (
 class Qwen2AudioProcessor(Processor):
     """Processor of Qwen2-Audio.
 
-    The block of a clip holds `input_features`, float32 [bins, frames]. The grid is (frames,).
+    The block of a clip contains `input_features`, float32 [bins, frames]. The grid is (frames,).
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -56,7 +56,10 @@ class Qwen2AudioProcessor(Processor):
         self.placeholders = {"audio": Placeholder((before,), token, (after,))}
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
-        """Return the chat template. The tokenizer's template is ignored, because base models have one for text only."""
+        """Return the chat template.
+
+        The tokenizer's template is ignored, because the template of base models is for text only.
+        """
         return own or _CHAT_TEMPLATE
 
     def max_tokens(self, kind: Kind) -> int:
@@ -83,8 +86,8 @@ class Qwen2AudioModel(PretrainedModel):
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """Return the features of each clip.
 
-        The reference pads all clips to the full window and masks the padding. Here they are padded to the longest clip
-        only.
+        The reference pads all clips to the full window and masks the padding. This method pads them only to the longest
+        clip.
         """
         tower, device = self.module.model.audio_tower, self.spec.device
         spectrograms = [to_device(item.view, SPECTROGRAM, device) for item in items]

@@ -44,7 +44,8 @@ _PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_v
 _GRIDS: Mapping[Kind, str] = {"image": "grid_thw", "video": "video_grid_thw"}
 _PLANES = "planes"
 _SECONDS = "second_per_grid_t"
-# Slots that MindIE's own processor writes for this family. Its patches have the axes (channel, time, row, column).
+# Layouts of the handle words that MindIE's own processor writes for this family. The axes of MindIE's patches are
+# (channel, time, row, column).
 _MINDIE: Mapping[Kind, Layout] = {
     "image": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["image"]))),
     "video": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["video"]), InSegment(_SECONDS, "float32"))),
@@ -94,7 +95,7 @@ class PixelSettings:
         min_pixels = config.get("min_pixels") or size.get("shortest_edge")
         max_pixels = config.get("max_pixels") or size.get("longest_edge")
         if min_pixels is None or max_pixels is None:
-            raise UnsupportedCheckpoint(f"{where}: size is {size!r}, only shortest_edge and longest_edge are served")
+            raise UnsupportedCheckpoint(f"{where}: size is {size!r}; it must have shortest_edge and longest_edge")
         settings = cls(
             min_pixels=min_pixels,
             max_pixels=max_pixels,
@@ -130,7 +131,7 @@ class PixelSettings:
         for name in ("num_frames", "max_frames"):
             value = getattr(options, name)
             if value is not None and value < self.temporal_patch_size:
-                raise InputError(f"{name} is {value}; this model takes at least {self.temporal_patch_size} frames")
+                raise InputError(f"{name} is {value}; this model needs at least {self.temporal_patch_size} frames")
         max_pixels = options.max_pixels or self.max_pixels
         if options.detail == "low":
             max_pixels = min(max_pixels, _LOW_DETAIL_PIXELS)
@@ -147,7 +148,7 @@ class PixelSettings:
         )
 
     def normalize(self, patches: torch.Tensor) -> torch.Tensor:
-        """Normalise the uint8 patches of a block for the tower.
+        """Normalize the uint8 patches of a block for the tower.
 
         The result is float32 [n, 3 * temporal * patch * patch] on the same device.
         """
@@ -155,19 +156,19 @@ class PixelSettings:
         return values if values.shape[1] == self.patch_bytes else repeat_frames(values, self.temporal_patch_size)
 
     def normalize_planes(self, planes: torch.Tensor) -> torch.Tensor:
-        """Normalise MindIE's patches, uint8 [n, 3 * temporal * patch * patch], to the same result."""
+        """Normalize patches in MindIE's wire format, uint8 [n, 3 * temporal * patch * patch], to the same result."""
         return normalize_planes(planes, self.mean, self.std, self.rescale_factor)
 
 
 class Qwen2VLProcessor(Processor):
     """Processor of Qwen2-VL.
 
-    The block of an image holds `pixel_values`, uint8 [h * w, patch * patch * 3]. The second, identical frame of an
-    image is not stored. The block of a video holds `pixel_values_videos`, uint8 [t * h * w, temporal * patch * patch *
-    3]. The grid is (t, h, w), in patches.
+    The block of an image contains `pixel_values`, uint8 [h * w, patch * patch * 3]. The second, identical frame of an
+    image is not stored. The block of a video contains `pixel_values_videos`, uint8 [t * h * w, temporal * patch * patch
+    * 3]. The grid is (t, h, w), in patches.
 
-    On MindIE's wire, images and videos have `planes`, uint8 [t * h * w, 3 * temporal * patch * patch], and their grid.
-    The planes of an image include the repeated frame. A video also has `second_per_grid_t`, float32 [1, 1].
+    In MindIE's wire format, images and videos have `planes`, uint8 [t * h * w, 3 * temporal * patch * patch], and their
+    grid. The planes of an image include the repeated frame. A video also has `second_per_grid_t`, float32 [1, 1].
     """
 
     traits = Traits(bounds_pixels=True, mindie_layouts=_MINDIE)
@@ -203,7 +204,7 @@ class Qwen2VLProcessor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         if kind == "image":
             return np.zeros((*_largest(self.image), 3), np.uint8)
-        # With the published limits this would be tens of gigabytes, so a single element is broadcast.
+        # With the published limits, the array would take tens of gigabytes, so a single element is broadcast.
         return np.broadcast_to(np.uint8(0), (self.video.max_frames, *_largest(self.video), 3))
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
@@ -238,7 +239,7 @@ class Qwen2VLProcessor(Processor):
         return sample_frames(total, fps, settings)
 
     def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
-        """Return height and width of the resized frames, `num_frames` of which are sampled.
+        """Return the height and width of the resized frames. `num_frames` is the number of sampled frames.
 
         Raise LimitExceeded if one side is more than 200 times as long as the other.
         """
@@ -267,8 +268,8 @@ class Qwen2VLProcessor(Processor):
         takes_all = rate is None and settings.num_frames is None and options.max_frames is None
         if takes_all and video.num_frames > settings.max_frames:
             raise LimitExceeded(
-                f"the video has {video.num_frames} frames; the limit is {settings.max_frames}: "
-                "num_frames or max_frames can ask for fewer"
+                f"the video has {video.num_frames} frames; the limit is {settings.max_frames}. Ask for fewer "
+                "with num_frames or max_frames"
             )
         indices = self.sample(video.num_frames, rate, settings)
         video.count(indices)
@@ -284,7 +285,7 @@ class Qwen2VLProcessor(Processor):
             for index, frame in enumerate(video.decode(indices)):
                 group, place = divmod(index, temporal)
                 patchify(resize(frame, height, width), groups[group, :, place], patch, merge)
-            if filled := len(indices) % temporal:  # the last group is filled up with the last frame
+            if filled := len(indices) % temporal:  # the last frame fills up the last group
                 groups[-1, :, filled:] = groups[-1, :, filled - 1 : filled]
             if _PLANES in arrays:
                 arrays[_GRIDS["video"]][...] = grid
@@ -321,7 +322,7 @@ def _check_tower(settings: PixelSettings, vision: Any, where: str) -> None:
     made["merge_size"] = settings.merge_size
     for name, value in made.items():
         if (taken := getattr(vision, "spatial_merge_size" if name == "merge_size" else name)) != value:
-            raise UnsupportedCheckpoint(f"{where}: {name} is {value}, the tower of config.json takes {taken}")
+            raise UnsupportedCheckpoint(f"{where}: {name} is {value}, but the tower in config.json takes {taken}")
 
 
 def _plan_image(data: Data, settings: PixelSettings) -> Plan:
@@ -351,7 +352,7 @@ def _plan_image(data: Data, settings: PixelSettings) -> Plan:
 
 
 def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) -> np.ndarray[Any, Any]:
-    """Return a writable view of the patches of either wire, [n, stored frames, patch, patch, 3]."""
+    """Return a writable view of the patches in either wire format, [n, stored frames, patch, patch, 3]."""
     if _PLANES in arrays:
         return arrays[_PLANES].reshape(len(arrays[_PLANES]), 3, -1, patch, patch).transpose(0, 2, 3, 4, 1)
     patches = arrays[_PIXELS[kind]]
@@ -359,16 +360,16 @@ def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) 
 
 
 def _largest(settings: PixelSettings) -> tuple[int, int]:
-    """Return the nearly square height and width that take the most tokens and that a resize leaves unchanged."""
+    """Return the nearly square height and width that yield the most tokens and that a resize leaves unchanged."""
     tokens = settings.max_pixels // settings.factor**2
     rows = math.isqrt(tokens)
     return rows * settings.factor, tokens // rows * settings.factor
 
 
 def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: int = 1) -> tuple[int, int]:
-    """Return height and width to which an image, or a frame of a video, is resized.
+    """Return the height and width to which an image or a frame of a video is resized.
 
-    Both are multiples of `settings.factor`, and their product lies between min_pixels and max_pixels. Proportions are
+    Both are multiples of `settings.factor`, and their product is between min_pixels and max_pixels. Proportions are
     kept as far as this allows.
 
     Args:
@@ -382,7 +383,10 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
 
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise LimitExceeded(f"{width}x{height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
+        raise LimitExceeded(
+            f"the size is {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} times the "
+            "shorter one"
+        )
     factor, min_pixels, max_pixels = settings.factor, settings.min_pixels, settings.max_pixels
     if settings.total_pixels is not None:
         max_pixels = max(min(max_pixels, settings.total_pixels // num_frames), int(min_pixels * 1.05))
@@ -401,18 +405,18 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
 def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -> list[int]:
     """Return ascending, evenly spread indices of the frames to sample from a video.
 
-    `settings.num_frames` is the number of frames to take. If it is None, the number follows from `settings.fps` (2.0 if
-    the checkpoint has none), between min_frames and max_frames. The number is a multiple of the temporal patch size if
-    the video is long enough.
+    `settings.num_frames` is the number of frames to take. If it is None, the number is computed from `settings.fps`
+    (2.0 if the checkpoint has none) and clamped to [min_frames, max_frames]. The number is a multiple of the temporal
+    patch size if the video is long enough.
 
     Args:
         num_frames: Number of frames of the video.
-        fps: Frame rate of the video. If this and `settings.num_frames` are None, all frames are taken, up to
+        fps: Frame rate of the video. If both `fps` and `settings.num_frames` are None, all frames are taken, up to
             max_frames.
         settings: Preprocessing settings.
 
     Raises:
-        InputError: `settings.num_frames` is more than the video has.
+        InputError: `settings.num_frames` is greater than the number of frames of the video.
 
     """
     temporal = settings.temporal_patch_size
@@ -420,7 +424,7 @@ def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -
     if settings.num_frames is not None:
         wanted = min(round(settings.num_frames / temporal) * temporal, most)
         if settings.num_frames > max(num_frames, temporal):
-            raise InputError(f"num_frames {settings.num_frames} is more than the video's {num_frames} frames")
+            raise InputError(f"num_frames is {settings.num_frames}; the video has only {num_frames} frames")
     elif fps is None:
         wanted = num_frames if num_frames <= settings.max_frames else most
     else:
@@ -449,11 +453,12 @@ class Qwen2VLModel(PretrainedModel):
         for kind, name in _GRIDS.items():
             if name in view:
                 t, h, w = view[name].tolist()
-                # MindIE's words for the pixels and for the grid may not belong together. No check covers both.
+                # MindIE's handle words for the pixels and for the grid may not belong together, because no check covers
+                # both.
                 expected = (t * h * w, self._pixels[kind].patch_bytes)
                 if view[_PLANES].shape != expected:
                     raise CorruptReference(
-                        f"the segment holds {view[_PLANES].shape} bytes, the {kind}'s grid makes {expected}"
+                        f"the segment has the shape {view[_PLANES].shape}, but the grid of the {kind} needs {expected}"
                     )
                 return MediaShape(kind, self._tokens[kind], t * h * w // self._merge**2, (t, h, w))
         return super().describe_segments(view)
@@ -468,7 +473,7 @@ class Qwen2VLModel(PretrainedModel):
     def interval(self, shape: MediaShape) -> float:
         """Return the distance between two steps on the time axis of the item's grid.
 
-        `time_scale` converts it to positions.
+        `time_scale` converts this distance to positions.
         """
         return 1.0
 
@@ -476,20 +481,20 @@ class Qwen2VLModel(PretrainedModel):
         return split_features(self.run_visual(items).pooler_output, items)
 
     def run_visual(self, items: Sequence[MediaItem]) -> Any:
-        """Return the output of the vision tower, whose `pooler_output` holds the features of all items in order."""
+        """Return the output of the vision tower, whose `pooler_output` contains the features of all items in order."""
         patches = joined([self.normalized(item) for item in items])
-        # Kept on the host, so that the tower derives sizes from the grids without synchronising with the device.
+        # The grids stay on the host, so that the tower derives sizes from them without waiting for the device.
         grids = torch.tensor([item.shape.grid[:3] for item in items])
         return self.module.model.visual(patches.to(self.spec.dtype), grid_thw=grids, **self.places(grids))
 
     def places(self, grids: Tensor) -> dict[str, Tensor]:
-        """Return the tower's keyword arguments that describe where patches lie, for `grids` int64 [items, 3]."""
-        from transformers.vision_utils import get_vision_position_ids  # slow to import
+        """Return the tower's keyword arguments for the positions of patches. `grids` is int64 [items, 3]."""
+        from transformers.vision_utils import get_vision_position_ids  # imported late, because it is slow to import
 
         return {"position_ids": upload(get_vision_position_ids(grids, self._merge), self.spec.device)}
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalised patches of an item of either wire.
+        """Return the normalized patches of an item in either wire format.
 
         The result is float32 [patches, 3 * temporal * patch * patch] on the device.
         """

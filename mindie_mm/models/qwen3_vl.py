@@ -1,7 +1,7 @@
 """Qwen3-VL: the patches of Qwen2-VL, outputs of several tower layers in the decoder, and frame times as text.
 
 Source: arXiv 2511.21631. Token ids, grids and pixels match transformers' `qwen3_vl`. In the prompt, each
-temporal patch of a video is a run of its own, preceded by its time in seconds.
+temporal patch of a video has a separate run of placeholders, preceded by its time in seconds.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         `min_pixels` and `max_pixels` of the result are limits for all frames together.
         """
         if not config["do_sample_frames"]:
-            raise UnsupportedCheckpoint(f"{where}: do_sample_frames is False, only True is served")
+            raise UnsupportedCheckpoint(f"{where}: do_sample_frames is False; only True is supported")
         if config.get("num_frames") is not None and config.get("fps") is not None:
-            raise UnsupportedCheckpoint(f"{where}: num_frames and fps are both given")
+            raise UnsupportedCheckpoint(f"{where}: num_frames and fps are both set; only one of them is supported")
         size = config["size"]
         own = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"], "cap_pixels_per_frame": None}
         settings = PixelSettings.read({**config, **own}, where)
@@ -91,12 +91,15 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
         height, width, factor, temporal = video.height, video.width, settings.factor, settings.temporal_patch_size
         if num_frames < temporal:
-            raise InputError(f"{num_frames} frames of the video would be taken; this model takes at least {temporal}")
+            raise InputError(f"{num_frames} frames of the video would be taken; this model needs at least {temporal}")
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise LimitExceeded(f"{width}x{height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
+            raise LimitExceeded(
+                f"the size is {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} times "
+                "the shorter one"
+            )
         max_pixels = self._video_pixels(num_frames, settings)
         new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
         pixels = round(num_frames / temporal) * temporal * new_height * new_width
@@ -125,7 +128,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         times = [index / fps for index in indices]
         times += times[-1:] * (-len(times) % temporal)
         groups = zip(times[::temporal], times[temporal - 1 :: temporal], strict=True)
-        # Formatted as text first, so that tenths are rounded as in the reference.
+        # The mean is formatted as text first, so that tenths are rounded as in the reference.
         return (*patches, *(int(f"{(first + last) / 2:.1f}".replace(".", "")) for first, last in groups))
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
@@ -146,9 +149,9 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return self.plan(Media(kind, data), data, {}).num_features
 
     def worst_case(self, kind: Kind) -> Data:
-        """Return data that takes `max_tokens`.
+        """Return the data of an item that takes `max_tokens` tokens.
 
-        For a video, this is either many frames that are too elongated to shrink in proportion, or few large frames.
+        A video has either many frames that are too elongated to shrink in proportion, or a few large frames.
         """
         if kind == "image":
             return super().worst_case(kind)
@@ -230,7 +233,7 @@ class Qwen3VL(PretrainedFamily):
     kinds = ("image", "video")
     processor = Qwen3VLProcessor
     module_name = "Qwen3VLForConditionalGeneration"
-    default_theta = 5_000_000.0  # the default of transformers 4; that of transformers 5 is a tenth of it
+    default_theta = 5_000_000.0  # the default of transformers 4; transformers 5 has a tenth of this value
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Qwen3VLModel:

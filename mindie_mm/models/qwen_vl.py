@@ -42,7 +42,7 @@ from mindie_mm.shm.mindie import SegmentsView
 _BYTES = "image"
 _PIXELS = "pixel_values"
 _MINDIE: Mapping[Kind, Layout] = {"image": Layout((InSegment(_PIXELS, "float32"),))}
-_HEAD_WIDTH = 128  # of the resampler; the same in all checkpoints
+_HEAD_WIDTH = 128  # width of the resampler's heads in all checkpoints
 _TOWER_EPS = 1e-6
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -97,7 +97,7 @@ KEYS = Keys(  # the defaults come from QWenConfig and VisionTransformer of the o
     },
 )
 _CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
-# Prompts and answers contain these tokens, so they are decoded as text. Each is a single id.
+# Prompts and answers contain these tokens, so the tokenizer decodes them as text. Each has a single id.
 _TAGS = ("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>")
 _IMAGE = ("<img>", "</img>", "<imgpad>")
 _CHATML = """\
@@ -123,7 +123,7 @@ _CHATML = """\
 class QwenVLProcessor(Processor):
     """Processor of Qwen-VL.
 
-    The block of an image holds `image`, uint8 [size, size, 3]. On MindIE's wire, an image has normalised
+    The block of an image contains `image`, uint8 [size, size, 3]. In MindIE's wire format, an image has normalized
     `pixel_values`, float32 [1, 3, size, size].
     """
 
@@ -166,7 +166,7 @@ class QwenVLProcessor(Processor):
 
 
 def resize_grid(table: Tensor, count: int) -> Tensor:
-    """Resize a table [n, width] over a square grid to [count, width], float32. `n` and `count` must be squares."""
+    """Resize a table [n, width] over a square grid to [count, width], float32. Both `n` and `count` must be squares."""
     side, target = math.isqrt(len(table)), math.isqrt(count)
     grid = table.float().view(1, side, side, -1).permute(0, 3, 1, 2)
     if side != target:
@@ -332,7 +332,7 @@ class QwenVLModel(Model):
         self._trained_length: int = config["seq_length"]
         self._dynamic_ntk: bool = config["use_dynamic_ntk"]
         logn: bool = config["use_logn_attn"]
-        # Computed on the host in float64 like the reference, because an NPU has no float64.
+        # These tables are computed on the host in float64 as in the reference, because an NPU has no float64.
         exponent, most = spec.head_dim / (spec.head_dim - 2), self._factor(spec.max_model_len)
         base: float = config["rotary_emb_base"]
         # float32 [most + 1], indexed by factor.
@@ -346,7 +346,9 @@ class QwenVLModel(Model):
         if _PIXELS not in view:
             return super().describe_segments(view)
         if view[_PIXELS].shape != (expected := (1, 3, self._size, self._size)):
-            raise CorruptReference(f"the segment holds {view[_PIXELS].shape} numbers, this model's images {expected}")
+            raise CorruptReference(
+                f"the segment has the shape {view[_PIXELS].shape}, but images of this model have {expected}"
+            )
         return self._shape
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
@@ -357,7 +359,7 @@ class QwenVLModel(Model):
         return list(self.module.transformer["visual"](pixels.to(self.spec.dtype)))
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalised pixels of an item of either wire, float32 [1, 3, size, size], on the device."""
+        """Return the normalized pixels of an item in either wire format, float32 [1, 3, size, size], on the device."""
         if _PIXELS in item.view:
             return to_device(item.view, _PIXELS, self.spec.device)
         picture = to_device(item.view, _BYTES, self.spec.device)
@@ -388,7 +390,7 @@ class QwenVLModel(Model):
 
 
 class QwenVL(Family):
-    """Qwen-VL (Bai et al., 2023, arXiv 2308.12966) with layers of its own."""
+    """Qwen-VL (Bai et al., 2023, arXiv 2308.12966), run by mindie_mm's own modules."""
 
     model_types = ("qwen",)
     published = "Qwen/Qwen-VL-Chat"
@@ -427,8 +429,8 @@ class QwenVL(Family):
         if not (file := checkpoint.path / "qwen.tiktoken").is_file():
             if not checkpoint.has("tokenizer.json"):
                 raise UnsupportedCheckpoint(
-                    f"{checkpoint.path} has neither qwen.tiktoken nor a tokenizer.json; take qwen.tiktoken from the "
-                    f"repository that the checkpoint was made of, such as {cls.published}"
+                    f"{checkpoint.path} has neither qwen.tiktoken nor a tokenizer.json; copy qwen.tiktoken "
+                    f"from the original repository, such as {cls.published}"
                 )
             return super().tokenizer(checkpoint)
         check_pointer(file)
@@ -436,29 +438,32 @@ class QwenVL(Family):
 
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json, completed with defaults. Raise UnsupportedCheckpoint for unsupported settings."""
+    """Return the contents of config.json, completed with defaults.
+
+    Raise UnsupportedCheckpoint for unsupported settings.
+    """
     where = f"{checkpoint.path}/config.json"
     config = KEYS.complete(checkpoint.config, where)
     visual, width = config["visual"], config["hidden_size"]
     heads, channels = config["num_attention_heads"], config["kv_channels"]
     if heads * channels != width:
         raise UnsupportedCheckpoint(
-            f"{where}: num_attention_heads is {heads!r}, kv_channels is {channels!r}, hidden_size is {width!r}, which "
-            "must be the product of the others"
+            f"{where}: hidden_size is {width!r}; it must be num_attention_heads, {heads!r}, times kv_channels, "
+            f"{channels!r}"
         )
     if visual["output_dim"] != width:
         raise UnsupportedCheckpoint(
-            f"{where}: visual.output_dim is {visual['output_dim']!r}, it must be hidden_size, {width}"
+            f"{where}: visual.output_dim is {visual['output_dim']!r}; it must equal hidden_size, {width}"
         )
     if math.isqrt(visual["n_queries"]) ** 2 != visual["n_queries"]:
-        raise UnsupportedCheckpoint(f"{where}: visual.n_queries is {visual['n_queries']}, it must be a square")
+        raise UnsupportedCheckpoint(f"{where}: visual.n_queries is {visual['n_queries']}; it must be a square number")
     return config
 
 
 def _stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return the end tokens of the checkpoint.
 
-    Chat models also end at <|im_start|> and <|im_end|>.
+    Answers of chat models also stop at <|im_start|> and <|im_end|>.
     """
     end_of_text = checkpoint.config["visual"]["image_start_id"] - len(_CONTROL) - len(_TAGS)
     own = eos_token_ids(checkpoint, [end_of_text])
@@ -473,7 +478,7 @@ def _read_ranks(data: bytes, checkpoint: Checkpoint) -> dict[bytes, int]:
         pairs = [line.split() for line in data.splitlines() if line]
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
     except ValueError as error:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} has a qwen.tiktoken that cannot be read: {error}") from error
+        raise UnsupportedCheckpoint(f"{checkpoint.path} has an unreadable qwen.tiktoken: {error}") from error
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise UnsupportedCheckpoint(f"{checkpoint.path}: the ranks of qwen.tiktoken are not 0 to {len(ranks) - 1}")
     return ranks
@@ -487,7 +492,7 @@ def fast_tokenizer(ranks: Mapping[bytes, int], checkpoint: Checkpoint) -> Any:
 
     letters = bytes_to_unicode()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    # All splits of a token into two other tokens, lowest rank first. tiktoken merges in this order without a list.
+    # List all splits of a token into two other tokens, lowest rank first. tiktoken merges in this order without a list.
     merges = [
         (spelled[token[:cut]], spelled[token[cut:]])
         for token in sorted(ranks, key=ranks.__getitem__)

@@ -32,9 +32,9 @@ _VIDEO_TEMPLATE = (
     "{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 _FPS_OF_FRAMES = 24
-"""Rate that the reference assumes for frames without one, in frames per second."""
+"""Frame rate that the reference assumes for frames without a rate, in frames per second."""
 _SKIPPED_S = 1
-"""Seconds at either end of a long video from which no frames are sampled."""
+"""Duration at each end of a long video from which no frames are sampled, in seconds."""
 _SMALL = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -46,8 +46,8 @@ _ONES, _TENS = _SMALL.split(), _TENTHS.split()
 class SmolVLMProcessor(Idefics3Processor):
     """Processor of SmolVLM. Images are processed as in Idefics3.
 
-    The block of a video holds `pixel_values`, uint8 [frames, side, side, 3]. Its grid is the duration, followed by the
-    time of each frame, all in whole seconds.
+    The block of a video contains `pixel_values`, uint8 [frames, side, side, 3]. Its grid is the duration, followed by
+    the time of each frame, all in whole seconds.
     """
 
     config_name = "SmolVLMConfig"
@@ -65,7 +65,7 @@ class SmolVLMProcessor(Idefics3Processor):
         check_settings(settings, {"do_resize": True}, where)
         self._frame_size = read_size(settings["size"], where)
         if (side := tile_side(settings, where)) != self.side:
-            raise UnsupportedCheckpoint(f"{where}: frames are of {side} pixels a side, tiles of {self.side}")
+            raise UnsupportedCheckpoint(f"{where}: frames have {side} pixels per side, but tiles have {self.side}")
         self._frame_resample = resample_of(settings, where)
         self.normalizations["video"] = Normalization.read(settings)
         self._num_frames: int | None = sampling.get("max_frames", settings.get("num_frames"))
@@ -125,7 +125,7 @@ class SmolVLMProcessor(Idefics3Processor):
     def _sample(self, video: Video, options: MediaOptions) -> list[int]:
         """Return the ascending indices of the sampled frames.
 
-        Frames that the caller supplies are all taken unless the options ask for fewer.
+        If the caller supplies frames, all of them are taken unless the options ask for fewer.
         """
         check_asked(video, options)
         total, fps = video.num_frames, video.fps
@@ -134,7 +134,7 @@ class SmolVLMProcessor(Idefics3Processor):
         most = options.num_frames or options.max_frames or self._num_frames
         rate = options.fps or self._fps
         if most is None or rate is None:
-            raise InputError("the checkpoint names no fps or no num_frames to sample a video by")
+            raise InputError("the checkpoint has no fps or no num_frames for sampling videos")
         count = num_taken(min(round(rate * total / fps), most), video, options, self._limit)
         start, end = 0, total - 1
         if total / fps - 2 * _SKIPPED_S > most * rate:

@@ -1,1 +1,1 @@
-"""The contract of model families, and code that families share: paged attention, splicing and weights."""
+"""The interface of model families, and code that the families share: paged attention, splicing and weights."""

@@ -16,7 +16,7 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.paged_batch import Decode, PagedBatch, Prefill
 
 NAME = "mindie_mm_paged"
-"""Name under which `attend` is registered with transformers. Set it in the text config only. Towers keep sdpa."""
+"""Name under which `attend` is registered with transformers. Only the text config uses it, because towers keep sdpa."""
 
 
 def attend(
@@ -42,11 +42,11 @@ def attend(
         value: [1, kv_heads, T, head_dim].
         attention_mask: Ignored, because `paged` determines the mask.
         scaling: Factor of the scores.
-        paged: The attention of each row, and the KV cache.
-        sliding_window: Number of tokens, with the token itself, that a token attends to backwards. It does not limit
-            attention to later tokens of the same bidirectional span. None means no limit.
-        s_aux: Attention sinks. No kernel here supports them.
-        softcap: Cap of the scores. No kernel here supports it.
+        paged: The tokens that each row attends to, and the KV cache.
+        sliding_window: Maximum number of tokens that a token attends to, counted backwards from the token itself.
+            Attention to later tokens of the same bidirectional span is not limited. None means no limit.
+        s_aux: Attention sinks. They must be None, because no kernel here supports them.
+        softcap: Cap of the scores. It must be None, because no kernel here supports it.
 
     Returns:
         [1, T, heads, head_dim], and None for the attention weights.
@@ -58,7 +58,7 @@ def attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     if s_aux is not None or softcap is not None:
         raise UnsupportedCheckpoint(
-            f"{type(module).__name__} has attention sinks or capped scores, which is not served"
+            f"{type(module).__name__} has attention sinks or softcapped scores, which are not supported"
         )
     return paged_attention(layer, query[0], key[0], value[0], paged, scaling, sliding_window).unsqueeze(0), None
 
@@ -79,7 +79,7 @@ def paged_attention(
         query: [heads, T, head_dim].
         key: [kv_heads, T, head_dim].
         value: [kv_heads, T, value_head_dim].
-        paged: The attention of each row, and the KV cache.
+        paged: The tokens that each row attends to, and the KV cache.
         scaling: Factor of the scores.
         sliding_window: As in `attend`.
 
@@ -99,7 +99,7 @@ def paged_attention(
             and kernels.attends(query, *cached, paged.num_sequences, paged.longest)
         ):
             return kernels.attend(query, *cached, paged.rows, scaling)
-    match paged.prefills, paged.decodes:  # a single part needs no output buffer
+    match paged.prefills, paged.decodes:  # a batch with a single part needs no output buffer
         case [prefill], []:
             return _prefill(query, key, value, cached, prefill, scaling, sliding_window)
         case [], [decode]:
@@ -125,7 +125,7 @@ def _prefill(
     scaling: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """Attend from query [heads, n, head_dim] to key and value [kv_heads, n, head_dim] and the pages before them.
+    """Compute attention from query [heads, n, head_dim] to key and value [kv_heads, n, head_dim] and to earlier pages.
 
     Return [n, heads, value_head_dim].
     """
@@ -142,11 +142,11 @@ def _prefill(
             own = span_ids[prefill.context :].unsqueeze(1)
             mask |= (own == span_ids) & (own >= 0)
         if sliding_window is not None:
-            # The window cuts off the past of a longer span, but not its future, as in transformers' Gemma 3.
+            # As in transformers' Gemma 3, the window limits attention to earlier tokens of a span, not to later ones.
             mask &= to > at - sliding_window
     grouped = query.shape[0] != key.shape[0]
     if grouped and query.device.type != "cpu" and (mask is not None or query.dtype == torch.float32):
-        # No GPU kernel takes grouped heads with a mask or in float32. The fallback would keep all scores in memory.
+        # No GPU kernel supports grouped heads with a mask or in float32. The fallback would keep all scores in memory.
         key, value = (part.repeat_interleave(query.shape[0] // part.shape[0], dim=0) for part in (key, value))
         grouped = False
     return scaled_dot_product_attention(
@@ -163,9 +163,9 @@ def _prefill(
 def _decode(
     query: Tensor, keys: Tensor, values: Tensor, decode: Decode, scaling: float, sliding_window: int | None
 ) -> Tensor:
-    """Attend from query [heads, S, head_dim] to the pages. Return [S, heads, value_head_dim]."""
+    """Compute attention from query [heads, S, head_dim] to the pages. Return [S, heads, value_head_dim]."""
     count, kv_heads = query.shape[1], keys.shape[2]
-    # Heads that share a key-value head become its queries, so that no keys are copied.
+    # Treat query heads that share a key-value head as several queries of one head, so that no keys are copied.
     query = query.transpose(0, 1).reshape(count, kv_heads, -1, query.shape[-1])
     k, v = (
         pages.index_select(0, decode.blocks).view(count, -1, kv_heads, pages.shape[-1]).transpose(1, 2)

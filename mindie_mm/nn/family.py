@@ -1,7 +1,7 @@
-"""The contract of a model family, between a file in `mindie_mm/models` and the rest of the package.
+"""The interface between a model family, which is a file in `mindie_mm/models`, and the rest of the package.
 
-A family file defines one subclass of `Family`. Its `Processor` runs in the tokenizer and the decoder processes. It
-needs no weights and no device, and is cheap to import. Its `Model` runs next to the accelerator.
+A family file defines one subclass of `Family`. The family's `Processor` runs in the tokenizer and decoder processes,
+needs neither weights nor a device, and is cheap to import. The family's `Model` runs in the engine process.
 """
 
 from __future__ import annotations
@@ -32,20 +32,29 @@ from mindie_mm.shm import ArraySpec
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """The ids that stand for one media item: `before`, then `token` once per feature, then `after`."""
+    """The ids that represent one media item in a prompt: `before`, then `token` once per feature, then `after`."""
 
     before: tuple[int, ...]
-    """Ids in front of the item, such as `<|vision_start|>`. The chat template adds them, or `tokenize` without one."""
+    """Ids before the item, such as `<|vision_start|>`.
+
+    The chat template adds them, or `tokenize` if there is no template.
+    """
     token: int
     """The id repeated once per feature. Handle words replace the first of these ids."""
     after: tuple[int, ...]
-    """Ids behind the item."""
+    """Ids after the item."""
     marker: str | None = None
-    """Text of one item in a rendered prompt: a control token or plain text. None means the spelling of `token`."""
+    """Text that represents one item in a rendered prompt: a control token or plain text.
+
+    None means the text of `token`.
+    """
     caption: tuple[str, str] = ("", "")
-    """Text before and after an item in a prompt without a template. `{}` is the item's number in its kind, from 1."""
+    """Text before and after an item in a prompt without a template.
+
+    `{}` is the number of the item among the items of its kind, counted from 1.
+    """
     control_ids: tuple[int, ...] = ()
-    """Ids that text must never encode to, although they are ordinary pieces of the vocabulary, not added tokens."""
+    """Ids that text must never encode to, although they are ordinary vocabulary entries, not added tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,61 +62,68 @@ class Spelling:
     """The text and ids that replace the marker of one item in a prompt."""
 
     text: str | None = None
-    """Text that replaces the marker before the prompt is encoded. It spells the placeholder's token once per run.
+    """Text that replaces the marker before the prompt is encoded. None keeps the marker.
 
-    None keeps the marker.
+    The text contains the placeholder's token once for each entry of `runs`.
     """
     runs: Sequence[Sequence[int]] | None = None
-    """Ids of each run. The placeholder's token takes a feature. Other ids keep their own embedding.
+    """Ids that replace each placeholder token of the text.
 
-    None means a single run that repeats the token once per feature.
+    Among these ids, each placeholder id takes a feature, and other ids keep their own embedding. None means that a
+    single token is replaced by one placeholder id per feature.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan for turning one media item into arrays in shared memory. It is made before anything is allocated."""
+    """A plan for turning one media item into arrays in shared memory. The plan is made before anything is allocated."""
 
     num_features: int
-    """Number of features of the item, and so of its slots."""
+    """Number of features of the item, which is also the number of its placeholder ids."""
     specs: Mapping[str, ArraySpec]
-    """Arrays of the block. The handle words carry the dtype and shape of the first one."""
+    """Arrays of the block. The handle words contain the dtype and shape of the first array."""
     settings: str
-    """Every preprocessing setting that shapes the arrays, as text. It is hashed with the source into the digest."""
+    """Every preprocessing setting that affects the arrays, as text.
+
+    The digest is a hash of this text and the source.
+    """
     write: Callable[[Mapping[str, np.ndarray[Any, Any]]], None]
-    """Function that decodes and preprocesses the item into the arrays of `specs`, or into those of `mindie_specs`."""
+    """Function that decodes and preprocesses the item into the arrays of `specs` or of `mindie_specs`."""
     grid: tuple[int, ...] = ()
-    """The family's own geometry, such as patches (t, h, w). The model reads it from `MediaShape.grid`."""
+    """Geometry that only the family interprets, such as patches (t, h, w).
+
+    The model reads it from `MediaShape.grid`.
+    """
     mindie_specs: Mapping[str, ArraySpec] = field(default_factory=dict)
-    """Arrays on MindIE's wire. The keys are the field names of the kind's layout."""
+    """Arrays of the item in MindIE's wire format. The keys are the field names of the kind's layout."""
 
 
 class Processor(ABC):
-    """The half of a family that runs in the tokenizer and the decoder processes."""
+    """The part of a family that runs in the tokenizer and decoder processes."""
 
     traits: ClassVar[Traits] = Traits()
-    """Traits in which this family differs from most."""
+    """The ways in which this family differs from most other families."""
 
     feature_width: int
-    """Columns of a feature: the sum of `ModelSpec.hidden_size` and `ModelSpec.extra_width`."""
+    """Number of columns of a feature: the sum of `ModelSpec.hidden_size` and `ModelSpec.extra_width`."""
     placeholders: Mapping[Kind, Placeholder]
-    """Placeholder of each kind of media that the family takes."""
+    """Placeholder of each kind of media that the family supports."""
 
     @abstractmethod
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Read the settings of the checkpoint.
 
         Raises:
-            UnsupportedCheckpoint: The checkpoint needs a feature that the family does not serve.
+            UnsupportedCheckpoint: The checkpoint needs a feature that the family does not support.
 
         """
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
-        """Return the chat template for a conversation with media. Choose the same template as the reference.
+        """Return the chat template for a conversation with media. Choose the same template as the reference processor.
 
         Args:
-            own: Jinja source in the checkpoint's processor. None if it has none.
-            tokenizers: Jinja source in the checkpoint's tokenizer. None if it has none.
+            own: Jinja source in the checkpoint's processor files, or None.
+            tokenizers: Jinja source in the checkpoint's tokenizer files, or None.
             kinds: Kinds of the items in the conversation.
 
         Returns:
@@ -118,7 +134,7 @@ class Processor(ABC):
 
     @abstractmethod
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        """Plan the arrays of one item. Read no more than the headers of the source where that is enough.
+        """Plan the arrays of one item. Read only the headers of the source if they suffice.
 
         Args:
             media: The item.
@@ -138,16 +154,16 @@ class Processor(ABC):
 
     @abstractmethod
     def worst_case(self, kind: Kind) -> Data:
-        """Return data of an item of `kind` with `max_tokens` features or nearly as many.
+        """Return the data of an item of `kind` that has `max_tokens` features or nearly as many.
 
-        Start-up measures memory with it.
+        The engine measures its memory use with this item when it starts.
         """
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        """Return the spelling of an item in the prompt, or None if the model never produces such an item.
+        """Return the spelling of an item in the prompt, or None if no item can have these features and this grid.
 
-        Precomputed embeddings are checked against this method. By default, every item of a kind has `max_tokens`
-        features and no grid.
+        This method also validates requests with precomputed embeddings. By default, every item of a kind has
+        `max_tokens` features and no grid.
 
         Args:
             kind: Kind of the item.
@@ -158,7 +174,7 @@ class Processor(ABC):
         return Spelling() if not grid and num_features == self.max_tokens(kind) else None
 
     def prompt_text(self, text: str) -> str:
-        """Return the text of a rendered prompt as the reference processor rewrites it before encoding.
+        """Rewrite the text of a rendered prompt as the reference processor does before encoding.
 
         Raises:
             InputError: The reference processor does not accept the text.
@@ -167,7 +183,7 @@ class Processor(ABC):
         return text
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
-        """Add the ids that the reference processor puts around an encoded prompt. Its items are not yet expanded."""
+        """Add the ids that the reference processor puts around an encoded prompt. Items are not expanded yet."""
         return ids
 
     def pictures(self, arrays: Mapping[str, NDArray[Any]], grid: tuple[int, ...]) -> list[NDArray[np.uint8]]:
@@ -178,7 +194,7 @@ class Processor(ABC):
             grid: The item's `Plan.grid`.
 
         Returns:
-            Images, uint8 [height, width, 3] each. Empty if the arrays hold no pixels.
+            Images, uint8 [height, width, 3] each. Empty if the arrays contain no pixels.
 
         """
         shown = [array for array in arrays.values() if array.ndim >= 3 and array.shape[-1] == 3]
@@ -186,18 +202,21 @@ class Processor(ABC):
 
 
 class Family(ABC):
-    """A model family, and the entry point to the other classes of this contract."""
+    """A model family, from which the rest of the package gets the processor and the model."""
 
     model_types: ClassVar[tuple[str, ...]]
-    """Values of `model_type` in config.json that this family serves."""
+    """Values of `model_type` in config.json that this family supports."""
     published: ClassVar[str] = ""
-    """Repository on the Hugging Face Hub in the layout that the family reads. Similar names may have other layouts."""
+    """Hugging Face Hub repository whose layout the family reads.
+
+    Repositories with similar names may have other layouts.
+    """
     kinds: ClassVar[tuple[Kind, ...]]
-    """Kinds of media that the family takes."""
+    """Kinds of media that the family supports."""
     reference: ClassVar[str]
     """Implementation that the tests compare with, such as `transformers' LlavaForConditionalGeneration`."""
     processor: ClassVar[type[Processor]]
-    """The half that runs in the tokenizer."""
+    """Class of the family's processor."""
 
     @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
@@ -211,9 +230,9 @@ class Family(ABC):
 
     @classmethod
     def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint as the family reads it, translated in memory if its layout is its authors' own.
+        """Return the checkpoint in the layout that the family reads. Translate other layouts in memory.
 
-        Code that reads further files of the checkpoint must read them from the translated one.
+        Code that reads other files of the checkpoint must read them from the returned checkpoint.
 
         Raises:
             UnsupportedCheckpoint: The checkpoint cannot be translated.
@@ -236,20 +255,20 @@ class Family(ABC):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        """Return the checkpoint's fast tokenizer of transformers.
+        """Return the checkpoint's tokenizer as a fast tokenizer of transformers.
 
         Raises:
-            UnsupportedCheckpoint: The checkpoint has no such tokenizer.
+            UnsupportedCheckpoint: The checkpoint has no readable tokenizer, or no fast one.
 
         """
-        from transformers import AutoTokenizer  # late: the import takes a second, and mere clients do not need it
+        from transformers import AutoTokenizer  # imported late: the import takes a second, and clients do not need it
 
         checkpoint.check_tokenizer()
         try:
             tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             checkpoint.json("tokenizer.json")  # raises an error that names the file if it is truncated
-            raise UnsupportedCheckpoint(f"{checkpoint.path} has no tokenizer that can be read: {error}") from error
+            raise UnsupportedCheckpoint(f"{checkpoint.path} has no readable tokenizer: {error}") from error
         if not tokenizer.is_fast:
             checkpoint.tokenizer_json()  # raises an error with advice if the file is missing
             raise UnsupportedCheckpoint(
@@ -260,18 +279,18 @@ class Family(ABC):
 
 
 class PretrainedFamily(Family):
-    """A family whose network is a class of transformers. A subclass names that class, its processor and its model."""
+    """A family whose network is a transformers class. A subclass sets `module_name`, `processor` and `model_class`."""
 
     module_name: ClassVar[str]
     """Name of the transformers class of the whole model."""
     model_class: ClassVar[type[Any]]
     """The `Model` subclass. It is constructed with the loaded module, its `ModelSpec` and the processor."""
     unused_weights: ClassVar[tuple[str, ...]] = ()
-    """Patterns (fnmatch) of weights in published checkpoints that the module does not have."""
+    """Patterns (fnmatch) for names of weights that published checkpoints have and the module lacks."""
     default_theta: ClassVar[float | None] = None
     """Base of the rotary frequencies if config.json has none. None means the default of the installed transformers."""
     other_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys of config.json that the transformers class lacks. The family reads them, or they change no answer."""
+    """Keys of config.json that the transformers class lacks. The family reads them, or they do not affect answers."""
 
     def __init_subclass__(cls) -> None:
         """Set `reference` to the transformers class unless the subclass sets it."""
@@ -280,7 +299,7 @@ class PretrainedFamily(Family):
     @classmethod
     def module_class(cls) -> type[Any]:
         """Return the transformers class named `module_name`."""
-        import transformers  # late: its layers take seconds to import, and a tokenizer process never needs them
+        import transformers  # imported late: takes seconds, and tokenizer processes do not need it
 
         found: type[Any] = getattr(transformers, cls.module_name)
         return found
@@ -289,12 +308,12 @@ class PretrainedFamily(Family):
     def config_class(cls) -> type[Any]:
         """Return the configuration class of `module_class`.
 
-        The layers are imported only if transformers maps none of the family's model types to a configuration.
+        The modeling code is imported only if transformers maps none of the family's model types to a configuration.
         """
-        from transformers import CONFIG_MAPPING  # late, as above
+        from transformers import CONFIG_MAPPING  # imported late, as above
 
         found: type[Any]
-        for model_type in reversed(cls.model_types):  # the last of several is the module's own
+        for model_type in reversed(cls.model_types):  # the last model type belongs to `module_name`
             if model_type in CONFIG_MAPPING:
                 found = CONFIG_MAPPING[model_type]
                 return found
@@ -335,7 +354,7 @@ class PretrainedFamily(Family):
 
 def _untranslated(family: type[Family], checkpoint: Checkpoint, translated: Checkpoint) -> Iterator[str]:
     """Yield the keys of the original config.json that have no effect on `translated`."""
-    files = {"tokenizer.json": translated.json("tokenizer.json")}  # made once, because it may take a second
+    files = {"tokenizer.json": translated.json("tokenizer.json")}  # translated once, because that may take a second
 
     def translate(stated: dict[str, Any]) -> Any:
         return family.translated(replace(checkpoint.with_files(files), config=stated)).contents
@@ -344,7 +363,10 @@ def _untranslated(family: type[Family], checkpoint: Checkpoint, translated: Chec
 
 
 def _published(name: str, checkpoint: Checkpoint, translated: Checkpoint) -> str:
-    """Return the original name of a key of the translated config.json. Its section may have another name there."""
+    """Return the name that a key of the translated config.json has in the original file.
+
+    The section of the key may have another name in the original file.
+    """
     section, _, key = name.partition(".")
     if not key or section in checkpoint.config:
         return name
@@ -354,7 +376,7 @@ def _published(name: str, checkpoint: Checkpoint, translated: Checkpoint) -> str
 
 
 def _as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:
-    """Scale pixels that were stored normalised, so that their minimum becomes 0 and their maximum 255."""
+    """Scale normalized pixels so that their minimum becomes 0 and their maximum 255. Return uint8 pixels unchanged."""
     if pixels.dtype == np.uint8:
         return pixels
     least, most = pixels.min(), pixels.max()

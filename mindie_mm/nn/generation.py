@@ -1,6 +1,6 @@
-"""Constraints of a checkpoint on the tokens of its answers, by logits processors of transformers.
+"""A checkpoint's constraints on the tokens of answers, applied by logits processors of transformers.
 
-They apply to every request, whatever its parameters.
+The constraints apply to every request, whatever its parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindie_mm.errors import UnsupportedCheckpoint
 
 _log = logging.getLogger(__name__)
 
-# Settings that change the answers of transformers' `generate`, with the values that change nothing.
+# Unsupported settings that change the answers of transformers' `generate`, with the values that have no effect.
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "constraints": (None,),
     "diversity_penalty": (None, 0.0),
@@ -36,19 +36,20 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 class GenerationRules:
     """The tokens that a checkpoint forces or suppresses.
 
-    The checkpoint's sampling settings and lengths are ignored, because each request sets its own.
+    The checkpoint's sampling parameters and length limits are ignored, because each request sets its own.
     """
 
     def __init__(self, configs: Sequence[Any], where: str, device: torch.device) -> None:
         """Read the generation settings.
 
         Args:
-            configs: Objects of transformers' GenerationConfig. The first one that has a setting takes precedence.
+            configs: Instances of transformers' GenerationConfig. Each setting is read from the first instance that has
+                it.
             where: Path of the checkpoint, for messages.
-            device: Where the logits are.
+            device: Device of the logits.
 
         Raises:
-            UnsupportedCheckpoint: A setting would change the answers and is not served.
+            UnsupportedCheckpoint: A setting that would change the answers is not supported.
 
         """
         from transformers.generation import logits_process as rules
@@ -60,13 +61,13 @@ class GenerationRules:
         _check({name: stated(name) for name in (*_NOT_SERVED, "num_beams")}, where)
         start, bos = stated("decoder_start_token_id"), stated("bos_token_id")
         if start is None and bos is None:
-            raise UnsupportedCheckpoint(f"{where}: its generation config has no decoder_start_token_id")
+            raise UnsupportedCheckpoint(f"{where}: the generation config has no decoder_start_token_id")
         self.start_token_id: int = bos if start is None else start
         """The decoder's first input."""
         self.eos_token_ids = _ids(stated("eos_token_id"))
         """Tokens that end an answer."""
         self.forced_eos_token_ids = _ids(stated("forced_eos_token_id"))
-        """Tokens allowed as the last token of an answer of maximum length. If empty, all are allowed."""
+        """Tokens that may end an answer of the maximum length. If empty, any token may."""
         forced_bos = stated("forced_bos_token_id")
         self._rules = rules.LogitsProcessorList()
         if size := stated("no_repeat_ngram_size"):
@@ -88,7 +89,7 @@ class GenerationRules:
         Args:
             row: Logits, float32 [vocabulary].
             output_ids: Tokens of the answer so far.
-            last: Whether the next token is the last one that the answer may have.
+            last: Whether the next token is the last token that the answer may have.
 
         """
         scores = row.unsqueeze(0)
@@ -97,7 +98,7 @@ class GenerationRules:
             scores = self._rules(ids, scores)
         if last and self.forced_eos_token_ids:
             scores = torch.full_like(scores, -torch.inf)
-            for token in self.forced_eos_token_ids:  # a list as the index would be copied, with a wait for the device
+            for token in self.forced_eos_token_ids:  # indexing by a list would wait for the device
                 scores[:, token] = 0
         if self._barred:
             scores = self._barred(ids, scores)
@@ -107,10 +108,12 @@ class GenerationRules:
 def _check(settings: Mapping[str, Any], where: str) -> None:
     for name, neutral in _NOT_SERVED.items():
         if (value := settings[name]) not in neutral:
-            raise UnsupportedCheckpoint(f"{where}: its generation config has {name} {value!r}, which is not served")
+            raise UnsupportedCheckpoint(f"{where}: the generation config has {name} {value!r}, which is not supported")
     if (beams := settings["num_beams"] or 1) > 1:
         # Beams only improve the answer at a higher cost, so a checkpoint that wants them can be served without them.
-        _log.warning("%s: its generation config has num_beams %d; answers are decoded without beams", where, beams)
+        _log.warning(
+            "%s: the generation config has num_beams %d; outputs are decoded without beam search", where, beams
+        )
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

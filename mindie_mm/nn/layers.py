@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """RMS normalisation over the last axis, `x / rms(x) * weight`. The statistics are computed in float32."""
+    """RMS normalization over the last axis, `x / rms(x) * weight`. The statistics are computed in float32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -15,16 +15,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise [..., width] of any float dtype. The result has the same dtype."""
+        """Normalize [..., width] of any float dtype. The result has the same dtype."""
         values = hidden.float()
         values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * values.to(hidden.dtype)
 
 
 class PatchProjection(nn.Module):
-    """A convolution over separate patches with one output each, computed as a matrix product.
+    """A convolution that maps each patch to one output vector, computed as a matrix product.
 
-    In oneDNN the convolution takes several times as long (docs/decisions/0020-cpu-speed.md).
+    The convolution of oneDNN takes several times as long (docs/decisions/0020-cpu-speed.md).
     """
 
     def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:
@@ -54,7 +54,7 @@ def rotary_angles(positions: Tensor, width: int, base: float | Tensor) -> tuple[
     Args:
         positions: int64 [T].
         width: Width of a head.
-        base: Base of the frequencies, one number or float [T] with one for each position.
+        base: Base of the frequencies. A number, or float [T] with a base for each position.
 
     """
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width

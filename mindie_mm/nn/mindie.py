@@ -1,7 +1,7 @@
-"""Layouts of media items on MindIE's wire, and the arrays read back from them.
+"""Layouts of media items in MindIE's wire format, and a reader of their arrays.
 
-MindIE's words carry neither dtypes nor names of arrays, so writer and reader must agree on them. A family states them
-in its own file as one `Layout` per kind of media.
+MindIE's handle words contain neither the dtypes nor the names of arrays, so writer and reader must agree on both. A
+family file defines them in one `Layout` per kind of media.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mindie_mm.shm.mindie import (
 
 @dataclass(frozen=True, slots=True)
 class InSegment:
-    """An array in a segment of its own. It takes two slots, for its name word and its shape word."""
+    """An array in its own shared-memory segment. Two handle words encode the segment's name and the array's shape."""
 
     name: str
     dtype: str
@@ -32,31 +32,31 @@ class InSegment:
 
 @dataclass(frozen=True, slots=True)
 class InWord:
-    """An array of one to five integers, int64 [n]. They are packed into one slot as if they were a shape."""
+    """An array of one to five integers, int64 [n]. One handle word encodes them as if they were a shape."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The fields on the first slots of an item of one kind, in order."""
+    """The fields that the handle words of an item encode, in order. Each kind of media has its own layout."""
 
     fields: tuple[InSegment | InWord, ...]
 
     @property
     def num_slots(self) -> int:
-        """Number of words of an item. An item must have at least as many features."""
+        """Number of handle words of an item. An item must have at least as many features."""
         return sum(2 if isinstance(field, InSegment) else 1 for field in self.fields)
 
     def words(self, segments: Mapping[str, str], arrays: Mapping[str, NDArray[Any]]) -> Iterator[int]:
-        """Yield the words of an item.
+        """Yield the handle words of an item.
 
         Args:
             segments: Name of the segment of each `InSegment` field.
             arrays: Array of each field.
 
         Raises:
-            LimitExceeded: A shape, or the integers of an `InWord` field, do not fit into one word.
+            LimitExceeded: A shape or the integers of an `InWord` field do not fit into one handle word.
 
         """
         for field in self.fields:
@@ -68,14 +68,14 @@ class Layout:
 
 
 def attach_words(words: Sequence[int], layouts: Iterable[Layout]) -> SegmentsView:
-    """Attach the arrays of an item. The number of its words selects its layout.
+    """Attach the arrays of an item. The number of handle words determines the layout.
 
     Args:
-        words: All words of the item.
-        layouts: Layouts of the model's family, each with a different number of words.
+        words: All handle words of the item.
+        layouts: Layouts of the model's family, each with a different number of handle words.
 
     Raises:
-        CorruptReference: A word is damaged, or no layout has this number of words.
+        CorruptReference: A handle word is damaged, or no layout has this number of handle words.
         SegmentMissing: A segment does not exist.
         LimitExceeded: A segment is larger than a limit allows.
 
@@ -83,7 +83,9 @@ def attach_words(words: Sequence[int], layouts: Iterable[Layout]) -> SegmentsVie
     lengths = {layout.num_slots: layout for layout in layouts}
     if len(words) not in lengths:
         known = " or ".join(map(str, sorted(lengths))) or "none"
-        raise CorruptReference(f"a run has {len(words)} words of MindIE's wire; items of this model have {known}")
+        raise CorruptReference(
+            f"an item has {len(words)} words of MindIE's wire format; items of this model have {known}"
+        )
     segments: dict[str, SegmentSpec] = {}
     integers: dict[str, list[int]] = {}
     slots = iter(words)

@@ -1,6 +1,6 @@
-"""The half of a family that runs the model, from ids with handle words to logits.
+"""Base classes of decoder-only models, from token ids with handle words to logits.
 
-`seq2seq.py` has the same for encoder-decoders.
+`seq2seq.py` has the base class of encoder-decoder models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mindie_mm.processes import faults
 from mindie_mm.shm.mindie import SegmentsView
 
 EMBEDDINGS = "embeddings"
-"""Name of the array with the features of an item that was given as embeddings: float [num_features, width]."""
+"""Name of the array that holds the features if an item was given as embeddings, float [num_features, width]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,18 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a sequence. Tokens outside the logits are dropped, because the model cannot produce them."""
+    """Ids of the tokens that end a sequence.
+
+    Ids outside [0, vocab_size) are dropped, because the model cannot produce them.
+    """
     device: torch.device
     dtype: torch.dtype
     value_head_dim: int | None = None
-    """Width of the values if it differs from that of the keys, `head_dim`."""
+    """Width of the values. None means `head_dim`, the width of the keys."""
     embedding_size: int | None = None
-    """Number of ids that a prompt may hold if it is greater than `vocab_size`."""
+    """Number of different ids that a prompt may contain. None means `vocab_size`."""
     extra_width: int = 0
-    """Number of columns of a feature after the first `hidden_size`. `decode` takes them as `extra`."""
+    """Number of columns of a feature beyond `hidden_size`. They are passed to `decode` as `extra`."""
 
     def __post_init__(self) -> None:
         known = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
@@ -119,30 +122,30 @@ class MediaModel(ABC):
     module: Any
     """The nn.Module of the whole model."""
     traits: ClassVar[Traits] = Traits()
-    """Traits in which this model differs from most."""
+    """The ways in which this model differs from most other models."""
 
     @abstractmethod
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """Copy the items' arrays to the device and run the tower on them.
 
         Returns:
-            Features of each item, [num_features, hidden_size + extra_width], in the order of its slots.
+            Features of each item, [num_features, hidden_size + extra_width], in the order of its placeholders.
 
         """
 
     def describe_segments(self, view: SegmentsView) -> MediaShape:
-        """Return the shape of an item on MindIE's wire.
+        """Return the shape of an item in MindIE's wire format.
 
         Raises:
             CorruptReference: The arrays do not belong to this family.
 
         """
-        raise CorruptReference(f"the segments hold {', '.join(view)}, none of this model's")
+        raise CorruptReference(f"the segments hold {', '.join(view)}; none of these arrays belongs to this model")
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         """Return the media items that the handle words in `ids` refer to. `ids` is int64 [T].
 
-        It raises the errors of `read_media`.
+        This method raises the errors of `read_media`.
         """
         return read_media(ids, self._describe, self.traits.mindie_layouts.values())
 
@@ -154,9 +157,9 @@ class MediaModel(ABC):
         """Return the features of each item.
 
         Raises:
-            StaleReference: A block was freed or reused during reading.
-            FeatureCountMismatch: An item has more or fewer features than slots.
-            CorruptReference: Given embeddings have the wrong width.
+            StaleReference: A block was freed or reused while it was read.
+            FeatureCountMismatch: An item has more or fewer features than placeholders.
+            CorruptReference: Embeddings that were given instead of media have the wrong width.
 
         """
         try:
@@ -164,7 +167,7 @@ class MediaModel(ABC):
             faults.point("mid-tower")
         finally:
             settle(self.spec.device)
-            # Verify even if the tower failed: a block with other content may be the cause.
+            # Verify even if the tower failed, because the cause may be a block that was reused.
             for item in items:
                 item.view.verify()
         return features
@@ -177,14 +180,16 @@ class MediaModel(ABC):
         for item, rows in zip(items, features, strict=True):
             if len(rows) != item.shape.num_features:
                 raise FeatureCountMismatch(
-                    f"the {item.shape.kind} has {item.shape.num_features} slots, its features are {len(rows)}"
+                    f"the {item.shape.kind} has {item.shape.num_features} slots, but {len(rows)} features"
                 )
         return features
 
     def _given(self, item: MediaItem) -> Tensor:
         width, expected = item.view[EMBEDDINGS].shape[1], self.spec.hidden_size + self.spec.extra_width
         if width != expected:
-            raise CorruptReference(f"the {item.shape.kind}'s embeddings are {width} wide, the model's {expected}")
+            raise CorruptReference(
+                f"the embeddings of the {item.shape.kind} have width {width}; the model needs {expected}"
+            )
         return to_device(item.view, EMBEDDINGS, self.spec.device).to(self.spec.dtype, copy=True)
 
 
@@ -192,24 +197,24 @@ class Model(MediaModel):
     """A loaded decoder-only model. Each family implements its tower, positions and layers."""
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
-        """Return the positions of a prompt of `length` tokens. By default they are the token indices."""
+        """Return the positions of a prompt of `length` tokens. By default, they are the token indices."""
         return Positions(torch.arange(length).unsqueeze(0))
 
     def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
         """Return the bidirectional spans of a prompt of `length` tokens.
 
-        All tokens from the first to the last of a span are computed in one step.
+        One step computes all tokens from the first to the last of a span.
 
         Returns:
-            int64 [length], the number of each token's span, from 0, or -1 for causal attention. Tokens of one span
-            attend to each other in both directions. None if all attention is causal.
+            int64 [length]. The number of each token's span, counted from 0, or -1 for causal attention. Tokens of one
+            span attend to each other in both directions. None if all attention is causal.
 
         """
         return None
 
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings [T, hidden] of ids, int64 [T], that contain no handle words."""
+        """Return the embeddings [T, hidden] of token ids, int64 [T]. The ids contain no handle words."""
 
     @abstractmethod
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
@@ -218,9 +223,9 @@ class Model(MediaModel):
         Args:
             hidden: Embeddings, [T, hidden].
             positions: int64 [axes, T].
-            paged: The attention of each row, and the KV cache.
-            extra: Further columns of the features, [T, extra_width], zero in rows without a feature. None if
-                `extra_width` is 0 or the batch has no media.
+            paged: The tokens that each row attends to, and the KV cache.
+            extra: Columns of the features beyond `hidden_size`, [T, extra_width]. They are zero in rows without a
+                feature. None if `extra_width` is 0 or the batch has no media.
 
         Returns:
             Hidden states, [T, hidden].
@@ -238,10 +243,10 @@ class Model(MediaModel):
         """Compute the final hidden states of a flat batch.
 
         Args:
-            input_ids: int64 [T]. Handle words may stand on slots that `splices` overwrites.
+            input_ids: int64 [T]. Rows that `splices` overwrites may contain handle words.
             positions: int64 [axes, T].
-            splices: Features and their rows.
-            paged: The attention of each row, and the KV cache.
+            splices: Features, and the rows that they replace.
+            paged: The tokens that each row attends to, and the KV cache.
             rows: int64 [rows], the rows to return. None means all.
 
         Returns:
@@ -260,16 +265,16 @@ class Model(MediaModel):
         return splice(extra, [Splice(piece.rows, piece.features[:, width:]) for piece in splices])
 
     def logits(self, input_ids: Tensor) -> Tensor:
-        """Return the logits, float32 [T, vocabulary], of one whole sequence of ids with handle words, int64 [T].
+        """Return the logits of one whole sequence, float32 [T, vocabulary].
 
-        No KV cache is used.
+        `input_ids` is int64 [T] and may contain handle words. No KV cache is used.
         """
         return packed_logits(self, [input_ids])[0]
 
 
 @torch.inference_mode()
 def packed_logits(model: Model, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits of several whole sequences, as `Model.logits` does. They are computed in one flat batch."""
+    """Return the logits of each sequence, as `Model.logits` does. One flat batch computes all of them."""
     plain: list[Tensor] = []
     positions: list[Tensor] = []
     chunks: list[Chunk] = []

@@ -16,19 +16,19 @@ from mindie_mm.shm import ArraySpec
 
 
 class OneSizeProcessor(Processor):
-    """A processor that resizes every image to one size. A family's constructor sets the attributes.
+    """A processor that resizes every image to one size. The constructor of a subclass sets the attributes.
 
-    A block holds `pixel_values`, uint8 [1, height, width, 3].
+    A block contains `pixel_values`, uint8 [1, height, width, 3].
     """
 
     normalizations: Mapping[Kind, Normalization]
-    """Normalisation that the model applies to the pixels of each kind."""
+    """Normalization that the model applies to the pixels of each kind."""
     num_features: int
     """Number of features of every image."""
     steps: Preprocess
     """Preprocessing that resizes an image to `size`."""
     size: tuple[int, int]
-    """Height and width that the tower takes, in pixels."""
+    """Height and width of the tower's input, in pixels."""
 
     def max_tokens(self, kind: Kind) -> int:
         return self.num_features

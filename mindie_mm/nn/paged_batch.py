@@ -1,6 +1,7 @@
 """A flat batch of sequences over a paged KV cache.
 
-A flat batch concatenates the tokens of all its sequences. The decoder of transformers receives a batch of one, [1, T].
+A flat batch concatenates the tokens of all its sequences. The decoder of transformers receives this batch as a batch of
+size one, [1, T].
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from mindie_mm.device import Rows, block_table, upload, zeros
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """Keys and values of every layer, in blocks. A sequence may hold any blocks in any order."""
+    """The keys and values of every layer, in KV blocks. A sequence may use any blocks in any order."""
 
     keys: tuple[Tensor, ...]
     """Keys of each layer, [blocks + 1, block_size, kv_heads, head_dim]. The last block is padding and stays zero."""
     values: tuple[Tensor, ...]
     """Values of each layer, [blocks + 1, block_size, kv_heads, value_head_dim]."""
     block_size: int
-    """Tokens in a block."""
+    """Number of tokens in a block."""
 
     @classmethod
     def allocate(
@@ -41,10 +42,10 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PagedCache:
-        """Allocate zeroed pages.
+        """Allocate a cache whose values are zero.
 
-        Attention reads the unused tail of a block, under a mask. The tail must therefore hold finite values. See
-        `clear`.
+        Attention also reads the unused tail of a block, under a mask. The tail must therefore contain finite values.
+        See `clear`.
         """
         shape = (num_blocks + 1, block_size, num_kv_heads)
         keys, values = (
@@ -55,11 +56,11 @@ class PagedCache:
 
     @property
     def padding(self) -> int:
-        """Index of the padding block, which no sequence holds."""
+        """Index of the padding block, which no sequence uses."""
         return len(self.keys[0]) - 1
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that are about to be filled in part.
+        """Zero blocks that are about to be partly filled.
 
         An earlier sequence may have left NaN in the rest of a block. The mask gives these values the weight 0, but 0
         times NaN is NaN.
@@ -76,22 +77,22 @@ class Chunk:
     """Consecutive tokens of one sequence in a flat batch."""
 
     start: int
-    """Index of the first token in its sequence. It equals the number of tokens in the cache."""
+    """Index of the first token in its sequence. It equals the number of its tokens that the cache already has."""
     stop: int
     """Index after the last token."""
     blocks: Sequence[int]
-    """Blocks of the sequence, enough for `stop` tokens. Empty without a cache."""
+    """KV blocks of the sequence, enough for `stop` tokens. Empty without a cache."""
     span_ids: Tensor | None = None
-    """Number of the bidirectional span of each token of the sequence, or -1. int64 [n].
+    """Number of the bidirectional span that contains each token of the sequence, or -1, int64 [n].
 
-    Tokens of one span attend to each other in both directions. A chunk holds a span completely or not at all. If n is
-    less than `stop`, the remaining tokens are in no span.
+    Tokens of one span attend to each other in both directions. A chunk contains a span completely or not at all. If n
+    is less than `stop`, the remaining tokens are in no span.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The rows of a chunk whose attention is computed on its own."""
+    """A chunk whose attention is computed separately from other chunks."""
 
     rows: slice
     context: int
@@ -109,16 +110,16 @@ class Decode:
         self.rows = rows
         """int64 [S]."""
         self.blocks = blocks
-        """Blocks of all sequences, padded to the same number with the cache's padding block. int64 [S * blocks]."""
+        """KV blocks of all sequences, padded to the same number with the padding block, int64 [S * blocks]."""
         self._lengths = lengths.view(-1, 1, 1, 1)
         self._num_slots = num_slots
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the attention mask [S, 1, 1, slots] of the rows over the slots of their blocks.
+        """Return the attention mask [S, 1, 1, slots] of the rows over the token slots of their KV blocks.
 
-        The mask is bool and is shared by all layers. On the CPU it has `dtype` and is added to the scores, because the
-        CPU kernel would otherwise convert a bool mask in every layer.
+        All layers share the mask. On accelerators, the mask is bool. On the CPU, it has `dtype` and is added to the
+        scores, because the CPU kernel would convert a bool mask in every layer.
         """
         key = sliding_window, dtype
         if key not in self._masks:
@@ -133,14 +134,14 @@ class Decode:
 
 
 class PagedBatch:
-    """The attention of each row of a flat batch. It is built once per step and read by every layer."""
+    """The tokens that each row of a flat batch attends to. A batch is built once per step and read by every layer."""
 
     def __init__(self, chunks: Sequence[Chunk], cache: PagedCache | None, device: torch.device) -> None:
         """Describe a flat batch.
 
         Args:
             chunks: Chunks in the order of their tokens in the batch.
-            cache: The KV cache. Without one, every chunk is a whole sequence.
+            cache: The KV cache. None means that every chunk is a whole sequence.
             device: Where the model runs.
 
         """
@@ -157,7 +158,7 @@ class PagedBatch:
 
     @cached_property
     def rows(self) -> Rows:
-        """The rows in the form that fused attention takes."""
+        """The rows in the form that fused attention kernels need."""
         chunks = self._chunks
         return Rows.build(
             [chunk.stop - chunk.start for chunk in chunks],
@@ -168,12 +169,12 @@ class PagedBatch:
 
     @cached_property
     def prefills(self) -> list[Prefill]:
-        """The chunks whose attention is computed one by one."""
+        """The chunks whose attention is computed one chunk at a time."""
         return [_prefill_of(chunk, row, self._device) for chunk, row in self._placed() if not self._is_decode(chunk)]
 
     @cached_property
     def decodes(self) -> list[Decode]:
-        """The chunks of one new token each, grouped by similar context length."""
+        """The chunks that have one new token each, grouped by similar context length."""
         groups: dict[int, list[tuple[int, Chunk]]] = {}
         for chunk, row in self._placed():
             if self._is_decode(chunk):
@@ -204,7 +205,7 @@ class GraphBatch(PagedBatch):
             cache: The KV cache.
             slots: Index of each new token in the flattened cache, int64 [S].
             blocks: Blocks of each sequence, int64 [S, n], padded with the cache's padding block.
-            lengths: Number of tokens of each sequence with the new one, int64 [S].
+            lengths: Number of tokens of each sequence, including the new token, int64 [S].
 
         """
         self.cache = cache

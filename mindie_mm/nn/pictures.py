@@ -1,4 +1,4 @@
-"""Normalisation of images in models whose towers take the processor's images unchanged otherwise."""
+"""Normalization of images, for models whose towers need no other change to the processor's images."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mindie_mm.nn.staging import to_device
 
 
 class PictureModel(MediaModel):
-    """A mixin for models whose towers take normalised images. List it before the other base class.
+    """A mixin for models whose towers take normalized images. List this class before the other base class.
 
-    A block holds `pixel_values`, uint8 [images, height, width, 3].
+    A block contains `pixel_values`, uint8 [images, height, width, 3].
     """
 
     normalizations: Mapping[Kind, Normalization]
-    """The normalisations of the processor."""
+    """The processor's normalization for each kind of media."""
 
     def pixels(self, items: Sequence[MediaItem]) -> Tensor:
         """Return the tower's input, [images of all items, 3, height, width], in the model's dtype."""
         return joined([self.normalized(item) for item in items]).to(self.spec.dtype)
 
     def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalised images of one item on the device, float32 [images, 3, height, width]."""
+        """Return the normalized images of one item on the device, float32 [images, 3, height, width]."""
         return self.normalizations[item.shape.kind](to_device(item.view, "pixel_values", self.spec.device))

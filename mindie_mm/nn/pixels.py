@@ -1,4 +1,4 @@
-"""Normalisation of uint8 pixels from shared memory for a patch embedding. It runs on the device in plain torch."""
+"""Normalization of uint8 pixels from shared memory, for patch embeddings. It runs on the device in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HALF = (0.5, 0.5, 0.5)
 def normalize_patches(
     patches: torch.Tensor, mean: Sequence[float], std: Sequence[float], rescale_factor: float = 1 / 255
 ) -> torch.Tensor:
-    """Normalise patches whose channels are interleaved.
+    """Normalize patches whose channels are interleaved.
 
     The result equals that of transformers' torchvision backend bit for bit: `(x - mean / rescale) / (std / rescale)`.
 
@@ -29,20 +29,22 @@ def normalize_patches(
         patches: uint8 [n, k * channels].
         mean: Mean of each channel.
         std: Standard deviation of each channel.
-        rescale_factor: Factor of the bytes before normalisation.
+        rescale_factor: Factor that is applied to the bytes before normalization.
 
     Returns:
         float32 [n, channels * k].
 
     """
     planes = patches.view(len(patches), -1, len(mean)).transpose(1, 2)
-    return normalize_planes(planes.contiguous(), mean, std, rescale_factor)  # transposing bytes is cheaper than floats
+    return normalize_planes(
+        planes.contiguous(), mean, std, rescale_factor
+    )  # bytes are cheaper to transpose than floats
 
 
 def normalize_planes(
     planes: torch.Tensor, mean: Sequence[float], std: Sequence[float], rescale_factor: float = 1 / 255
 ) -> torch.Tensor:
-    """Normalise patches whose channels are separate, uint8 [n, channels * k] or [n, channels, k].
+    """Normalize patches whose channels are separate, uint8 [n, channels * k] or [n, channels, k].
 
     The result equals that of `normalize_patches`.
     """
@@ -54,7 +56,7 @@ def normalize_planes(
 
 
 def normalize_pictures(pictures: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """Normalise images as torchvision's ToTensor and Normalize do, bit for bit.
+    """Normalize images as torchvision's ToTensor and Normalize do, bit for bit.
 
     Args:
         pictures: uint8 [n, H, W, 3].
@@ -83,18 +85,18 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """The rescaling and normalisation of images for a checkpoint."""
+    """The rescaling and normalization of images that a checkpoint specifies."""
 
     mean: tuple[float, ...]
-    """One number per channel, or one for all channels. Empty if images are not normalised."""
+    """One number per channel, or one for all channels. Empty if images are not normalized."""
     std: tuple[float, ...]
-    """The same for the standard deviation."""
+    """Standard deviations, in the same form as `mean`."""
     rescale_factor: float
-    """Factor of the bytes. 1.0 if they are not rescaled."""
+    """Factor that is applied to the bytes. 1.0 means no rescaling."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any], prefix: str = "") -> Normalization:
-        """Read the settings of an image processor, in which defaults are filled in.
+        """Read the normalization from an image processor's settings, which include the class's defaults.
 
         Args:
             config: Settings of the image processor.
@@ -109,14 +111,14 @@ class Normalization:
         return cls(mean, std, factor)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Normalise images as transformers' torchvision backend does, bit for bit.
+        """Normalize images as transformers' torchvision backend does, bit for bit.
 
         Args:
             pixels: uint8 [n, H, W, channels].
 
         Returns:
-            float32 [n, channels, H, W], a view in channels-last memory format. Convolutions accept it, so no bytes are
-            moved.
+            float32 [n, channels, H, W], a view in channels-last memory format. Convolutions accept this format, so
+            no bytes are moved.
 
         """
         values = pixels.to(torch.float32)

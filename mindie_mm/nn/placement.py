@@ -1,6 +1,7 @@
 """Placement of the vision tower and the projector on another device or in another precision.
 
-Hooks move the inputs of a part to its device and its outputs back to the caller's. A family only names its parts.
+Hooks move the inputs of a part to the part's device, and its outputs back to the rest of the model. A family only
+declares the names of its parts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mindie_mm.nn.model import MediaModel
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The device and precision of a part."""
+    """The device and precision of the tower or the projector."""
 
     device: str | None = None
     """Name of the device for `open_device`. None means the device of the rest of the model."""
@@ -40,7 +41,8 @@ TOGETHER = Placement()
 def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
     """Move the tower and the projector of `model`.
 
-    Weights and pixels have already been rounded to the model's dtype. 32 bits only make the arithmetic more precise.
+    Weights and pixels have already been rounded to the model's dtype, so 32 bits only make the arithmetic more
+    precise.
 
     Args:
         model: The loaded model.
@@ -48,7 +50,7 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
         projector: Placement of the projector.
 
     Raises:
-        InputError: The model has no such part, or the part is quantised.
+        InputError: The model has no such part, or the part is quantized.
         DeviceError: The device is not available.
 
     """
@@ -61,7 +63,9 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
         if placement == TOGETHER:
             continue
         if not names:
-            raise InputError(f"{what}_device or {what}_bits is given, but this model has no part of that kind to move")
+            raise InputError(
+                f"{what}_device or {what}_bits is set, but this model has no such part; leave the setting out"
+            )
         device = open_device(placement.device).torch_device if placement.device else model.spec.device
         moves += [(part, what, device, placement.dtype(next(part.parameters()).dtype)) for part in parts(model, names)]
     for move in moves:
@@ -69,12 +73,12 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
 
 
 def devices_of(model: MediaModel) -> set[torch.device]:
-    """Return all devices on which `model` computes. Its towers may run on another device than its decoder."""
+    """Return all devices on which `model` computes. Its towers may run on a device other than its decoder's."""
     return {model.spec.device, *(parameter.device for parameter in model.module.parameters())}
 
 
 def parts(model: MediaModel, names: Iterable[str]) -> Iterator[nn.Module]:
-    """Yield the modules of these names. A ModuleList is replaced by the modules in it."""
+    """Yield the modules with these names. For a ModuleList, yield the modules in it."""
     for name in names:
         part = model.module.get_submodule(name)
         yield from part if isinstance(part, nn.ModuleList) else (part,)
@@ -83,11 +87,14 @@ def parts(model: MediaModel, names: Iterable[str]) -> Iterator[nn.Module]:
 def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) -> None:
     first = next(part.parameters())
     outer = (first.device, first.dtype)
-    # bitsandbytes may store 4-bit weights in a float dtype, such as four of them in one bfloat16.
+    # bitsandbytes may pack 4-bit weights into a float dtype, for example four weights into one bfloat16.
     if any(not tensor.is_floating_point() or hasattr(tensor, "quant_state") for tensor in part.parameters()):
-        raise InputError(f"{what}_device or {what}_bits is given, but that part is quantised, and stays as it is")
+        raise InputError(
+            f"{what}_device or {what}_bits is set, but this part is quantised and cannot be moved; leave the "
+            "setting out"
+        )
     stored = part.state_dict().keys()
-    # Computed buffers, such as rotary frequencies. transformers keeps them in float32 for weights of any dtype.
+    # Computed buffers, such as rotary frequencies, keep their dtype. transformers always computes them in float32.
     made = {name: buffer for name, buffer in part.named_buffers() if name not in stored}
     part.to(device, dtype)
     for name, buffer in made.items():

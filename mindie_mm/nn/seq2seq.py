@@ -1,4 +1,4 @@
-"""The half of an encoder-decoder family that runs the model."""
+"""The base class of encoder-decoder models, and their loader."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Decoding:
 
 
 class Seq2SeqModel(MediaModel):
-    """An encoder-decoder of transformers. It encodes a prompt once. Each family implements its tower."""
+    """An encoder-decoder model of transformers. Each prompt is encoded once. Each family implements `tower`."""
 
     def __init__(
         self, module: Any, spec: ModelSpec, text_model: Any, lm_head: Callable[[Tensor], Tensor], rules: GenerationRules
@@ -54,7 +54,10 @@ class Seq2SeqModel(MediaModel):
 
     @property
     def prompt_token_bytes(self) -> int:
-        """Memory in bytes per token of the prompt during decoding. A token of the answer takes `kv_token_bytes`."""
+        """Memory that a token of the prompt needs during decoding, in bytes.
+
+        A token of the answer needs `kv_token_bytes`.
+        """
         return self.spec.kv_token_bytes + self.spec.hidden_size * self.spec.dtype.itemsize
 
     @torch.inference_mode()
@@ -75,14 +78,14 @@ class Seq2SeqModel(MediaModel):
 
     @torch.inference_mode()
     def decode(self, decoding: Decoding, token_ids: Sequence[int]) -> Tensor:
-        """Append the next n ids of an answer. The first id of an answer is the start token.
+        """Run the decoder on the next n ids of an answer. The first id of an answer is the start token.
 
         Returns:
-            Logits after each of the ids, float32 [n, vocabulary].
+            Logits after each id, float32 [n, vocabulary].
 
         """
         mask = None
-        if len(token_ids) == 1:  # without a mask, BART's decoder makes one and waits for the device to read it
+        if len(token_ids) == 1:  # without a mask, BART's decoder would build one and wait for the device
             num_tokens = decoding.cache.get_seq_length() + 1
             mask = torch.zeros(1, 1, 1, num_tokens, dtype=self.spec.dtype, device=self.spec.device)
         out = self.text_model.decoder(
@@ -98,8 +101,8 @@ class Seq2SeqModel(MediaModel):
         """Return the logits of a whole answer.
 
         Args:
-            input_ids: Ids of the prompt with handle words, int64 [T].
-            decoder_input_ids: Ids of the answer with the start token, int64 [n].
+            input_ids: Ids of the prompt, including handle words, int64 [T].
+            decoder_input_ids: Ids of the answer, including the start token, int64 [n].
 
         Returns:
             float32 [n, vocabulary].
@@ -121,7 +124,7 @@ def load_seq2seq(
     max_model_len: int,
     renamed: RenamedWeights | None = None,
 ) -> tuple[Any, ModelSpec, GenerationRules]:
-    """Load an encoder-decoder of transformers.
+    """Load an encoder-decoder model of transformers.
 
     Args:
         cls: A subclass of PreTrainedModel.
@@ -135,14 +138,14 @@ def load_seq2seq(
         The module, the sizes of its decoder, and the tokens that the checkpoint forces or suppresses.
 
     Raises:
-        UnsupportedCheckpoint: `load_module` refuses the checkpoint, or its generation settings are not served.
+        UnsupportedCheckpoint: `load_module` refuses the checkpoint, or its generation settings are not supported.
 
     """
     module = load_module(cls, checkpoint, device, dtype, renamed)
-    # Generation settings in config.json belong to the submodule of their section.
+    # transformers gives the generation settings in a section of config.json to the submodule of that section.
     configs = [config for part in (module, *module.children()) if (config := getattr(part, "generation_config", None))]
     if renamed is not None:
-        from transformers import GenerationConfig  # late, like all modelling code of transformers
+        from transformers import GenerationConfig  # imported late, like all modeling code of transformers
 
         configs = [GenerationConfig(**checkpoint.json("generation_config.json"))]
     if (eos := checkpoint.json("generation_config.json").get("eos_token_id")) is not None:

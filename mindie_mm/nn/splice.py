@@ -1,4 +1,4 @@
-"""Media items found by the handle words in token ids, and their features in place of placeholder rows."""
+"""Functions that find media items by their handle words, and that put features in place of placeholders."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mindie_mm.shm.mindie import SegmentsRef, SegmentsView, is_segment_word
 
 ItemRef = Ref | SegmentsRef
 ItemView = View | LooseView | SegmentsView
-"""The arrays of an item, read-only and not copied. The type depends on the wire of the item's words."""
+"""The arrays of an item, read-only and not copied. The type depends on the wire format of the handle words."""
 
 
 ITEM = "item"
-"""Name of the array that describes a block of the native wire. Every such block has it beside the family's arrays."""
+"""Name of the array that describes the item in a block. Every block in the native wire format has this array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class MediaShape:
     num_features: int
     """Number of features that the tower returns."""
     grid: tuple[int, ...] = ()
-    """The family's own geometry, such as patches (t, h, w)."""
+    """Geometry that only the family interprets, such as patches (t, h, w)."""
 
     def to_array(self) -> NDArray[np.int64]:
         """Return the block's `item` array, int64 [3 + len(grid)]."""
@@ -51,10 +51,13 @@ class MediaShape:
 
         """
         if ITEM not in view:
-            raise CorruptReference(f"the block holds {', '.join(view)}, and no {ITEM} that says what they are")
+            raise CorruptReference(f"the block holds {', '.join(view)}, but no {ITEM} that describes them")
         kind, token, num_features, *grid = view[ITEM].tolist()
         if not 0 <= kind < len(KINDS) or token < 0 or num_features < 1:
-            raise CorruptReference(f"the block's {ITEM} is of kind {kind}, token {token}, {num_features} features")
+            raise CorruptReference(
+                f"the {ITEM} of the block has kind {kind}, token {token} and {num_features} features, which is not "
+                "valid"
+            )
         return cls(KINDS[kind], token, num_features, tuple(grid))
 
 
@@ -63,40 +66,40 @@ class MediaItem:
     """A media item in the ids of one sequence."""
 
     slots: NDArray[np.int64]
-    """Slots that take the features, int64 [num_features], ascending. Ids between them keep their embeddings."""
+    """Token indices that take the features, int64 [num_features], ascending. Ids between them keep their embeddings."""
     view: ItemView
     """Arrays of the item. Attached arrays stay readable after their file is unlinked."""
     shape: MediaShape
     placeholders: NDArray[np.int64] | None = None
-    """Slots of the handle words and placeholders, int64 [num_features]. None means `slots`."""
+    """Token indices of the handle words and placeholders, int64 [num_features]. None means `slots`."""
 
     @property
     def start(self) -> int:
-        """The first slot."""
+        """The first index in `slots`."""
         return int(self.slots[0])
 
     @property
     def stop(self) -> int:
-        """The slot after the last one."""
+        """One more than the last index in `slots`."""
         return int(self.slots[-1]) + 1
 
     def features_in(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range [first, last) of the features whose slots are in [start, stop)."""
+        """Return the range [first, last) of the features whose token indices are in [start, stop)."""
         first, last = np.searchsorted(self.slots, (start, stop)).tolist()
         return first, last
 
     @property
     def ref(self) -> ItemRef:
-        """The reference in the handle words. Items with equal references have equal features while one is held."""
+        """The reference in the handle words. Equal references mean equal features while one of the items is in use."""
         return self.view.ref
 
     @property
     def digest(self) -> bytes | None:
-        """Digest of the content. Items with equal digests have equal features. Items without one are never cached."""
+        """Digest of the content. Equal digests mean equal features. Items without a digest are never cached."""
         return self.view.digest
 
     def loose(self) -> MediaItem:
-        """Return the item with arrays that keep no arena mapped. The arrays of MindIE's segments stay mapped."""
+        """Return the item with arrays that do not keep an arena mapped. Arrays in MindIE's segments stay mapped."""
         return replace(self, view=self.view.loose()) if isinstance(self.view, View) else self
 
     @property
@@ -106,7 +109,7 @@ class MediaItem:
 
 
 def split_features(features: Tensor, items: Sequence[MediaItem]) -> list[Tensor]:
-    """Split the concatenated features [..., width] of all items into one [num_features, width] per item."""
+    """Split the concatenated features [..., width] of all items into one tensor [num_features, width] per item."""
     return list(features.flatten(0, -2).split([item.shape.num_features for item in items]))
 
 
@@ -125,21 +128,23 @@ def read_media(
 ) -> list[MediaItem]:
     """Attach the media items of one sequence.
 
-    The handle words of an item stand on its first slots. Its other slots hold the id of its placeholder.
+    The handle words of an item are in its first placeholder positions. The other placeholder positions contain the
+    placeholder id.
 
     Args:
         ids: Token ids and handle words, int64 [T].
         describe: Function that returns the shape of an item.
-        layouts: Layouts that items may have on MindIE's wire.
+        layouts: Layouts that items in MindIE's wire format may have.
 
     Returns:
-        The items in the order of their slots.
+        The items in the order of the ids.
 
     Raises:
-        CorruptReference: A negative id is not a handle word, or a word is not on a slot of its item.
+        CorruptReference: A negative id is not a handle word, or an item's handle words are not in its first
+            placeholder positions.
         StaleReference: A block was freed or reused.
         SegmentMissing: An arena or a segment does not exist.
-        FeatureCountMismatch: An item has more or fewer slots than features. The message gives both numbers.
+        FeatureCountMismatch: An item has more or fewer placeholders than features. The message gives both numbers.
 
     """
     items: list[MediaItem] = []
@@ -154,19 +159,19 @@ def read_media(
         slots = start + np.flatnonzero((own < 0) | (own == shape.token))
         if len(slots) != shape.num_features:
             raise FeatureCountMismatch(
-                f"the {shape.kind} at slot {start} has {len(slots)} slots, its features are {shape.num_features}"
+                f"the {shape.kind} at slot {start} has {len(slots)} slots, but {shape.num_features} features"
             )
         if not np.array_equal(words[:num_words], slots[:num_words]):
-            raise CorruptReference(f"the words of the {shape.kind} at slot {start} do not stand on its first slots")
+            raise CorruptReference(f"the words of the {shape.kind} at slot {start} are not in its first slots")
         items.append(MediaItem(slots, view, shape))
         words = rest
     return items
 
 
 def _attach(ids: NDArray[np.int64], words: NDArray[np.int64], layouts: Iterable[Layout]) -> tuple[ItemView, int]:
-    """Attach the item whose handle words begin at slot words[0]. Return its arrays and the number of its words.
+    """Attach the item whose handle words begin at index words[0]. Return its arrays and its number of handle words.
 
-    `words` are the slots of all remaining words, ascending.
+    `words` contains the indices of all remaining handle words, ascending.
     """
     start = int(words[0])
     name = int(ids[start])
@@ -197,7 +202,7 @@ def splice(hidden: Tensor, splices: Sequence[Splice], *, add: bool = False) -> T
     Args:
         hidden: Hidden states, [T, width], changed in place.
         splices: Features with their rows. Only the first `width` columns of the features are used.
-        add: Whether to add instead of overwriting.
+        add: Whether to add features instead of overwriting rows.
 
     Returns:
         `hidden`.

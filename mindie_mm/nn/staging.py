@@ -2,7 +2,7 @@
 
 The driver registers the pages of an arena once, when the first item in that arena is copied. Media in other places, or
 in an arena that the driver cannot register, need one more copy through pinned memory. Media of a later step are fetched
-while the device computes the current one.
+while the device computes the current step.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ _log = logging.getLogger(__name__)
 
 
 def to_device(view: ItemView, name: str, device: torch.device) -> Tensor:
-    """Copy one array of an item to `device`, ordered with its current stream. On the CPU, return it without a copy.
+    """Copy one array of an item to `device`. On the CPU, return the array without a copy.
 
-    The device may still read the bytes when this function returns. Call `settle` before verifying the view.
+    The device's current stream waits for the copy. The device may still be reading the source when this function
+    returns, so call `settle` before verifying the view.
 
     Args:
         view: Arrays of the item.
         name: Name of the array.
-        device: Where the array goes.
+        device: Target device.
 
     """
     if device.type == "cpu":
@@ -44,7 +45,7 @@ def to_device(view: ItemView, name: str, device: torch.device) -> Tensor:
 def fetch(views: Iterable[ItemView], device: torch.device) -> None:
     """Queue copies of the items' arrays to `device` for later calls of `to_device`. On the CPU, do nothing.
 
-    Copies that were fetched earlier for other items are dropped. `settle` also waits for the queued copies.
+    Earlier copies for other items are dropped. `settle` also waits for the queued copies.
     """
     if device.type != "cpu":
         _staging(device).fetch(views)
@@ -77,7 +78,10 @@ class Staging:
         self._names: set[str] = set()
         """Names of the arrays that towers have requested. Only the host uses the other arrays of a block."""
         self._fetched: dict[MappedArena, dict[Ref, dict[str, _Copy]]] = {}
-        """Fetched copies while their arena is mapped. In a later arena the same words may refer to other content."""
+        """Fetched copies by arena and reference. They are dropped when the arena is closed.
+
+        In a later arena, the same handle words may refer to other content.
+        """
 
     def bring(self, view: ItemView, name: str) -> Tensor:
         """Implement `to_device`."""
@@ -90,7 +94,7 @@ class Staging:
         return copy.target
 
     def fetch(self, views: Iterable[ItemView]) -> None:
-        """Implement `fetch` for items in arenas. Files on disk and segments are read on demand."""
+        """Implement `fetch` for items in arenas. Items in files on disk and in segments are copied on demand."""
         known, self._fetched = self._fetched, {}
         for view in views:
             if isinstance(view, View) and self._hears_of(view.arena):
@@ -137,7 +141,10 @@ class Staging:
             if pages is None:
                 return None
             if not kind_of(self._device).pin(_address(pages), len(pages)):
-                _log.warning("the driver does not register an arena: media in it are copied once more on their way")
+                _log.warning(
+                    "the driver cannot register an arena; media in the arena are copied once more on the way to "
+                    "the device"
+                )
                 pages = None
             self._registered[arena] = pages
             arena.before_close(partial(self._unregister, arena))

@@ -1,4 +1,4 @@
-"""Traits by which a family tells the rest of the package how it differs from most."""
+"""Traits that declare how a family differs from most other families."""
 
 from __future__ import annotations
 
@@ -11,35 +11,44 @@ from mindie_mm.nn.mindie import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """The traits of a family. `Processor` and `Model` each state the traits that concern them."""
+    """The traits of a family. `Processor` and `Model` each declare the traits that concern them."""
 
     chat_template: str | None = None
     """Processor: Jinja source for a checkpoint that has no template of its own."""
     inserted_at: int | None = None
-    """Processor: index in the framed ids at which all items stand, in order. None if the text says where they stand."""
-    bounds_pixels: bool = False
-    """Processor: whether `min_pixels` and `max_pixels` bound images and frames. If not, they are refused."""
-    max_items: Mapping[Kind, int] = field(default_factory=dict)
-    """Processor: maximum number of items of a kind in one prompt. Kinds that are not named have no limit."""
-    mixes_kinds: bool = True
-    """Processor: whether one prompt may hold items of several kinds."""
-    mindie_layouts: Mapping[Kind, Layout] = field(default_factory=dict)
-    """Both: first slots of an item of each kind on MindIE's wire. If empty, that wire is refused."""
-    vision_parts: tuple[str, ...] = ()
-    """Model: names of the tower's modules, which `vision_device` and `vision_bits` move. If empty, both are refused.
+    """Processor: index in the result of `frame` at which all items are inserted, in order.
 
-    The model must call these modules themselves, not methods of theirs, because hooks move the tensors. A ModuleList
-    stands for the modules in it.
+    None if markers in the text give the places of the items.
+    """
+    bounds_pixels: bool = False
+    """Processor: whether `min_pixels` and `max_pixels` are supported for images and frames.
+
+    If not, they are refused.
+    """
+    max_items: Mapping[Kind, int] = field(default_factory=dict)
+    """Processor: maximum number of items of a kind in one prompt. Kinds that are not listed have no limit."""
+    mixes_kinds: bool = True
+    """Processor: whether one prompt may contain items of several kinds."""
+    mindie_layouts: Mapping[Kind, Layout] = field(default_factory=dict)
+    """Processor and model: layout of the handle words of each kind of item in MindIE's wire format.
+
+    If empty, items in that format are refused.
+    """
+    vision_parts: tuple[str, ...] = ()
+    """Model: names of the tower's modules, to which `vision_device` and `vision_bits` apply.
+
+    The model must call the modules themselves, not their methods, because hooks move the tensors. The name of a
+    ModuleList means all modules in it. If this tuple is empty, both settings are refused.
     """
     projector_parts: tuple[str, ...] = ()
     """Model: names of the modules that project features to the decoder's width, inside the tower or after it.
 
-    `projector_device` and `projector_bits` move them in the same way.
+    `projector_device` and `projector_bits` apply to these modules in the same way.
     """
     splice_adds: bool = False
     """Model: whether features are added to the embedding of the placeholder instead of replacing it."""
     joins_items: bool = False
-    """Model: whether a bidirectional span may cover several items. One step then computes all tokens between them."""
+    """Model: whether a bidirectional span may cover several items. One step then computes all tokens of these items."""
     prefix_sees_later_media: bool = False
     """Model: whether the hidden states of prompt tokens depend on media after them."""
     prefix_sees_length: bool = False

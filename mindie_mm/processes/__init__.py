@@ -1,1 +1,1 @@
-"""Management of other processes: messages, starts and restarts, interruption, standard streams."""
+"""Management of processes: starting and restarting them, messages between them, interrupts and standard streams."""

@@ -1,7 +1,8 @@
 """Entry point of every worker process: `python -m mindie_mm.processes.child FD LOGS MODULE ARGUMENTS...`.
 
-`ipc.spawn` starts it. LOGS is the parent's LogSettings as JSON. The lifeline exists before MODULE is imported, which
-may take seconds. Then MODULE's `main` gets the channel, the lifeline and the arguments.
+`ipc.spawn` starts a worker process with this command. FD is the descriptor of the channel, and LOGS is the parent's
+LogSettings as JSON. The lifeline starts before MODULE is imported, because the import may take seconds. Then MODULE's
+`main` is called with the channel, the lifeline and the arguments.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def main() -> None:
     logs.configure(msgspec.json.decode(log_settings, type=logs.LogSettings), _role(module))
     if not working_directory():
         os.chdir("/")  # torch cannot be imported in a removed working directory
-    # Ctrl-C and a closed terminal signal the whole foreground group. The parent decides when to stop, and closes the
-    # channel.
+    # Ctrl-C and a closed terminal send signals to the whole foreground process group. A worker ignores these signals.
+    # The parent decides when the worker stops, and then closes the channel.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Warnings about a client's picture do not belong in the log. A filter around each decoding would affect every
-    # thread.
+    # Warnings about a client's picture do not belong in the log. The filter is set once here, because warning filters
+    # affect all threads and must not be changed for each picture.
     warnings.filterwarnings("ignore", module="PIL")
     with ChildChannel(int(descriptor)) as channel:
         lifeline = Lifeline(channel)

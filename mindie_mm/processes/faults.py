@@ -1,7 +1,8 @@
-"""Points at which a test can kill a process. Users should never set them.
+"""Points at which a test can kill a process. They are not meant for users.
 
-MINDIE_MM_FAULTS names a folder of trigger files. A process that reaches a point unlinks the file `<role>.<point>` and
-kills itself with SIGKILL. If several processes reach the point, only the one that unlinks the file dies.
+MINDIE_MM_FAULTS is the path of a folder with trigger files. A process that reaches a point unlinks the file
+`<role>.<point>`, if it exists, and kills itself with SIGKILL. If several processes reach the point, only the process
+that unlinks the file dies.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import signal
 from pathlib import Path
 
 _armed: str | None = None
-"""Path of the trigger files without the point's name. None outside tests, where points do nothing."""
+"""Path of this process's trigger files, without the name of the point. None outside tests."""
 
 
 def arm(role: str, folder: Path | None) -> None:
-    """Set the role of this process: `api`, `tokenizer` or `engine`, or `batch` in tests.
+    """Set the role of this process, such as `api`, `tokenizer` or `engine`, and the folder with trigger files.
 
-    Without a folder, points do nothing.
+    If the folder is None, points do nothing.
     """
     global _armed  # noqa: PLW0603 - a point must cost one test of a global
     _armed = None if folder is None else str(folder / f"{role}.")
@@ -31,7 +32,7 @@ def point(name: str) -> None:
 
 def _reach(trigger: str) -> None:
     try:
-        os.unlink(trigger)  # noqa: PTH108 - no path object for a file that is not there
+        os.unlink(trigger)  # noqa: PTH108 - do not create a path object for a file that usually does not exist
     except FileNotFoundError:
         return
     os.kill(os.getpid(), signal.SIGKILL)

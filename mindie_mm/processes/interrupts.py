@@ -1,7 +1,7 @@
-"""Immediate exit on SIGINT while a command imports its modules, with the shell's status for an interrupt.
+"""Exit at once with status 130, as shells report SIGINT, if a command is interrupted while it imports its modules.
 
-During an import, a library may turn a KeyboardInterrupt into another error, or a callback may lose it. The process
-holds no resources yet. This module imports nothing slow.
+During an import, a library may turn a KeyboardInterrupt into another error, or a callback may swallow it. The process
+has not acquired any resources yet, so it can exit at once. This module itself imports only modules that load fast.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ INTERRUPTED = 130
 
 
 def end_at_once(*_: object) -> None:
-    """Handle SIGINT by ending the process, without a traceback."""
+    """Handle SIGINT: exit the process without a traceback."""
     os.write(2, b"Interrupted\n")
     os._exit(INTERRUPTED)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """End the process at once on SIGINT inside the block, which may hold no resources.
+    """Exit the process at once if SIGINT arrives inside the `with` block. The block must not acquire resources.
 
-    An ignored SIGINT and other handlers stay as they are.
+    If SIGINT is ignored or has another handler than Python's default, nothing changes.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -39,6 +39,6 @@ def importing() -> Iterator[None]:
 
 
 def interruptible() -> None:
-    """Let SIGINT raise KeyboardInterrupt again, if `end_at_once` handles it."""
+    """Let SIGINT raise KeyboardInterrupt again, if `end_at_once` is its handler at the moment."""
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,9 +1,10 @@
 """Byte messages between a process and the workers that it starts.
 
-A worker runs a separate module (see `mindie_mm.processes.child`), so the caller's `__main__` is never imported again.
-It inherits one end of a socket pair. A message is a 4-byte big-endian length and that many bytes, as in
-`multiprocessing.connection.Connection`. The worker blocks in a Connection, and the parent awaits in asyncio. The kernel
-closes the socket of a dead process, so a closed end means that the peer has died.
+A worker runs a separate module (see `mindie_mm.processes.child`), so it never imports the caller's `__main__`. It
+inherits one end of a socket pair. A message consists of a 4-byte big-endian length and that number of bytes, as in
+`multiprocessing.connection.Connection`. The worker uses a blocking Connection, and the parent uses asyncio streams. The
+kernel closes the sockets of a dead process. If one end is closed, the process at that end has therefore died or closed
+it on purpose.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from mindie_mm.settings.environment import keep_python_path
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 2**31 - 1
-"""The largest message that the 4-byte length can frame."""
+"""Maximum size of a message in bytes: the largest value of the 4-byte length."""
 
 CLOSE_TIMEOUT_S = 2.0
-"""Maximum time in seconds that a peer may take to read sent messages before the channel is aborted."""
+"""Maximum time in seconds that `close` waits until the peer has read all messages, before it aborts the channel."""
 
 PATIENCE_S = 2.0
-"""Time in seconds that a worker has to exit, and then again after SIGTERM, before it is killed."""
+"""Maximum time in seconds that a worker may take to exit before it gets SIGTERM, and again before it gets SIGKILL."""
 
 _LENGTH = struct.Struct("!i")
 
@@ -47,7 +48,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failed"):
     """An error that is sent to another process."""
 
     name: str
-    """Name of the nearest class in mindie_mm.errors."""
+    """Name of the error's class, or of its nearest base class in mindie_mm.errors."""
     message: str
     param: str | None = None
     """`param` of an InputError."""
@@ -58,19 +59,19 @@ class Failure(msgspec.Struct, frozen=True, tag="failed"):
         return cls(error_name(error), str(error), error.param if isinstance(error, InputError) else None)
 
     def exception(self) -> MindieMMError:
-        """Return the error that this message stands for."""
+        """Recreate the error."""
         return error_named(self.name, self.message, self.param)
 
 
 _sockets: WeakSet[socket.socket] = WeakSet()
-"""Ends of channels that are open in this process."""
+"""Sockets of the channels that are open in this process."""
 
 
 def _close_in_child() -> None:
-    """Close the channels in a forked process. An open copy would hide the death of the process that owns it."""
+    """Close the channels in a forked process, whose copies would prevent peers from noticing the parent's death."""
     for sock in list(_sockets):
         if sock.fileno() >= 0:
-            os.close(sock.detach())  # uvloop prevents `close` of its sockets
+            os.close(sock.detach())  # uvloop does not allow `sock.close()`
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -80,15 +81,18 @@ keep_python_path()
 def spawn(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None, descriptors: Sequence[int] = ()
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start `module.main(channel, lifeline, *arguments)` in a process, and return it with our end of the channel.
+    """Start a process that calls `module.main(channel, lifeline, *arguments)`.
 
-    A standard stream that is closed in this process is /dev/null in the worker.
+    If a standard stream is closed in this process, the worker gets /dev/null instead.
 
     Args:
         module: Name of the module.
         arguments: Arguments of its `main`.
-        environment: Environment of the worker. None: the environment of this process.
+        environment: Environment of the worker. None means the environment of this process.
         descriptors: Open files that the worker inherits under the same numbers.
+
+    Returns:
+        The process, and this process's end of the channel.
 
     Raises:
         ProcessDied: The path of the Python interpreter is unknown.
@@ -96,7 +100,7 @@ def spawn(
 
     """
     interpreter = _interpreter()
-    standard_streams.open_missing()  # otherwise the channel may get descriptor 1 or 2, and libraries print into it
+    standard_streams.open_missing()  # otherwise the channel may get descriptor 1 or 2, and libraries may print to it
     ours, theirs = socket.socketpair()
     _sockets.update((ours, theirs))
     with theirs:
@@ -127,48 +131,48 @@ def _interpreter() -> str:
     """Return the path of this process's Python. Raise ProcessDied if it is unknown."""
     if not sys.executable:
         raise ProcessDied(
-            f"no worker process can be started: sys.executable is {sys.executable!r}, as in a program that embeds "
-            "Python; set it to the path of this environment's python"
+            f"no worker process can be started: sys.executable is {sys.executable!r}, as in some programs that "
+            "embed Python. Set it to the path of the python of this environment"
         )
     return sys.executable
 
 
 async def exited(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """Return the exit status of `process`, or None if it still runs after `timeout_s`.
+    """Return the exit status of `process`, or None if it is still running after `timeout_s`.
 
-    This uses no thread, because none can be started at interpreter exit.
+    This function uses no thread, because no thread can be started at interpreter exit.
     """
     deadline = time.monotonic() + timeout_s
-    # Polling, because kernels before 5.3, as on older Ascend hosts, have no pidfd.
+    # Poll, because kernels before 5.3, as on older Ascend hosts, have no pidfd.
     while (status := process.poll()) is None and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     return status
 
 
 async def open_channel(sock: socket.socket) -> Channel:
-    """Return a channel over the parent's socket `sock`, which the channel then owns."""
+    """Return a channel over the parent's socket `sock`. The channel owns the socket from then on."""
     reader, writer = await asyncio.open_connection(sock=sock)
     return Channel(reader, writer, sock)
 
 
 class Channel:
-    """The parent's side of a channel. Only one task may receive. Any task may send."""
+    """The parent's end of a channel. Only one task may receive. Any task may send."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sock: socket.socket) -> None:
-        """Hold a connection. Use `open_channel` to create one."""
+        """Wrap a connection. Callers use `open_channel` instead."""
         self._reader = reader
         self._writer = writer
         self._sock = sock
 
     def send(self, message: bytes) -> None:
-        """Queue `message`. A message to a dead peer is dropped, and `recv` raises EOFError."""
+        """Queue `message`. If the peer is dead, the message is dropped, and `recv` raises EOFError."""
         assert len(message) <= MAX_MESSAGE_BYTES, len(message)
         self._writer.writelines((_LENGTH.pack(len(message)), message))
 
     def send_with(self, message: bytes, descriptors: Sequence[int]) -> None:
-        """Send `message` together with open files. The peer receives the files with the length of the message.
+        """Send `message` together with open files. The peer receives the files with the 4-byte length of the message.
 
-        The peer must be waiting for it, with room in the socket. A message to a dead peer is dropped.
+        The peer must have read all earlier messages. If the peer is dead, the message is dropped.
         """
         if self._writer.is_closing():
             return
@@ -184,19 +188,22 @@ class Channel:
 
         Raises:
             EOFError: The peer is gone.
-            ValueError: The message is longer than `max_bytes`. Nothing more can be received then.
+            ValueError: The message is longer than `max_bytes`. After that, no more messages can be received.
 
         """
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if not 0 <= length <= max_bytes:
-                raise ValueError(f"a message of {length} bytes; the limit is {max_bytes}")
+                raise ValueError(f"a message has {length} bytes; the limit is {max_bytes}")
             return await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EOFError("the peer is gone") from error
+            raise EOFError("the peer closed the connection") from error
 
     async def close(self) -> None:
-        """Close this end. The worker reads the rest and exits. Messages that a stuck worker leaves are dropped."""
+        """Close this end. The worker reads the remaining messages and exits.
+
+        If a worker hangs and does not read its messages, they are dropped.
+        """
         self._writer.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -211,14 +218,14 @@ class Child:
     """A worker process and its channel."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
-        """Hold a process and its channel. Use `start` to create them."""
+        """Wrap a process and its channel. Callers use `start` instead."""
         self._process = process
         self.channel = channel
 
     @classmethod
     async def start(cls, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Self:
-        """Start `module` as `spawn` does. Raise ProcessDied if it cannot be started."""
-        with os_errors_as(ProcessDied, f"{module} cannot be started with sys.executable, {sys.executable}"):
+        """Start a worker as `spawn` does. Raise ProcessDied if it cannot be started."""
+        with os_errors_as(ProcessDied, f"{module} cannot be started with sys.executable ({sys.executable})"):
             process, sock = spawn(module, *arguments, environment=environment)
         try:
             return cls(process, await open_channel(sock))
@@ -234,13 +241,13 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """Exit status, negative for a signal, or None while the process runs."""
+        """Exit status. If a signal ended the process, it is the negated signal number. None while the process runs."""
         return self._process.returncode
 
     async def ready(self, kind: type[T], what: str) -> T:
-        """Return the worker's first message, a `kind`. `what` names the worker in errors.
+        """Return the worker's first message, of type `kind`. `what` is the name of the worker in error messages.
 
-        Raise the error of a Failure in its place, or ProcessDied if the worker has ended.
+        If the worker sends a Failure instead, raise its error. If the worker exits first, raise ProcessDied.
         """
         try:
             reply: T | Failure = msgspec.msgpack.decode(await self.channel.recv(), type=kind | Failure)
@@ -248,7 +255,7 @@ class Child:
             await self.end()
             # sys.executable may be a program that embeds Python.
             by = "" if (self.status or 0) < 0 else f"; it was started with sys.executable, {sys.executable}"
-            raise ProcessDied(f"{what} exited with {self.status} before it was ready{by}") from None
+            raise ProcessDied(f"{what} exited with status {self.status} before it was ready{by}") from None
         if isinstance(reply, Failure):
             raise reply.exception()
         return reply
@@ -258,7 +265,7 @@ class Child:
         self._process.kill()
 
     async def end(self) -> None:
-        """Close the channel, which ends the worker, and reap the process. Kill it if it does not end. Idempotent."""
+        """Close the channel, so that the worker exits, and reap it. Kill the worker if it does not exit. Idempotent."""
         await self.channel.close()
         for insistence in (self._process.terminate, self._process.kill):
             if await exited(self._process, PATIENCE_S) is not None:
@@ -268,7 +275,7 @@ class Child:
 
 
 class ChildChannel:
-    """The worker's side of a channel, with blocking calls. A context manager."""
+    """The worker's end of a channel, with blocking calls. It is a context manager."""
 
     def __init__(self, fd: int) -> None:
         self._connection = Connection(fd)
@@ -282,17 +289,17 @@ class ChildChannel:
         try:
             return self._connection.recv_bytes()
         except ConnectionError as error:
-            raise EOFError("the parent is gone") from error
+            raise EOFError("the parent process exited") from error
 
     def poll(self, timeout_s: float | None = 0.0) -> bool:
-        """Return whether `recv` would return or raise EOFError at once.
+        """Return whether a call of `recv` would return or raise EOFError without waiting.
 
-        Wait for that up to `timeout_s` seconds, or without limit if it is None.
+        Wait for this up to `timeout_s` seconds. If `timeout_s` is None, there is no time limit.
         """
         return self._connection.poll(timeout_s)
 
     def fileno(self) -> int:
-        """Return the file descriptor, for select."""
+        """Return the file descriptor of the channel, for use with select."""
         return self._connection.fileno()
 
     def __enter__(self) -> Self:
@@ -303,10 +310,10 @@ class ChildChannel:
 
 
 class Lifeline:
-    """A thread that ends this process at any point once its parent is gone or has closed the channel.
+    """A thread that exits this process as soon as its parent is gone or has closed the channel.
 
-    A worker may need minutes to reach its next read of the channel, and its answer is not needed any more. If there are
-    several channels, the end of any of them counts.
+    Without this thread, a worker might need minutes until it reads the channel again, although nobody needs its answer
+    any more. If there are several channels, the thread exits the process when any of them is closed.
     """
 
     def __init__(self, *channels: ChildChannel) -> None:
@@ -314,37 +321,43 @@ class Lifeline:
         self._lock = Lock()
         self._actions: list[Callable[[], object]] = []
         self._left, self._leaving = os.pipe2(os.O_CLOEXEC)
-        """A pipe that `leave` closes, to wake the thread."""
+        """Pipe whose write end `leave` closes to wake the thread."""
         self._thread = Thread(target=self._watch, name="lifeline", daemon=True)
         self._thread.start()
 
     def hold(self, make: Callable[[], T], remove: Callable[[T], None]) -> T:
-        """Return the result of `make`, and remove it before the process ends. A lock makes sure of the removal."""
+        """Return the result of `make`. If the thread exits the process, it first calls `remove` with this result.
+
+        A lock prevents the thread from exiting the process after `make`, but before `remove` is registered.
+        """
         with self._lock:
             made = make()
             self._actions.append(lambda: remove(made))
         return made
 
     def before_end(self, action: Callable[[], object]) -> None:
-        """Call `action` before the process ends."""
+        """Register an action that the thread calls before it exits the process."""
         with self._lock:
             self._actions.append(action)
 
     def leave(self) -> None:
-        """End the thread that watches, because a process that forks must have no other thread."""
+        """Stop the thread. A process that forks must call this, because it must not have another thread."""
         os.close(self._leaving)
         self._thread.join()
 
     def end(self) -> None:
-        """Finish a process that has done its work. If the parent is gone, wait for the actions before the end."""
+        """Call this method when the process has done its work.
+
+        If the parent is gone, wait while the thread runs the registered actions and exits the process.
+        """
         if self._hung_up(0):
             self._thread.join()
 
     def _hung_up(self, timeout_ms: int | None) -> bool:
-        """Wait until a peer is gone, or until `leave`. Return whether a peer is gone."""
+        """Wait until a peer is gone or `leave` is called, at most `timeout_ms`. Return whether a peer is gone."""
         hangup = select.poll()
         for descriptor in (*self._descriptors, self._left):
-            hangup.register(descriptor, 0)  # POLLHUP is always reported, and nothing else is asked for
+            hangup.register(descriptor, 0)  # poll always reports POLLHUP, and needs no other events
         return any(descriptor != self._left for descriptor, _ in hangup.poll(timeout_ms))
 
     def _watch(self) -> None:

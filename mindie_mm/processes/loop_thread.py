@@ -1,4 +1,4 @@
-"""An event loop on a thread, behind a synchronous interface."""
+"""An event loop on its own thread, with a synchronous interface."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _THREADS = "mindie_mm"
 
 
 class LoopThread:
-    """An event loop on its own thread, for callers without a loop or inside another one."""
+    """An event loop on its own thread, for callers that have no event loop or are inside another one."""
 
     def __init__(self, owner: str) -> None:
-        """Start the thread. `owner` is what errors call the object that uses it.
+        """Start the thread. `owner` is the name of the object that uses the thread, for error messages.
 
         Raises:
-            OperationalError: The interpreter is shutting down and starts no thread.
+            OperationalError: No thread can be started, for example because the interpreter is shutting down.
 
         """
         self._owner = owner
         self._loop = asyncio.new_event_loop()
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # a signal handler may call this on a thread that holds it
+        self._lock = threading.RLock()  # a signal handler may need the lock on a thread that already holds it
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=_THREADS, daemon=True)
@@ -43,10 +43,12 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop and return its result.
 
-        An interrupt cancels the work, and is raised again once the work has cleaned up.
+        If an exception such as KeyboardInterrupt interrupts the wait, cancel the work, wait until it has cleaned up,
+        and raise the exception again.
 
         Raises:
-            InputError: The loop is closed, or was closed meanwhile, or this is a forked process without the thread.
+            InputError: The loop is closed, or is closed before the work ends, or this process was forked and does not
+                have the thread.
 
         """
         ended = threading.Event()
@@ -68,7 +70,7 @@ class LoopThread:
         try:
             ended.wait()
         except BaseException:
-            self._call(lambda: tasks[0].cancel())  # noqa: PLW0108 - the task is born on that thread
+            self._call(lambda: tasks[0].cancel())  # noqa: PLW0108 - the task may not exist yet on this thread
             ended.wait()
             raise
         if tasks[0].cancelled():
@@ -76,12 +78,12 @@ class LoopThread:
         return tasks[0].result()
 
     def submit(self, make: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Start the coroutine that `make` returns, and return the future of its result.
+        """Start the coroutine that `make` returns, and return a future of its result.
 
-        Cancelling the future cancels the work.
+        Canceling the future cancels the coroutine.
 
         Raises:
-            InputError: As in `run`, before the work has begun.
+            InputError: The loop is closed, or this process was forked and does not have the thread.
 
         """
         if self._forked:
@@ -92,14 +94,14 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(self._tracked(make), self._loop)
 
     def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Cancel running work, run `last`, and end the thread, even if this call is interrupted.
+        """Cancel running work, run `last`, and stop the thread, even if this call is interrupted.
 
-        In a forked process this does nothing. The garbage collector may call it on any thread. A thread of this
-        package does not wait for the end, because it might be the loop's own.
+        In a forked process, this method does nothing. The garbage collector may call it on any thread. On one of this
+        package's threads, it does not wait until the loop's thread stops, because it might wait for itself.
         """
         if self._forked:
             return
-        with self._lock:  # earlier calls start before the end does
+        with self._lock:  # work that was submitted earlier is scheduled before `_end`
             self._closed = True
             ending = asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
         ending.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
@@ -140,6 +142,6 @@ class LoopThread:
         return InputError(f"the {self._owner} belongs to process {self._pid}, from which this process was forked")
 
     def _closed_error(self) -> InputError:
-        """Return the error for calls after the end. The interpreter ends the loop at its exit."""
+        """Return the error for calls after `close`. At interpreter exit, the error states this as the reason."""
         ends = "" if threading.main_thread().is_alive() else ": the interpreter is shutting down"
         return InputError(f"the {self._owner} is closed{ends}")

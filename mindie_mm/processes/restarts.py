@@ -1,4 +1,4 @@
-"""Restarts of processes that run as long as the service, with counts and growing pauses."""
+"""Restarts of processes that run as long as the service, with counters and increasing pauses."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ RESTART_WAIT_S = 120.0
 
 @contextmanager
 def logged(what: str) -> Iterator[None]:
-    """Log any exception of the block and continue. Use this in loops that run as long as the service."""
+    """Log any exception that the block raises, and continue. Use this in loops that run as long as the service."""
     try:
         yield
-    except Exception:  # noqa: BLE001 - whatever it is
+    except Exception:  # noqa: BLE001 - no exception may end the loop
         _log.exception(what)
 
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """Counts of restarts of dead processes."""
+    """Numbers of restarts of dead processes."""
 
     started: int
+    """Number of successful restarts."""
     failed: int
     """Number of failed attempts."""
 
     @classmethod
     def of(cls, starters: Iterable[Starter]) -> Restarts:
-        """Return the sums over all `starters`."""
+        """Return the sums of the counters of all `starters`."""
         counts = [(starter.restarts, starter.failures) for starter in starters]
         return cls(sum(started for started, _ in counts), sum(failed for _, failed in counts))
 
 
 class Starter:
-    """Restarts of a process, with pauses that grow until a process has answered a request."""
+    """Restarts of a process. The pauses between attempts grow until the process has answered a request."""
 
     def __init__(self, what: str, first_pause_s: float = 0.5, last_pause_s: float = 30.0) -> None:
         self._what = what
@@ -55,41 +56,42 @@ class Starter:
         self.pause_s = 0.0
         """Pause in seconds before the next attempt."""
         self.restarts = 0
-        """Number of restarts."""
+        """Number of successful restarts."""
         self.failures = 0
         """Number of failed attempts."""
         self._failing_since_s = math.inf
-        """Time of the first failed attempt since the process last ran, in seconds of time.monotonic."""
+        """Time of the first failed attempt since the process last ran, as returned by time.monotonic."""
         self._is_hopeless = False
-        """Whether the last attempt failed with an InputError, such as a missing checkpoint. Restarts cannot fix it."""
+        """True if the last attempt failed with an InputError, such as a missing checkpoint. Restarting cannot help."""
 
     def patience_s(self, wait_s: float = RESTART_WAIT_S) -> float:
-        """Return how many seconds a request should wait for the process. Return 0 if a restart is hopeless.
+        """Return how many seconds a request should wait for the process. Return 0 if a restart cannot succeed.
 
-        The wait ends `wait_s` after the first failed attempt, so that successive requests do not each wait that long.
+        All requests stop waiting `wait_s` seconds after the first failed attempt. A later request therefore waits for a
+        shorter time.
         """
         if self._is_hopeless:
             return 0.0
         return max(0.0, min(wait_s, self._failing_since_s + wait_s - time.monotonic()))
 
     def proved(self) -> None:
-        """Record that the process has answered, so that the next restart follows at once."""
+        """Record that the process has answered a request, so that the next restart needs no pause."""
         self.pause_s = 0.0
 
     async def again(self, start: Callable[[], Awaitable[T]]) -> T:
         """Call `start` until it succeeds, and return its result.
 
-        The first attempt follows at once, and later ones after pauses that double. A process that dies before `proved`
-        was called counts as a failure for the pause.
+        Each failed attempt doubles the pause before the next attempt. A process that dies before `proved` is called
+        counts as a failed attempt in this respect.
         """
         while True:
             if self.pause_s:
-                _log.warning("%s is started again in %.1f s", self._what, self.pause_s)
+                _log.warning("%s is restarted in %.1f s", self._what, self.pause_s)
                 await asyncio.sleep(self.pause_s)
             self.pause_s = min(max(2 * self.pause_s, self._first_pause_s), self._last_pause_s)
             try:
                 started = await start()
-            except Exception as error:  # noqa: BLE001 - any cause may be temporary
+            except Exception as error:  # noqa: BLE001 - the cause of any exception may be temporary
                 self.failures += 1
                 self._failing_since_s = min(self._failing_since_s, time.monotonic())
                 self._is_hopeless = isinstance(error, InputError)
@@ -97,5 +99,5 @@ class Starter:
             else:
                 self.restarts += 1
                 self._failing_since_s, self._is_hopeless = math.inf, False
-                _log.warning("%s was started again (restart %d)", self._what, self.restarts)
+                _log.warning("%s was restarted (restart %d)", self._what, self.restarts)
                 return started

@@ -1,4 +1,4 @@
-"""Standard streams. They are always open and in UTF-8, and writing to standard error never blocks."""
+"""Standard streams that are always open and use UTF-8, with a standard error to which writing never blocks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from secrets import token_hex
 _log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 2**20
-"""Maximum size in bytes of log lines that wait for the reader of standard error. More lines are dropped."""
+"""Maximum total size in bytes of the log lines that wait until standard error is read. Further lines are dropped."""
 MAX_LINE_BYTES = 2**16
 """Maximum size in bytes of a line that is written in one piece."""
 CLOSE_TIMEOUT_S = 1.0
-"""Maximum time in seconds to write the waiting lines when the process ends."""
+"""Maximum time in seconds to write the waiting lines when the process exits."""
 
 _PIPE_BYTES = 2**20
 _NAMES = ("stdin", "stdout", "stderr")
@@ -32,8 +32,8 @@ _dropped_lines = 0
 def open_missing() -> None:
     """Open descriptors 0 to 2 on /dev/null if they are closed.
 
-    Otherwise the next file or socket gets such a descriptor, and libraries print into it. libuv also aborts if it has
-    to close one of them.
+    Otherwise the next file or socket may get one of these descriptors, and libraries may print to it. libuv also aborts
+    the process if it has to close one of these descriptors.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < len(_NAMES):
         os.set_inheritable(descriptor, True)
@@ -46,10 +46,10 @@ def missing() -> list[str]:
 
 
 def use_utf8() -> None:
-    """Set sys.stdin, sys.stdout and sys.stderr to UTF-8 in any locale, and open the closed ones on /dev/null.
+    """Set sys.stdin, sys.stdout and sys.stderr to UTF-8 in any locale. Open closed streams on /dev/null.
 
-    Characters that cannot be encoded, such as undecodable bytes of a file name, are escaped on standard error and
-    written as their original bytes on standard output.
+    If a file name contains bytes that are not UTF-8, standard error shows them as escape sequences, and standard output
+    contains the original bytes.
     """
     open_missing()
     for name in missing():
@@ -63,7 +63,7 @@ def use_utf8() -> None:
 
 @contextmanager
 def stderr_without_waiting() -> Iterator[None]:
-    """Replace descriptor 2 by a pipe that is always read, for this process and its children."""
+    """Replace descriptor 2 of this process and its later children by a pipe that a thread always reads."""
     drained = _DrainedStderr()
     try:
         yield
@@ -72,21 +72,22 @@ def stderr_without_waiting() -> Iterator[None]:
 
 
 class _DrainedStderr:
-    """A pipe in place of standard error. One thread reads it, and another writes to the original standard error.
+    """A pipe in place of standard error. One thread reads the pipe, and another writes to the original standard error.
 
-    A stopped terminal or a log driver that hangs only blocks the second thread. Lines then wait, up to
-    MAX_WAITING_BYTES. More lines are dropped and counted, and the count is logged when lines can be written again.
-    The pipe also carries the output that libraries of any process print themselves.
+    A stopped terminal or a log driver that hangs blocks only the second thread. Up to MAX_WAITING_BYTES of lines then
+    wait in memory. Further lines are dropped and counted, and their number is logged when lines can be written again.
+    Output that libraries print directly to descriptor 2, in this process or in its children, also goes through the
+    pipe.
     """
 
     def __init__(self) -> None:
         self._untold_lines = 0
-        """Number of dropped lines that were not logged yet."""
+        """Number of dropped lines that have not been logged yet."""
         self._last_line = f"{token_hex(16)}\n".encode()
-        """Marker that this process writes last. Other processes may keep the pipe open for longer."""
+        """Marker for the end of the output. An end of file cannot mark it: other processes may keep the pipe open."""
         self._target = os.dup(2)
         self._source, pipe = os.pipe()
-        with suppress(OSError):  # the user's limit for pipes is reached
+        with suppress(OSError):  # the user has reached the limit on the memory of pipes
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.dup2(pipe, 2, inheritable=True)
         os.close(pipe)
@@ -102,7 +103,7 @@ class _DrainedStderr:
             thread.start()
 
     def close(self) -> None:
-        """Write all lines and restore descriptor 2. If writing takes too long, leave descriptor 2 on /dev/null."""
+        """Write all lines and restore descriptor 2. If writing takes too long, descriptor 2 stays on /dev/null."""
         os.write(2, self._last_line)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 2, inheritable=True)
@@ -129,7 +130,7 @@ class _DrainedStderr:
         global _dropped_lines  # noqa: PLW0603 - standard error is the process's
         with self._change:
             self._ended = ended
-            # After a dropped line, drop all lines until the queue is empty, so that the log has one gap.
+            # After dropping a line, drop all further lines until the queue is empty, so that the log has a single gap.
             if lines and not self._untold_lines and self._num_bytes + len(lines) <= MAX_WAITING_BYTES:
                 self._waiting.append(lines)
                 self._num_bytes += len(lines)
@@ -156,7 +157,8 @@ class _DrainedStderr:
                     untold, self._untold_lines = self._untold_lines, 0
             if untold:
                 _log.warning(
-                    "%d lines of the log were dropped, because standard error was not read and only %d bytes can wait",
+                    "%d lines of the log were dropped, because standard error was not read and only %d bytes "
+                    "can be buffered",
                     untold,
                     MAX_WAITING_BYTES,
                 )
@@ -168,9 +170,9 @@ def dropped_lines() -> int:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`, and wait for the reader if necessary. Drop the rest if writing fails."""
+    """Write all bytes of `data`, and wait for the reader if necessary. If writing fails, drop the remaining bytes."""
     left = memoryview(data)
-    with suppress(OSError):  # the reader is gone or the disk is full, and there is no other place to report it
+    with suppress(OSError):  # the reader is gone or the disk is full, and the error cannot be reported anywhere else
         while left:
             try:
                 left = left[os.write(descriptor, left) :]

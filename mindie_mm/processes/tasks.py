@@ -1,4 +1,4 @@
-"""Concurrent tasks and threads that are not left running after a cancellation."""
+"""Helpers for concurrent tasks and threads. After a cancellation, no task keeps running."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 
 _INLINE_BYTES = 2**20
-"""Maximum number of bytes to hash or copy on an event loop. This blocks the loop for less than 0.5 ms."""
+"""Maximum number of bytes to hash or copy on an event loop. This takes less than 0.5 ms."""
 
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a task group. The first failure cancels the other tasks, and is then raised without an exception group."""
+    """Open a task group. The first exception cancels the other tasks, and is raised without an exception group."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -31,16 +31,16 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of `works`, in order. The first failure cancels the others and is raised."""
+    """Return the results of `works`, in order. The first exception cancels the other works and is raised."""
     async with task_group() as group:
         tasks = [group.create_task(work) for work in works]
     return [task.result() for task in tasks]
 
 
 async def gather_in_order(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of `works`, in order. Raise the failure that is first in order, and cancel the later works.
+    """Return the results of `works`, in order. If several works fail, raise the exception of the first.
 
-    The choice of the failure does not depend on the speed of each work.
+    The exception that is raised does not depend on which work fails earliest. Later works are canceled.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -53,11 +53,12 @@ async def gather_in_order(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def beside(work: Callable[[], T], check: Callable[[], None], period_s: float) -> T:
-    """Run `work` in a new thread and return its result. The caller may be inside an event loop, and `work` may run one.
+    """Run `work` in a new thread and return its result. `work` may run an event loop even if the caller is inside one.
 
-    `check` is called every `period_s` seconds meanwhile. If it raises an error, the thread is left to end by itself.
+    Until `work` ends, call `check` every `period_s` seconds. If `check` raises an exception, stop waiting and raise it,
+    while the thread continues.
 
-    Raise RuntimeError if no thread can be started, for example while the interpreter shuts down.
+    Raise RuntimeError if no thread can be started, for example because the interpreter is shutting down.
     """
     done: Future[T] = Future()
     threading.Thread(target=_do, args=(work, done), daemon=True).start()
@@ -67,10 +68,10 @@ def beside(work: Callable[[], T], check: Callable[[], None], period_s: float) ->
 
 
 class WorkThread:
-    """A thread that runs jobs one after another, for any event loop, until the interpreter ends.
+    """A thread that runs jobs one after another. Any event loop may submit jobs, until the interpreter exits.
 
-    An executor accepts no work after the main thread has ended, although other threads may run for hours. This is a
-    daemon thread, so its owner must close it before the interpreter ends.
+    An executor does not accept jobs after the main thread has ended, although other threads may run for hours. A
+    WorkThread is a daemon thread, so its owner must close it before the interpreter exits.
     """
 
     def __init__(self, name: str) -> None:
@@ -81,18 +82,19 @@ class WorkThread:
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` on the thread and return its result.
 
-        When cancelled, a job that has begun runs to its end, and its result is dropped. A job that waits is not run.
+        If the caller is canceled while the job runs, the job continues and its result is dropped. If the job has not
+        begun, it never runs.
         """
         done: Future[T] = Future()
         self._works.put((work, done))
         return await asyncio.wrap_future(done)
 
     def stop(self) -> None:
-        """Let the thread end after the jobs that it has. Idempotent."""
+        """Let the thread end after all jobs that have been submitted. Idempotent."""
         self._works.put(None)
 
     def close(self) -> None:
-        """Stop the thread and wait for its end. Idempotent."""
+        """Stop the thread and wait until it has ended. Idempotent."""
         self.stop()
         self._thread.join()
 
@@ -107,17 +109,18 @@ class WorkThread:
 def _do(work: Callable[[], T], done: Future[T]) -> None:
     try:
         done.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - the waiting caller gets it
+    except BaseException as error:  # noqa: BLE001 - the future passes the exception to the caller
         done.set_exception(error)
 
 
 async def in_thread(work: Callable[[], T], give_up: Callable[[], object] | None = None) -> T:
     """Run `work` in a thread and return its result.
 
-    When cancelled, wait for work that has begun, so that it does not write into a directory that is being removed. Work
-    that has not begun is not run. `give_up` is called before that wait, to shorten it.
+    If the caller is canceled after the work has begun, call `give_up` to shorten the work, and wait until the work
+    ends. Without this wait, the work might write to a directory that is being removed. If the work has not begun, it
+    never runs.
 
-    While the interpreter shuts down there are no threads, and the work blocks the event loop.
+    While the interpreter shuts down, no thread can be started. `work` then runs on the event loop and blocks it.
     """
     is_wanted = True
 
@@ -127,7 +130,7 @@ async def in_thread(work: Callable[[], T], give_up: Callable[[], object] | None 
     in_context = partial(contextvars.copy_context().run, begin)
     try:
         running = asyncio.get_running_loop().run_in_executor(None, in_context)
-    except RuntimeError:  # the interpreter shuts down
+    except RuntimeError:  # the interpreter is shutting down
         return work()
     try:
         return cast("T", await asyncio.shield(running))
@@ -142,5 +145,5 @@ async def in_thread(work: Callable[[], T], give_up: Callable[[], object] | None 
 
 
 async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """Run `work` over `num_bytes` and return its result, in a thread if it would block the event loop for long."""
+    """Run `work`, which processes `num_bytes` bytes, and return its result. Use a thread if `num_bytes` is large."""
     return work() if num_bytes <= _INLINE_BYTES else await in_thread(work)

@@ -1,1 +1,1 @@
-"""Settings: the worker's and the service's configuration, where each value comes from, and what the machine allows."""
+"""Settings of the worker and the service, the sources of their values, and the number of CPUs that may be used."""

@@ -10,15 +10,15 @@ from pathlib import Path, PurePosixPath
 MOUNT = Path("/sys/fs/cgroup")
 """Mount point of the control groups."""
 OWN = Path("/proc/self/cgroup")
-"""The file that lists the control groups of this process."""
+"""File that lists the control groups of this process."""
 
 
 def folders(controller: str, mount: Path = MOUNT, own: Path = OWN) -> tuple[list[Path], list[Path]]:
     """Return the folders of the groups that limit this process by `controller`, such as "memory" or "cpu".
 
-    The first list holds the folders of cgroup version 2, the second those of version 1. Both include the ancestors of
-    the groups, because these limit the process too. Some folders may not exist, because a container often mounts its
-    own group as the root.
+    The first list contains folders of cgroup version 2, and the second list contains folders of version 1. Both include
+    the ancestors of the groups, because an ancestor limits the process, too. Some folders may not exist, because a
+    container often mounts its own group as the root.
     """
     groups = {PurePosixPath("/")}
     for line in read(own).splitlines():
@@ -30,9 +30,10 @@ def folders(controller: str, mount: Path = MOUNT, own: Path = OWN) -> tuple[list
 
 
 def available_cpus(mount: Path = MOUNT, own: Path = OWN) -> int:
-    """Return the number of CPUs of the affinity mask, or a control group's CPU quota if that is lower.
+    """Return the number of CPUs in the affinity mask, or a control group's CPU quota if the quota is lower.
 
-    A quota is rounded up. With 1.5 CPUs, two threads do more than one, although both pause when the quota is used up.
+    A quota is rounded up. With a quota of 1.5 CPUs, two threads do more work than one thread, although both pause when
+    the quota is used up.
     """
     quotas = [max(1, math.ceil(quota)) for quota in _quotas(mount, own)]
     return min([len(os.sched_getaffinity(0)), *quotas])
@@ -44,7 +45,7 @@ def _quotas(mount: Path, own: Path) -> Iterator[float]:
     texts = [read(folder / "cpu.max").split() for folder in version_2]
     texts += [[read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")] for folder in version_1]
     for text in texts:
-        # Version 2 writes "max" where there is no limit, version 1 writes -1.
+        # If there is no limit, version 2 has the text "max", and version 1 has -1.
         if len(text) == 2 and all(part.strip().isdecimal() for part in text) and int(text[1]):
             yield int(text[0]) / int(text[1])
 

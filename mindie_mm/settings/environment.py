@@ -1,4 +1,4 @@
-"""Environment variables of settings and of other programs. No other module reads the environment."""
+"""Environment variables of this package's settings and of other programs. No other module reads the environment."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mindie_mm.errors import InputError
 
 _PREFIX = "MINDIE_MM_"
 _NO_SETTINGS = frozenset({"MINDIE_MM_CONFIG", "MINDIE_MM_FAULTS"})
-"""Variables that are read but set no field."""
+"""Variables that this package reads, but that do not set a field."""
 _SERVICE_LINK = re.compile(
     r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)", re.ASCII
 )
 """Names of variables that Kubernetes sets in every pod for a Service named mindie-mm or mindie-mm-*."""
 _LINKED_ADDRESS = re.compile(r"(?:tcp|udp|sctp)://")
-"""Value of such a Service's variable whose name ends in PORT."""
+"""Beginning of the value of such a variable if its name ends in PORT."""
 
 _WAIT_POLICIES = frozenset({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
-"""Variables that set how long OpenMP threads spin. Intel's and LLVM's OpenMP use KMP_* variables."""
+"""Variables that set how long OpenMP threads spin. The OpenMP libraries of Intel and LLVM use KMP_* variables."""
 SPIN_COUNT = 3000
-"""Number of iterations that an OpenMP thread spins at a barrier before it sleeps."""
+"""Number of iterations for which an OpenMP thread spins at a barrier before it sleeps."""
 
 
 def variable(name: str) -> str:
@@ -41,26 +41,26 @@ def given(name: str) -> str | None:
 
 
 def fault_folder() -> Path | None:
-    """Return the folder in which tests put triggers of `faults`. This is not a setting for users."""
+    """Return the folder of trigger files for `faults`, which only tests use. This is not a setting for users."""
     folder = os.environ.get("MINDIE_MM_FAULTS")
     return Path(folder) if folder else None
 
 
 def keep_collectives_local() -> None:
-    """Let gloo and NCCL listen only on the loopback interface, unless their variables name another."""
+    """Let gloo and NCCL listen only on the loopback interface, unless their variables specify another interface."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
 def set_local_rank(number: int) -> None:
-    """Set the variables from which torch, transformers and accelerate learn the local rank, as torchrun does."""
+    """Set the variable from which torch, transformers and accelerate read the local rank, as torchrun does."""
     os.environ["LOCAL_RANK"] = str(number)
 
 
 def unknown_variables(settings: Collection[str]) -> list[str]:
-    """Return variables with this package's prefix that set none of the fields `settings`.
+    """Return the names of variables that have this package's prefix but do not set any of the fields `settings`.
 
-    They are misspelled, or belong to another version.
+    Such a variable is misspelled, or belongs to another version.
     """
     known = _NO_SETTINGS | set(map(variable, settings))
     return sorted(
@@ -74,24 +74,24 @@ def unknown_variables(settings: Collection[str]) -> list[str]:
 
 
 def foreign(names: Iterable[str]) -> dict[str, str]:
-    """Return the variables of other programs that are set, by name. `doctor` checks them."""
+    """Return the values of those variables in `names` that are set, by name. `doctor` checks these variables."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def keep_backends_out() -> None:
-    """Prevent `import torch` in this process and its children from importing the installed libraries of accelerators.
+    """Prevent `import torch` in this process and its children from importing accelerator libraries such as torch_npu.
 
-    If such a library cannot be loaded, for example because CANN's environment is not set, the import of torch fails on
-    any device. This package imports a library itself if its device is used.
+    If such a library is installed but cannot be loaded, for example because the environment of CANN is not set,
+    importing torch would fail, whatever the device. This package imports the library itself if its device is used.
     """
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def limit_spinning() -> None:
-    """Let OpenMP threads of this process and its children sleep soon at a barrier, unless a variable sets this.
+    """Let OpenMP threads of this process and its children sleep soon at a barrier, unless the user has set this.
 
-    GNU OpenMP reads GOMP_SPINCOUNT when torch loads it. By default, a waiting thread spins for milliseconds. If other
-    programs share the CPUs, this takes time from the thread that it waits for.
+    GNU OpenMP reads GOMP_SPINCOUNT when torch loads the library. By default, a waiting thread spins for milliseconds.
+    If other programs share the CPUs, a spinning thread takes CPU time from the thread that it waits for.
     """
     if not any(name in _WAIT_POLICIES or name.startswith("KMP_") for name in os.environ):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
@@ -110,7 +110,7 @@ def has_thread_count() -> bool:
 def keep_python_path() -> None:
     """Make the entries of PYTHONPATH absolute, so that child processes import the same modules as this one.
 
-    A script may change its working directory before a child starts or restarts.
+    A script may change its working directory before it starts or restarts a child.
     """
     given = os.environ.get("PYTHONPATH")
     if given and not all(map(os.path.isabs, given.split(os.pathsep))):
@@ -121,7 +121,7 @@ def keep_python_path() -> None:
 def restart_in_utf8() -> None:
     """Restart this process in Python's UTF-8 mode if the locale has another encoding. Its children inherit the mode.
 
-    Rust and C++ libraries take file names as UTF-8. Libraries that open text files use the locale's encoding.
+    Rust and C++ libraries expect file names in UTF-8. Python libraries that open text files use the locale's encoding.
     """
     name = codecs.lookup(locale.getencoding()).name
     if sys.flags.utf8_mode or name == "utf-8" or not sys.executable or os.environ.get("PYTHONUTF8") == "1":
@@ -131,10 +131,10 @@ def restart_in_utf8() -> None:
 
 
 def text_of(name: str, text: str) -> str:
-    """Decode a text of the command line or of a variable, which holds surrogates if it is not UTF-8.
+    """Decode a text from the command line or a variable. The text contains surrogates if it was not UTF-8.
 
-    Raise InputError, with `name`, if the text is neither UTF-8 nor in the locale's encoding. The message does not show
-    the text, because it may be a secret.
+    Raise InputError if the text was neither in UTF-8 nor in the locale's encoding. The message states `name`, but
+    not the text, which may be a secret.
     """
     if _is_utf8(text):
         return text
@@ -153,22 +153,22 @@ def _is_utf8(text: str) -> bool:
 
 
 def default_spool() -> Path:
-    """Return the spool of requests' media: MINDIE_MM_SPOOL, or this user's folder in the temporary directory."""
+    """Return the folder of the spool: MINDIE_MM_SPOOL, or this user's folder in the temporary directory."""
     if folder := os.environ.get("MINDIE_MM_SPOOL"):
         return Path(folder)
     return Path(tempfile.gettempdir()) / f"mindie_mm-{os.getuid()}"
 
 
 def ray_address() -> str:
-    """Return the address of the Ray cluster that RAY_ADDRESS names, or an empty string."""
+    """Return the address of the Ray cluster in RAY_ADDRESS, or an empty string if the variable is not set."""
     return os.environ.get("RAY_ADDRESS", "")
 
 
 def limit_ray_connect() -> None:
-    """Let Ray give up after some seconds if no head node answers, unless a variable sets this.
+    """Let Ray give up after some seconds if no head node answers, unless the user has set these variables.
 
-    Ray reads these variables when it is imported. By default it tries for more than 8 minutes. Its time to reconnect
-    stays as it is, because Ray ends the process without an exception after that time.
+    Ray reads the variables when it is imported. By default, it tries to connect for more than 8 minutes. The time limit
+    for reconnecting is not changed, because after that limit Ray exits the process without an exception.
     """
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
     os.environ.setdefault("RAY_py_gcs_connect_timeout_s", "3")

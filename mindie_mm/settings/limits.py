@@ -1,4 +1,4 @@
-"""Types of settings with their limits, and the errors for wrong values."""
+"""Types of settings with limits, and checks of values against them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindie_mm.settings.paths import absolute
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrNone = Annotated[int, Meta(ge=0)]
-"""A count for which 0 has a meaning, such as no limit, no cache or none allowed."""
+"""A count that may be 0. The meaning of 0 depends on the setting, such as no limit, no cache or no items."""
 Seconds = Annotated[float, Meta(gt=0)]
 _SHOWN = (str, int, float, list, tuple)
 _NAMES = {str: "a string", Path: "a string", int: "an integer", float: "a number", bool: "true or false"}
@@ -24,22 +24,24 @@ _NAMES = {str: "a string", Path: "a string", int: "an integer", float: "a number
 def converted(name: str, value: object, hint: Any, *, strict: bool = True, secret: bool = False) -> Any:
     """Convert `value` to the type `hint`.
 
-    Unless `strict`, texts are parsed as numbers and booleans, as for environment variables. An empty text is refused,
-    because scripts write one for an unset variable, and as a path it would mean the working directory.
+    Unless `strict` is set, parse texts as numbers or booleans, as needed for environment variables. Refuse an empty
+    text, because scripts produce an empty text if a variable is not set. As a path, an empty text would mean the
+    working directory.
 
     Raises:
-        InputError: The value is wrong. The message names the setting, its value unless it is `secret`, and the type.
+        InputError: The value is invalid. The message states the setting and the expected type, and also the value
+            unless `secret` is set.
 
     """
     if isinstance(value, str) and not value.strip():
-        raise InputError(f"{name} is {value!r}, which holds no value: leave it out, or give one")
+        raise InputError(f"{name} is {value!r}, which is empty; leave it out, or give a value")
     if isinstance(value, str) and not strict and hint is not Path:
         value = text_of(name, value)
     try:
         return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
         message = f"of type {type(value).__name__}" if secret or not isinstance(value, _SHOWN) else repr(value)
-        raise InputError(f"{name} is {message}, it must be {_wanted(hint)}") from error
+        raise InputError(f"{name} is {message}; it must be {_wanted(hint)}") from error
 
 
 def require(settings: Any) -> None:
@@ -51,7 +53,7 @@ def require(settings: Any) -> None:
 
 
 def complete_paths(settings: Any) -> None:
-    """Make the paths of a settings dataclass absolute, in its `__post_init__`. Errors are those of `absolute`."""
+    """Make the paths in a settings object absolute. Its `__post_init__` calls this. Raise the errors of `absolute`."""
     hints = get_type_hints(type(settings))
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -67,16 +69,16 @@ def _path(hint: type, value: object) -> Path:
 
 
 def _wanted(hint: Any) -> str:
-    """Describe what a value must be."""
+    """Describe the values that the type `hint` allows."""
     if hint in _NAMES:
         return _NAMES[hint]
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if origin is tuple and parts[-1] is not Ellipsis:
-        return f"a list of {len(parts)}, each {_wanted(parts[0])}"
+        return f"a list of {len(parts)} elements, each {_wanted(parts[0])}"
     if origin is tuple:
-        return f"a list, each {_wanted(parts[0])}"
+        return f"a list of elements, each {_wanted(parts[0])}"
     if origin is Annotated:
         return f"{_wanted(parts[0])} {_limits(parts[1])}"
     return _wanted(parts[0])  # of X | None

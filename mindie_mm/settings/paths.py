@@ -1,7 +1,7 @@
-"""Absolute paths, resolved when the caller passes them.
+"""Conversion of relative paths to absolute paths, at the time when the caller passes them.
 
-A script may change its working directory at any time, as Hydra does, and so may another thread. Worker processes that
-restart later start in the new directory.
+A script may change its working directory at any time, as Hydra does. If a worker process is restarted after that, it
+starts in the new directory.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     if path.is_absolute():
         return path
     if not (folder := working_directory()):
-        raise InputError(f"{path} is a relative path, and the working directory was removed; give an absolute path")
+        raise InputError(f"{path} is a relative path, but the working directory was removed; give an absolute path")
     return Path(folder, path)

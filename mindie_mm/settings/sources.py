@@ -2,7 +2,7 @@
 
 A flag overrides a variable, a variable overrides the TOML file, and the file overrides the default.
 
-The file is flat. Its keys are the field names of all settings classes, like flags and variables.
+The TOML file has no tables. Its keys are the field names of all settings classes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from mindie_mm.settings.limits import converted
 
 CLASSES: tuple[type[Any], ...] = (WorkerConfig, EngineConfig, MediaCaps, ServiceConfig)
 PARTS = frozenset({"engine", "media"})
-"""Fields that are settings classes themselves, not settings."""
+"""Fields whose values are objects of other settings classes. They are not settings themselves."""
 SECRETS = frozenset(field.name for cls in CLASSES for field in fields(cls) if "secret" in field.metadata)
 MASK = "***"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting in readable form."""
+    """A setting with its value and origin as text."""
 
     name: str
     value: str
-    """Value as in a TOML file. `none` if the program chooses it, *** for a secret."""
+    """Value as in a TOML file. It is `none` if the program chooses the value, and *** for a secret."""
     origin: str
     """Source of the value: the flag, the variable, the file, or `default`."""
 
@@ -44,7 +44,7 @@ class Configuration:
     worker: WorkerConfig
     service: ServiceConfig
     origins: Mapping[str, str]
-    """Source of each setting that was given, by its name."""
+    """Source of each setting that is not at its default, by the name of the setting."""
 
     def settings(self) -> list[Setting]:
         """Return every setting with its origin. Secrets are masked."""
@@ -62,14 +62,14 @@ class Configuration:
 
 
 def configuration(flags: Mapping[str, Any], file: Path | None = None) -> Configuration:
-    """Combine the settings of flags, environment and file.
+    """Combine the settings from flags, the environment and the file.
 
     Args:
-        flags: Values of flags by field name. None and empty tuples count as not given.
-        file: TOML file. None: the file that MINDIE_MM_CONFIG names, if any.
+        flags: Values of flags by field name. A flag with the value None or an empty tuple was not given.
+        file: TOML file. None means the file in MINDIE_MM_CONFIG, if that variable is set.
 
     Raises:
-        InputError: A setting is wrong. The message names it and its source.
+        InputError: A setting is invalid. The message states the setting and its source.
 
     """
     values: dict[str, Any] = {}
@@ -101,7 +101,10 @@ def _config_file() -> Path | None:
 
 
 def from_environment(cls: type[Any]) -> dict[str, Any]:
-    """Return the fields of the settings class `cls` that variables set. InputError names a wrong value's variable."""
+    """Return the values of the fields of the settings class `cls` that environment variables set, by field name.
+
+    Raise InputError if a value is invalid. The message states the variable.
+    """
     hints = get_type_hints(cls, include_extras=True)
     return {
         one.name: _parse(variable(one.name), text, hints[one.name])
@@ -114,14 +117,14 @@ def _parse(name: str, text: str, hint: Any) -> Any:
     if get_origin(hint) is not tuple:
         return converted(name, text, hint, strict=False)
     if not (parts := tuple(part.strip() for part in text_of(name, text).split(",") if part.strip())):
-        raise InputError(f"{name} is {text!r}, which holds no value: leave it out, or give one")
+        raise InputError(f"{name} is {text!r}, which is empty; leave it out, or give a value")
     return converted(name, parts, hint, strict=False, secret=name in map(variable, SECRETS))
 
 
 def misspelt_variables() -> list[str]:
     """Return a warning for each MINDIE_MM_ variable that is not a setting. Leave out its value, which may be secret.
 
-    Unlike an unknown key of the file, such a variable does not prevent the start, because the user may not have set it.
+    Such a variable is not an error, unlike an unknown key in the file, because the user may not have set it.
     """
     hints = _hints()
     warnings = []
@@ -132,7 +135,10 @@ def misspelt_variables() -> list[str]:
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """Return the settings of a TOML file. InputError names the file, the key and the expected value."""
+    """Return the settings in a TOML file, by field name.
+
+    Raise InputError if the file or a value is invalid. The message states the file, the key and the expected value.
+    """
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -140,13 +146,13 @@ def read_file(file: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{file} is no TOML: {error}") from error
+        raise InputError(f"{file} is not valid TOML: {error}") from error
     hints = _hints()
     return {key: _checked(file, key, value, hints) for key, value in table.items()}
 
 
 def _hints() -> dict[str, Any]:
-    """Return the type of each setting, by its name."""
+    """Return the type of each setting, by the name of the setting."""
     return {
         name: hint
         for cls in CLASSES
@@ -158,9 +164,9 @@ def _hints() -> dict[str, Any]:
 def _checked(file: Path, key: str, value: Any, hints: Mapping[str, Any]) -> Any:
     if key not in hints:
         if isinstance(value, dict):
-            raise InputError(f"{file}: [{key}] is a table; every setting stands at the top, by its own name")
+            raise InputError(f"{file}: [{key}] is a table; settings must be top-level keys")
         near = difflib.get_close_matches(key.replace("-", "_"), hints, n=1)
-        raise InputError(f"{file}: there is no setting {key!r}{f'; {near[0]!r} is one' if near else ''}")
+        raise InputError(f"{file}: there is no setting {key!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     return converted(f"{file}: {key}", value, hints[key], secret=key in SECRETS)
 
 

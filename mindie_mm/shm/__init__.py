@@ -16,8 +16,8 @@ owner/      arenas: allocation of blocks, and threads that wait for room
 reader/     attaching, viewing and freeing blocks
 requests/   path file and spool of a request
 operate/    survey of /dev/shm, and reclamation of memory that dead processes left behind
-disk/       files of blocks on disk
-mindie      segments of MindIE's wire format
+disk/       files on disk that hold blocks
+mindie      segments in MindIE's wire format
 """
 
 from mindie_mm.shm.disk.disk_arena import DiskArena

@@ -7,7 +7,8 @@ name_word, shape_word = encode_shm_name_to_int64(segment.name), encode_shape_to_
 tensor = get_data_from_shm(name_word, shape_word, array.dtype, "cpu")    # another process
 release_shared_memory("request/shm_name.txt")                            # any process
 
-Where MindIE logs a warning and returns uninitialised memory, or ignores a problem, these functions raise an error.
+If something is wrong, MindIE logs a warning and returns uninitialized memory, or ignores the problem. These functions
+raise an error instead.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Segment that this process created, with the interface of Python's SharedMemory."""
+    """Segment that this process created, with the attributes and methods of Python's SharedMemory."""
 
     name: str
     """Name of the file in /dev/shm: psm_ and 8 hex digits."""
@@ -103,15 +104,15 @@ def create_shm(size: int, path: str | os.PathLike[str]) -> Segment:
         segment = Segment(name, size, memoryview(mmap.mmap(descriptor, size)))
         with recorded(path_file, name):
             give_name(descriptor, name)
-    if not path_file.exists():  # a release before the segment had its name did not find it
+    if not path_file.exists():  # a release that ran before the segment had its name did not find the segment
         segment.unlink()
-        raise SharedMemoryError(f"path file {path_file} was removed while segment {name} was made")
+        raise SharedMemoryError(f"path file {path_file} was removed while segment {name} was being created")
     return segment
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpec:
-    """Name, dtype and shape of a segment. Its two words carry the name and the shape, but not the dtype."""
+    """Name, dtype and shape of a segment. Its two handle words encode the name and the shape, but not the dtype."""
 
     name: str
     dtype: str
@@ -119,20 +120,22 @@ class SegmentSpec:
 
     @classmethod
     def from_words(cls, name_word: SupportsIndex, shape_word: SupportsIndex, dtype: str) -> Self:
-        """Decode two words. Raise CorruptReference if a word is damaged or the name is not that of a segment."""
+        """Decode two handle words. Raise CorruptReference if one is damaged, or if the name is not a segment name."""
         name = decode_shm_name_from_int64(name_word)
         if not is_segment_name(name):
-            raise CorruptReference(f"word {int(name_word)} names {name}, a segment is psm_ and 8 hex digits")
+            raise CorruptReference(
+                f"word {int(name_word)} is the name {name}; the name of a segment must be psm_ and 8 hexadecimal digits"
+            )
         return cls(name, dtype, tuple(decode_shape_from_int64(shape_word)))
 
     @property
     def nbytes(self) -> int:
-        """Size that the segment must have, in bytes."""
+        """Required size of the segment in bytes."""
         return prod(self.shape) * ITEM_SIZES[DTYPE_CODES[self.dtype]]
 
 
 def is_segment_word(word: SupportsIndex) -> bool:
-    """Return whether a word is a valid name word of a segment, whose name is psm_ and 8 hex digits."""
+    """Return whether `word` is a valid name word for a segment name, that is, for psm_ and 8 hex digits."""
     try:
         return is_segment_name(decode_shm_name_from_int64(word))
     except CorruptReference:
@@ -147,26 +150,27 @@ def get_data_from_shm(
     Args:
         name_word: Name word, an int or a 0-d tensor.
         shape_word: Shape word, an int or a 0-d tensor.
-        dtype: numpy dtype of the array. The words do not carry it, so pass the dtype that the writer used.
+        dtype: numpy dtype of the array. The handle words do not encode the dtype, so pass the dtype of the writer.
         device: Device of the tensor.
 
     Returns:
         A tensor with the shape in `shape_word` and the dtype `dtype`.
 
     Raises:
-        InputError: A word is not an integer, or the dtype is not in section 1.1 of the wire format.
-        CorruptReference: A word is damaged, or the segment has more bytes than the shape and dtype require.
+        InputError: A handle word is not an integer, or section 1.1 of docs/wire-format.md does not list the dtype.
+        CorruptReference: A handle word is damaged, or the segment has more bytes than the shape and dtype require.
         LimitExceeded: The array has more than 10^9 bytes.
         SegmentMissing: The segment was removed or truncated.
         SharedMemoryError: The segment cannot be opened.
 
     """
-    import numpy as np  # deferred, like torch, because the operator's tools do not need them
+    import numpy as np  # deferred, like torch, because the tools for operators need neither library
     import torch
 
     spec = SegmentSpec.from_words(name_word, shape_word, _dtype_name(dtype))
     with opened_segment(spec.name, spec.nbytes) as descriptor, open(descriptor, "rb", 0, closefd=False) as file:
-        # Read instead of map: if the segment is truncated meanwhile, a read raises an error, but a mapping SIGBUS.
+        # Read the file instead of mapping it. If another process truncates the segment meanwhile, a read raises an
+        # error, but an access to a mapping raises SIGBUS.
         array = np.empty(spec.shape, spec.dtype)
         require_size(spec.name, file.readinto(array.reshape(-1).view(np.uint8).data), spec.nbytes)
     return torch.from_numpy(array).to(device)
@@ -180,7 +184,7 @@ def _dtype_name(dtype: Any) -> str:
     except TypeError:
         name = repr(dtype)
     if name not in DTYPE_CODES:
-        raise InputError(f"dtype {name} is none of {', '.join(DTYPE_CODES)}")
+        raise InputError(f"dtype {name} is not one of {', '.join(DTYPE_CODES)}")
     return name
 
 
@@ -188,7 +192,7 @@ def release_shared_memory(path: str | os.PathLike[str]) -> int:
     """Free every block and segment in a path file and return the number that this call freed. Idempotent.
 
     Raises:
-        MindieMMError: As for `release`.
+        MindieMMError: In the same cases as `release`.
 
     """
     return release(Path(path))
@@ -205,10 +209,11 @@ class SegmentsRef:
 
 
 class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
-    """Read-only arrays of one item, each over the pages of its own segment. This is the counterpart of `View`.
+    """Read-only arrays of one item in MindIE's format. Each array shares the pages of its own segment.
 
-    The view stays readable after the segments' files are removed. `verify` detects a truncated segment. Segments have
-    no generations, so a view cannot detect that a writer has overwritten a segment.
+    This class is the counterpart of `View`. The arrays stay readable after the segments' files are removed. `verify`
+    detects a truncated segment. Segments have no generations, so `verify` cannot detect that a writer has overwritten
+    a segment.
     """
 
     __slots__ = ("_arrays", "_segments", "digest", "ref")
@@ -218,10 +223,11 @@ class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
 
         Args:
             segments: Segments by array name.
-            integers: Values of small integer arrays by name, which the words carry directly. They become int64 arrays.
+            integers: Small integer arrays by name, whose values are encoded in the handle words themselves. The view
+                presents these values as int64 arrays.
 
         Raises:
-            MindieMMError: As for `get_data_from_shm`.
+            MindieMMError: In the same cases as `get_data_from_shm`.
 
         """
         import numpy as np
@@ -229,7 +235,7 @@ class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
         self.ref = SegmentsRef(tuple(spec.name for spec in segments.values()))
         """Reference that identifies the item."""
         self.digest = None
-        """Always None, because the wire format carries no digest. The item is never cached for other requests."""
+        """Always None, because MindIE's format has no digest. The item is therefore never cached for other requests."""
         self._segments = {name: (spec, map_segment(spec.name, spec.nbytes)) for name, spec in segments.items()}
         self._arrays: dict[str, np.ndarray[Any, Any]] = {
             name: np.ndarray(spec.shape, spec.dtype, mapping) for name, (spec, mapping) in self._segments.items()
@@ -248,7 +254,7 @@ class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
 
     @property
     def nbytes(self) -> int:
-        """Total size of the arrays in bytes. The segments are not read."""
+        """Total size of the arrays in bytes. Reading this property does not access the segments."""
         return sum(array.nbytes for array in self._arrays.values())
 
     def verify(self) -> None:

@@ -1,1 +1,1 @@
-"""Structured outputs: descriptions that are checked first and then enforced token by token."""
+"""Structured outputs. Descriptions of outputs are checked first, and then enforced token by token."""

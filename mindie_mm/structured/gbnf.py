@@ -1,9 +1,9 @@
-r"""Translation of GBNF, the grammars of llama.cpp and xgrammar, into llguidance's Lark.
+r"""Translation of GBNF, the grammar syntax of llama.cpp and xgrammar, into llguidance's Lark syntax.
 
-llguidance's own converter reads the syntax. Its Lark is not used, because it means something else in some places. There
-a terminal takes as much text as it can, `.` is no newline, `[a&&b]` is an intersection, and `\u0041B` is U+41B.
-Instead, a grammar without recursion becomes one regular expression. In any other grammar each terminal is a single
-character, so that no terminal takes text that belongs to the next.
+llguidance's converter parses the grammar. Its Lark output is not used, because its meaning sometimes differs from GBNF:
+a terminal matches as much text as possible, `.` does not match a newline, `[a&&b]` is an intersection, and `\u0041B` is
+U+41B. Instead, a grammar without recursion is translated into one regular expression. In any other grammar, each
+terminal is a single character, so that a terminal cannot match text that belongs to the next terminal.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from mindie_mm.errors import InputError
 
 _RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _PIECE = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL)
-"""A comment, a literal or a class."""
+"""Pattern of a comment, a literal or a character class."""
 _CHARACTER = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
 _READ_CHARACTER = re.compile(r"\\U([0-9a-f]*)|-")
-"""A character as the converter returns it, without leading zeros, or the sign of a range."""
+"""Pattern of a character in the converter's result, without leading zeros, or of the hyphen of a range."""
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]"}
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Return whether a grammar has rules of GBNF. If not, it is in Lark."""
+    """Return whether a grammar is in GBNF. Other grammars are in Lark."""
     return _RULE.search(grammar) is not None
 
 
 def lark_of_gbnf(grammar: str, start: str = "start", *, whole: bool = True) -> str:
-    """Return a Lark grammar with the meaning of a GBNF grammar.
+    """Translate a GBNF grammar into Lark.
 
     Args:
-        grammar: Grammar whose first rule is named `root`.
-        start: Name of Lark's first rule, in lower case. The other names begin with it.
-        whole: Whether the grammar describes a whole output, so that a terminal may take all the text that it can.
+        grammar: Grammar with a rule `root`.
+        start: Name of the first rule in Lark, in lower case. The names of other rules begin with this name.
+        whole: Whether the grammar describes a whole output. In this case a terminal may match as much text as possible.
 
     Raises:
         InputError: The grammar is not valid, or refers to tokens.
@@ -62,7 +62,7 @@ def lark_of_gbnf(grammar: str, start: str = "start", *, whole: bool = True) -> s
 
 
 def _respelled(found: re.Match[str]) -> str:
-    r"""Return a literal or a class with each character as `\U` and eight digits, the only escape of all characters."""
+    r"""Rewrite each character of a literal or class as `\U` and eight digits, the only escape for all characters."""
     piece = found[0]
     if piece.startswith("#"):
         return piece
@@ -82,7 +82,7 @@ def _respelled_character(found: re.Match[str], opening: str) -> str:
 
 
 class _Writer:
-    """The rules of a grammar, to be written in Lark."""
+    """A writer of a grammar's rules in Lark."""
 
     def __init__(self, rules: Mapping[str, RuleNode], start: str, *, by_character: bool) -> None:
         if "root" not in rules:
@@ -90,9 +90,9 @@ class _Writer:
         self._rules = rules
         self._start = start
         self._used: dict[str, int] = {}
-        """Rules that `root` refers to, also indirectly, in this order."""
+        """Numbers of the rules that `root` refers to, directly or indirectly."""
         self._open: set[str] = set()
-        self._by_character = by_character  # a recursive grammar needs it, too
+        self._by_character = by_character  # also set for recursive grammars
         self._visit("root")
 
     def text(self) -> str:
@@ -102,7 +102,7 @@ class _Writer:
         return "\n".join(lines)
 
     def _visit(self, rule: str) -> None:
-        """Record a rule and those to which it refers."""
+        """Record a rule and the rules that it refers to."""
         if rule in self._open:
             self._by_character = True
         if rule in self._used:
@@ -120,7 +120,7 @@ class _Writer:
         self._open.remove(rule)
 
     def _name(self, rule: str) -> str:
-        """Return Lark's name of a rule. Names of terminals, which make up regular expressions, are in capitals."""
+        """Return the name of a rule in Lark. Names of terminals are in capitals."""
         if self._by_character:
             return self._start if rule == "root" else f"{self._start}_{self._used[rule]}"
         return f"{self._start}_{self._used[rule]}".upper()
@@ -147,19 +147,19 @@ class _Writer:
                 return self._name(node.name)
             case RepetitionNode():
                 most = "" if node.max_times is None else node.max_times
-                # llguidance refuses a range that ends at 0.
+                # llguidance refuses repetitions with a maximum of 0.
                 return '""' if most == 0 else f"{self._part(node.node)}{{{node.min_times},{most}}}"
             case _:
                 return f"({self._node(node)})"
 
 
 def _regex(code: str) -> str:
-    """Return a regular expression of one character, given its code in hexadecimal digits without leading zeros."""
+    """Return a regular expression for a character, given its code point in hexadecimal without leading zeros."""
     return f"\\x{{{code or '0'}}}"
 
 
 def _class(read: str) -> str:
-    """Return a class as llguidance's regular expressions have it. A sign without a character beside it is itself."""
+    """Convert a character class to the syntax of llguidance's regular expressions. A hyphen at an end is literal."""
     opening = "[^" if read.startswith("[^") else "["
     parts: list[str] = []
     signs: list[bool] = []

@@ -1,4 +1,4 @@
-"""Constraints that make output conform to a description, enforced with llguidance."""
+"""Constraints that make an output conform to a description. llguidance enforces them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mindie_mm.errors import InputError
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.structured.translate import grammar_of
 
-# The fuel and the items limit the time of a mask, which is typically 0.02 ms and at most 3 ms, or 45 ms in a grammar of
-# single characters that refers to itself. These limits do not limit compilation.
+# The limits for fuel and items bound the time for computing a mask. It is typically 0.02 ms and at most 3 ms, or 45 ms
+# for a recursive grammar of single characters. The limits do not apply to compilation.
 _LIMITS = LLParserLimits(
     verbose_errors=False,
     max_lexer_states=50_000,
@@ -27,7 +27,7 @@ _LIMITS = LLParserLimits(
 _MAX_SAID = 300
 _REHEARSED = 8
 KEPT = 16
-"""Number of recent descriptions that stay compiled. One that is slow to compile also takes 7 MiB of memory."""
+"""Number of recent descriptions that stay compiled. A description that is slow to compile may need 7 MiB of memory."""
 
 
 class Constraint:
@@ -42,43 +42,43 @@ class Constraint:
         return self.matcher.get_error()[:_MAX_SAID] if self.matcher.is_error() else ""
 
     def accept(self, token: int) -> str:
-        """Append a drawn token, and return the `error` afterwards."""
+        """Append a drawn token, and return the new `error`."""
         self.matcher.consume_token(token)
         return self.error
 
 
 class Grammars:
-    """A compiler of constraints over the vocabulary of one checkpoint."""
+    """A compiler of constraints for the vocabulary of one checkpoint."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: abc.Sequence[int], num_threads: int = 1) -> None:
-        """Read the vocabulary, which takes a second for 150,000 tokens.
+        """Read the vocabulary. This takes a second for 150,000 tokens.
 
         Args:
             tokenizer: Tokenizer of the checkpoint.
-            eos_token_ids: End-of-sequence ids, which may only follow a complete output.
+            eos_token_ids: End-of-sequence ids. They are allowed only after a complete output.
             num_threads: Number of threads that compute masks.
 
         """
         self._num_threads = num_threads
         self._unfit = ""
         self._compiled: dict[StructuredOutputs, LLMatcher] = {}
-        """Matchers of the `KEPT` most recently used descriptions, the latest last."""
+        """Matchers of the `KEPT` most recently used descriptions. The most recent matcher is the last."""
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if i not in eos_token_ids}
         self._added = {token.content: i for i, token in added.items()}
         self._shown = {token.content: i for i, token in added.items() if not token.special}
         try:
             self._vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=list(eos_token_ids))
         except ValueError as error:
-            self._unfit = f"this checkpoint's tokenizer takes no structured outputs: {error}"
+            self._unfit = f"structured outputs cannot be used with this checkpoint's tokenizer: {error}"
 
     def __contains__(self, wanted: StructuredOutputs) -> bool:
-        """Return whether `wanted` is compiled already."""
+        """Return whether `wanted` has been compiled."""
         return wanted in self._compiled
 
     def constraint(self, wanted: StructuredOutputs) -> Constraint:
         """Return the constraint for an output that conforms to `wanted`.
 
-        Compilation may take arbitrarily long. `SchemaCheck` refuses such descriptions beforehand.
+        Compilation may take arbitrarily long. `SchemaCheck` refuses descriptions that take too long.
 
         Raises:
             InputError: `wanted` is not valid, or cannot be enforced with this vocabulary.
@@ -92,10 +92,10 @@ class Grammars:
         return Constraint(matcher.deep_copy())
 
     def rehearse(self, wanted: StructuredOutputs) -> None:
-        """Draw some tokens at random, as an answer may begin.
+        """Compile `wanted` and draw some random tokens, like the beginning of an answer.
 
         Raises:
-            InputError: As in `constraint`, or the output would soon exceed a limit.
+            InputError: `constraint` raises this error, or the output would soon exceed a limit.
 
         """
         constraint = self.constraint(wanted)
@@ -107,12 +107,12 @@ class Grammars:
             if not len(allowed) or constraint.accept(int(rng.choice(allowed))):
                 break
         if constraint.error:
-            raise InputError(f"{wanted.noun} cannot be served: {constraint.error}")
+            raise InputError(f"{wanted.noun} is not supported: {constraint.error}")
 
     def refused(self, constraints: abc.Sequence[Constraint], vocab_size: int) -> NDArray[np.bool_]:
-        """Return the tokens that may not come next, bool [constraints, vocab_size].
+        """Return which tokens are not allowed next, bool [constraints, vocab_size].
 
-        The row of a constraint with an error refuses no token.
+        The row of a constraint with an error does not refuse any token.
         """
         num_known = self._vocabulary.vocab_size
         allowed = allocate_token_bitmask(len(constraints), num_known)
@@ -120,14 +120,15 @@ class Grammars:
             self._executor, [(one.matcher, row) for row, one in enumerate(constraints)], allowed
         )
         bits = np.unpackbits(allowed.view(np.uint8), axis=1, count=num_known, bitorder="little")
-        refused = np.ones((len(constraints), vocab_size), np.bool_)  # ids beyond the vocabulary have no text
+        refused = np.ones((len(constraints), vocab_size), np.bool_)  # ids above the vocabulary have no text
         refused[:, :num_known] = bits[:, :vocab_size] == 0
         refused[[one.matcher.is_error() for one in constraints]] = False
         return refused
 
     @cached_property
     def _executor(self) -> LLExecutor:
-        # Created on first use, because it starts threads. Most engines never need them, and a fork loses them.
+        # Create this on first use, because it starts threads. Most engines do not need these threads, and a fork loses
+        # them.
         return LLExecutor(self._num_threads)
 
     def _matcher(self, wanted: StructuredOutputs) -> LLMatcher:
@@ -135,10 +136,10 @@ class Grammars:
         grammar = grammar_of(wanted, self._added, self._shown)
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise InputError(f"{wanted.noun} cannot be served: {matcher.get_error()[:_MAX_SAID]}")
+            raise InputError(f"{wanted.noun} is not supported: {matcher.get_error()[:_MAX_SAID]}")
         matcher.compute_logit_bias()
-        if matcher.is_error():  # llguidance only reports a schema that refers to nothing but itself at this point
+        if matcher.is_error():  # llguidance reports only here that a schema refers only to itself
             error = matcher.get_error()[:_MAX_SAID]
-            reason = "nothing can begin an answer that fits it" if "NoExtension" in error else error
-            raise InputError(f"{wanted.noun} cannot be served: {reason}")
+            reason = "no output can match it" if "NoExtension" in error else error
+            raise InputError(f"{wanted.noun} is not supported: {reason}")
         return matcher

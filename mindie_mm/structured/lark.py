@@ -1,4 +1,4 @@
-"""Pieces of llguidance's Lark."""
+"""Pieces of grammars in llguidance's Lark syntax."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from mindie_mm.errors import InputError
 from mindie_mm.structured.schema_numbers import with_exact_numbers
 
 TEXT = "/(?s:.*)/"
-"""Any text. llguidance keeps added tokens out of it."""
+"""Regular expression of any text. llguidance does not allow added tokens in the text."""
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The style of json.dumps. With flexible whitespace, a small model may write nothing but whitespace."""
+"""The style of json.dumps. With flexible whitespace, a small model may write only whitespace."""
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\b', re.DOTALL)
-"""A literal, a comment, a regular expression or the beginning of a JSON schema."""
+"""Pattern of a literal, a comment, a regular expression or the beginning of a JSON schema."""
 _decoder = json.JSONDecoder()
 
 
 def literal(text: str) -> str:
-    """Return a regular expression of `text`, or an empty literal."""
+    """Return a regular expression that matches `text`, or an empty literal."""
     characters = (c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
     return f"/{''.join(characters)}/" if text else '""'
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """Return a regular expression of the texts."""
+    """Return a regular expression that matches any of the texts."""
     return " | ".join(map(literal, texts))
 
 
 def token(token_id: int) -> str:
-    """Return the reference to a token, which is not allowed in terminals."""
+    """Return a reference to a token. Terminals must not contain such references."""
     return f"<[{token_id}]>"
 
 
 def regex(pattern: str) -> str:
-    """Return a regular expression in Lark's slashes.
+    """Return a regular expression in slashes, as in Lark.
 
     Raises:
-        InputError: The expression ends within an escape, which llguidance would leave out.
+        InputError: The expression ends with an incomplete escape, which llguidance would ignore.
 
     """
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
@@ -50,7 +50,7 @@ def regex(pattern: str) -> str:
 
 
 def schema(text: str) -> dict[str, Any]:
-    """Return the JSON schema in `text` with exact numbers and in the style of json.dumps.
+    """Parse the JSON schema in `text`. Make its numbers exact, and set the style of json.dumps.
 
     Raises:
         InputError: The text is not a schema in JSON, or has a number that llguidance would misread.
@@ -64,7 +64,7 @@ def schema(text: str) -> dict[str, Any]:
 
 
 def with_exact_schemas(grammar: str) -> str:
-    """Rewrite each `%json` of a Lark grammar as in `schema`. Raise its errors."""
+    """Rewrite each `%json` of a Lark grammar like `schema`, which describes the errors."""
     written, at = "", 0
     while found := _TOKEN.search(grammar, at):
         written += grammar[at : found.end()]

@@ -1,4 +1,4 @@
-"""The description of a structured output, which every interface translates its own form into."""
+"""The description of a structured output. Every interface translates its requests into this description."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ MAX_STRUCTURE_BYTES = 32768
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What an output must be. Exactly one of the fields before `after` is set. The names are those of vLLM."""
+    """A constraint on an output. Exactly one of the fields before `after` is set. Field names are those of vLLM."""
 
     json: str | None = None
     """JSON schema, as JSON text."""
     regex: str | None = None
-    """Regular expression of the whole output, in the syntax of Rust's crate `regex`. `\\d` and `\\w` are ASCII."""
+    """Regular expression of the whole output, in the syntax of the Rust crate `regex`. `\\d` and `\\w` match only
+    ASCII."""
     choice: tuple[str, ...] | None = None
-    """Texts, one of which is the output."""
+    """Texts. The output is one of them."""
     grammar: str | None = None
-    """Grammar in llguidance's Lark with a rule `start`, or in GBNF with a rule `root`."""
+    """Grammar in llguidance's Lark syntax with a rule `start`, or in GBNF with a rule `root`."""
     json_object: bool = False
-    """Whether the output is any JSON object."""
+    """Whether the output may be any JSON object."""
     structural_tag: str | None = None
-    """Structural tag of xgrammar or vLLM, as JSON text."""
+    """Structural tag in the format of xgrammar or vLLM, as JSON text."""
     after: str | None = None
-    """End of the reasoning, such as `</think>`. Text is free up to it, and the output begins after it."""
+    """End of the reasoning, such as `</think>`. The text before it is not constrained, and the output begins after
+    it."""
 
     nouns: ClassVar[Mapping[str, str]] = {
         "json": "the JSON schema",
@@ -46,11 +48,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def noun(self) -> str:
-        """Words for error messages."""
+        """Noun for the output in error messages."""
         return self.nouns[self.kind]
 
     def check(self) -> None:
-        """Raise InputError unless exactly one kind is given, is not empty, is text and is small enough."""
+        """Raise InputError unless exactly one field is set, and its value is text, not empty and not too long."""
         given = [name for name in self.nouns if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = " and ".join(given) or "none"
@@ -65,4 +67,4 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
         except UnicodeEncodeError as error:
             raise InputError(f"{self.noun} holds a lone surrogate") from error
         if num_bytes > MAX_STRUCTURE_BYTES:
-            raise InputError(f"{self.noun} has {num_bytes} bytes, the limit is {MAX_STRUCTURE_BYTES}")
+            raise InputError(f"{self.noun} has {num_bytes} bytes; the limit is {MAX_STRUCTURE_BYTES}")

@@ -1,9 +1,9 @@
-"""A trial compilation of structured outputs, before they reach the engine.
+"""A trial compilation of structured outputs before they are sent to the engine.
 
-The compile time cannot be predicted from a description. A JSON schema of 42 bytes may take half a minute, and
-llguidance cannot be interrupted. Therefore each description is compiled and tried on some tokens as in the engine, with
-the checkpoint's vocabulary, in a process that the kernel kills at a time limit. A process that has read the vocabulary
-forks once per description.
+The compile time of a description cannot be predicted. A JSON schema of 42 bytes may take half a minute, and llguidance
+cannot be interrupted. Each description is therefore compiled and tried on some tokens as in the engine, with the
+checkpoint's vocabulary, in a process that the kernel kills when it reaches a time limit. This process is a fork of a
+process that has read the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,54 +24,57 @@ from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 
 COMPILE_S = 0.1
-"""Maximum CPU time in seconds to compile and try a description. A JSON schema with a hundred fields takes 5 ms."""
+"""Maximum CPU time in seconds for compiling and trying a description. A JSON schema with a hundred fields takes 5
+ms."""
 
 _REST = 4
-"""Pause before the next description, as a multiple of the last compile time. The engine compiles the description as
-well, and needs time for its other work."""
+"""Pause before the next description, as a multiple of the last compile time. The engine also compiles the description,
+and needs time for other work."""
 _WALL_S = 10.0
-"""Maximum wall-clock time in seconds. A description that takes longer without using up `COMPILE_S` stays unchecked."""
+"""Maximum wall-clock time in seconds. If a check takes longer but uses less CPU time than `COMPILE_S`, it has no
+result."""
 _REPLY_S = 60.0
 _WHAT = "the process that checks structured outputs"
 
 
 class _Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The first message of a process that has read the vocabulary. If that fails, the process sends a Failure."""
+    """The first message of a process that has read the vocabulary. A process that fails to do this sends a Failure."""
 
 
 class SchemaCheck:
-    """A process that checks descriptions one by one, and a cache of results. The first check starts the process."""
+    """A process that checks one description at a time, and a cache of results. The first check starts the process."""
 
     def __init__(self, model: Path, family: str | None) -> None:
-        """Prepare checks for the checkpoint directory `model`. `family` is the argument of `family_of`."""
+        """Prepare checks for the checkpoint directory `model`. `family` is the same as in `family_of`."""
         self._arguments = (str(model), family or "")
         self._child: Child | None = None
         self._closed = False
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[str] | None = None
         self._known: dict[StructuredOutputs, str] = {}
-        """Error of each of the `KEPT` most recently used descriptions, or "" for a valid one, the latest last.
+        """Error of each of the `KEPT` most recently used descriptions, or "" if it is valid. The most recent is the
+        last.
 
-        The engine keeps the same number of compiled descriptions, in the same order. So a description that the engine
-        has to compile again is also checked again, with its pause.
+        The engine keeps the same number of compiled descriptions, in the same order. A description that the engine has
+        to compile again is therefore also checked again, and followed by a pause.
         """
 
     async def check(self, wanted: StructuredOutputs) -> None:
         """Check a description.
 
         Raises:
-            InputError: The description is invalid, cannot be enforced, is too large, or takes too long to compile.
-            ProcessDied: The process died twice, cannot start, or is closed.
+            InputError: The description is invalid, cannot be enforced, is too large, or would take too long to compile.
+            ProcessDied: The process died twice, the process cannot start, or this object is closed.
 
         """
         wanted.check()
         message = self._known.get(wanted)
         if message is None:
             async with self._turn:
-                message = self._known.get(wanted)  # another caller may have checked it meanwhile
+                message = self._known.get(wanted)  # another caller may have checked the description
                 if message is None:
                     if self._asking is not None:
-                        await asyncio.wait({self._asking})  # the caller was cancelled, but the reply must still be read
+                        await asyncio.wait({self._asking})  # the reply to a caller who was cancelled must be read
                     self._asking = asyncio.create_task(self._ask(wanted))
                     message = await asyncio.shield(self._asking)
         self._remember(wanted, message)
@@ -94,7 +97,7 @@ class SchemaCheck:
             del self._known[next(iter(self._known))]
 
     async def _ask(self, wanted: StructuredOutputs) -> str:
-        """Ask the process for the error of `wanted`, and ask a second process if it dies. Raise ProcessDied."""
+        """Ask the process for the error of `wanted`. If the process dies, ask a second process. Raise ProcessDied."""
         for _ in range(2):
             if self._closed:
                 break
@@ -108,12 +111,12 @@ class SchemaCheck:
                 if child is not None:
                     await child.end()
                 continue
-            self._remember(wanted, message)  # also here, because the caller of `check` may have been cancelled
+            self._remember(wanted, message)  # remember this here, because the caller of `check` may have been cancelled
             return message
         raise ProcessDied(f"{_WHAT} {'is closed' if self._closed else 'died twice'}")
 
     async def _started(self) -> Child:
-        """Start the process. Raise EOFError if it dies before it is ready, or ProcessDied if it reports a failure."""
+        """Start the process. Raise EOFError if it dies before it is ready, or ProcessDied if it sends a Failure."""
         child = await Child.start(__name__, *self._arguments)
         try:
             reply = msgspec.msgpack.decode(await child.channel.recv(), type=_Ready | Failure)
@@ -127,7 +130,7 @@ class SchemaCheck:
 
 
 def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
-    """Answer each description with its error, or "", until the channel closes."""
+    """Receive descriptions and answer each of them with its error, or with "", until the channel closes."""
     try:
         tokenizer = load_tokenizer(Checkpoint.open(model), family or None)
     except MindieMMError as error:
@@ -147,17 +150,17 @@ def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
 
 
 def _tried(grammars: Grammars, wanted: StructuredOutputs) -> tuple[str, float]:
-    """Compile `wanted` in a fork of this process. Return the error, or "", and the CPU time in seconds.
+    """Compile and try `wanted` in a fork of this process. Return the error, or "", and the CPU time in seconds.
 
-    The fork also contains crashes of the compiler, such as a stack overflow or a lack of memory.
+    The fork protects this process from crashes of the compiler, such as a stack overflow or a lack of memory.
 
     Raises:
-        TimeoutError: The machine was too busy, so nothing is known about the description.
+        TimeoutError: The machine was too busy to check the description.
 
     """
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
-        try:  # the default action of these signals ends the process, even inside llguidance
+        try:  # the default action of the timers' signals ends the process, even inside llguidance
             signal.setitimer(signal.ITIMER_PROF, COMPILE_S)
             signal.setitimer(signal.ITIMER_REAL, _WALL_S)
             message = ""
@@ -175,9 +178,9 @@ def _tried(grammars: Grammars, wanted: StructuredOutputs) -> tuple[str, float]:
     _, status, usage = os.wait4(pid, 0)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if ended_by == signal.SIGALRM:
-        raise TimeoutError(f"the machine is too busy to compile {wanted.noun} within {_WALL_S:g} s")
+        raise TimeoutError(f"the machine is too busy to compile {wanted.noun} within {_WALL_S:g} s; try again later")
     if ended_by == signal.SIGPROF:
-        message = f"compiling {wanted.noun} takes more than {COMPILE_S:g} s of processor time, the limit"
+        message = f"compiling {wanted.noun} takes more processor time than the limit of {COMPILE_S:g} s"
     elif status:
-        message = f"compiling {wanted.noun} fails, with status {os.waitstatus_to_exitcode(status)}"
+        message = f"compiling {wanted.noun} failed with status {os.waitstatus_to_exitcode(status)}"
     return message, usage.ru_utime + usage.ru_stime

@@ -1,4 +1,4 @@
-"""Rewriting of large numbers in JSON schemas, which llguidance reads as float64 and may thereby change."""
+"""Rewriting of large numbers in JSON schemas. llguidance reads them as float64, which may change their values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import shown
 
 _EXACT = 2**53
-"""Largest integer up to which float64 represents all integers."""
+"""Float64 represents all integers up to this value."""
 _INT64_MAX = 2**63 - 1
 _LARGEST = 2**63 - 1024
-"""Largest float64 that fits in an int64. llguidance computes ranges in int64, and negates them."""
+"""Largest float64 that fits in an int64. llguidance computes ranges in int64, and negates their bounds."""
 _MOST = 2**31 - 1
 """Replacement for any larger limit of a length. No answer is that long."""
 _MAX_DIVISOR = 2**32 // 10
-"""Largest value of multipleOf, because llguidance divides digit by digit in 32 bits."""
+"""Largest supported value of multipleOf. llguidance divides digit by digit in 32 bits."""
 _NINETEEN_DIGITS = 10**18
 _MAX_SHOWN = 40
 _MAX_DIGITS = sys.get_int_max_str_digits()
@@ -34,8 +34,8 @@ _MOST_LENGTHS = ("maxLength", "maxItems", "maxProperties")
 def with_exact_numbers(schema: str) -> str:
     """Rewrite the numbers of a JSON schema so that llguidance reads them correctly.
 
-    A bound above 2**53 moves inwards to the next float64, so that every answer satisfies the original bound. A maximum
-    length that no answer reaches becomes smaller.
+    A bound above 2**53 is moved inwards to the next float64, so that every answer satisfies the original bound. A
+    maximum length that no answer can reach is reduced.
 
     Raises:
         InputError: The schema is not valid JSON, or contains a number that llguidance would misread.
@@ -44,7 +44,7 @@ def with_exact_numbers(schema: str) -> str:
     try:
         return json.dumps(_rewritten(json.loads(schema, parse_float=_finite, parse_constant=_finite)))
     except RecursionError as error:
-        raise InputError("the JSON schema nests too deeply") from error
+        raise InputError("the JSON schema is nested too deeply") from error
     except json.JSONDecodeError as error:
         raise InputError(f"the JSON schema is not valid JSON: {error}") from error
     except ValueError as error:
@@ -75,12 +75,12 @@ def _rewritten(schema: Any) -> Any:
     _rewrite_bounds(made)
     _rewrite_lengths(made)
     if _is_number(divisor := made.get("multipleOf")) and divisor > _MAX_DIVISOR:
-        raise InputError(f"the JSON schema has multipleOf {shown(divisor)}, the limit is {_MAX_DIVISOR}")
+        raise InputError(f"the JSON schema has multipleOf {shown(divisor)}; the limit is {_MAX_DIVISOR}")
     return made
 
 
 def _require_exact(value: Any, keyword: str) -> None:
-    """Raise InputError if float64 or int64 cannot hold a number in `value`."""
+    """Raise InputError if `value` contains a number that float64 or int64 cannot represent."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -88,18 +88,18 @@ def _require_exact(value: Any, keyword: str) -> None:
             _require_exact(part, keyword)
     elif _is_number(value) and abs(value) >= _EXACT and not _is_certain(value):
         raise InputError(
-            f"the JSON schema has {shown(value)} in {keyword}; "
-            f"numbers there are exact only from -{_EXACT} to {_EXACT}. Use a string"
+            f"the JSON schema has {shown(value)} in {keyword}; numbers there are exact only from -{_EXACT} to "
+            f"{_EXACT}. Use a string instead"
         )
 
 
 def _is_certain(value: float) -> bool:
-    """Return whether llguidance reads a large number exactly. A float may already have been rounded by the parser."""
+    """Return whether llguidance reads a number exactly. The parser may already have rounded a large float."""
     return isinstance(value, int) and abs(value) <= _LARGEST and _as_read(value, integers=True) == {value}
 
 
 def _rewrite_bounds(schema: dict[str, Any]) -> None:
-    """Move bounds of numbers inwards, in place, to numbers that llguidance reads without rounding."""
+    """Move bounds inwards, in place, to numbers that llguidance reads without rounding."""
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     integers = "integer" in kinds and "number" not in kinds
@@ -107,7 +107,8 @@ def _rewrite_bounds(schema: dict[str, Any]) -> None:
     _rewrite_bound(schema, "minimum", "exclusiveMinimum", 1, integers)
     _rewrite_bound(schema, "maximum", "exclusiveMaximum", -1, integers)
     _require_range(schema, given)
-    # Close half-open ranges with a large bound, because llguidance computes all digits of a single bound.
+    # Add a second bound to a single large bound. Otherwise llguidance computes the largest number with as many digits,
+    # which does not fit in an int64.
     if _is_number(low := schema.get("minimum")) and low >= _NINETEEN_DIGITS:
         schema.setdefault("maximum", _INT64_MAX if integers else _LARGEST)
     if _is_number(high := schema.get("maximum")) and high <= -_NINETEEN_DIGITS:
@@ -115,19 +116,19 @@ def _rewrite_bounds(schema: dict[str, Any]) -> None:
 
 
 def _require_range(schema: Mapping[str, Any], given: Sequence[Any]) -> None:
-    """Raise InputError if the rewritten bounds exclude all numbers, although the `given` bounds did not."""
+    """Raise InputError if the rewritten bounds exclude all numbers, but the `given` bounds did not."""
     low, high = schema.get("minimum"), schema.get("maximum")
     if _is_number(low) and _is_number(high) and low > high and all(map(_is_number, given)) and given[0] <= given[1]:
         raise InputError(
-            f"the JSON schema has minimum {shown(given[0])} and maximum {shown(given[1])}, with no number between "
-            f"them that is exact; numbers are exact from -{_EXACT} to {_EXACT}. Use a string"
+            f"the JSON schema has minimum {shown(given[0])} and maximum {shown(given[1])}, but no exact number "
+            f"lies between them; numbers are exact only from -{_EXACT} to {_EXACT}. Use a string instead"
         )
 
 
 def _rewrite_bound(schema: dict[str, Any], name: str, exclusive: str, inwards: int, integers: bool) -> None:
-    """Replace the bound `name` and its `exclusive` variant by one exact bound, unless both are small.
+    """Replace the bound `name` and its `exclusive` variant with one exact bound, unless both are small.
 
-    `inwards` is the direction in which bounds move: 1 for a minimum, -1 for a maximum.
+    `inwards` is the direction in which bounds are moved: 1 for a minimum, -1 for a maximum.
     """
     given = [(key, schema[key]) for key in (name, exclusive) if _is_number(schema.get(key))]
     if all(abs(value) < _EXACT for _, value in given):
@@ -140,7 +141,7 @@ def _rewrite_bound(schema: dict[str, Any], name: str, exclusive: str, inwards: i
 
 
 def _innermost(bound: float, inwards: int, integers: bool, *, strict: bool) -> int | float:
-    """Return the bound nearest to `bound`, inwards, that llguidance reads exactly. `strict` excludes `bound` itself."""
+    """Return the nearest number inwards of `bound` that llguidance reads exactly. `strict` excludes `bound` itself."""
     if abs(bound) < _EXACT:
         if not strict:
             return bound
@@ -149,7 +150,7 @@ def _innermost(bound: float, inwards: int, integers: bool, *, strict: bool) -> i
     if strict and integers:
         least, strict = Fraction(_next_integer(bound, inwards)), False
     if integers and inwards < 0 and least >= _INT64_MAX:
-        return _INT64_MAX  # llguidance reads 2**63 and saturates it to the largest int64
+        return _INT64_MAX  # llguidance reads 2**63 and reduces it to the largest int64
     if inwards * least > _LARGEST:
         raise InputError(f"the JSON schema has the bound {shown(bound)}; the limits are -{_LARGEST} and {_LARGEST}")
     found = float(max(-_LARGEST, min(_LARGEST, math.ceil(least) if inwards > 0 else math.floor(least))))
@@ -165,21 +166,21 @@ def _next_integer(bound: float, inwards: int) -> int:
 def _as_read(value: float, *, integers: bool) -> set[Fraction]:
     """Return the numbers that llguidance may read for `value`.
 
-    They are its float64 and the shortest decimal representation of that float64. With `integers`, the float64 alone.
+    These are the float64 of `value` and, unless `integers` is set, the shortest decimal representation of this float64.
     """
     found = float(value)
     return {Fraction(found)} if integers else {Fraction(found), Fraction(repr(found))}
 
 
 def _rewrite_lengths(schema: dict[str, Any]) -> None:
-    """Rewrite limits of lengths, in place, as integers that llguidance accepts. 5.0 becomes 5."""
+    """Rewrite limits of lengths, in place, as integers that llguidance accepts. For example, 5.0 becomes 5."""
     for name in (*_LEAST_LENGTHS, *_MOST_LENGTHS):
         value = schema.get(name)
         if isinstance(value, float) and value.is_integer():
             schema[name] = value = int(value)
         if _is_number(value) and value > _MOST:
             if name in _LEAST_LENGTHS:
-                raise InputError(f"the JSON schema has {name} {shown(value)}, the limit is {_MOST}")
+                raise InputError(f"the JSON schema has {name} {shown(value)}; the limit is {_MOST}")
             schema[name] = _MOST
 
 

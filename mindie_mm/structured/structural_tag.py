@@ -1,7 +1,7 @@
-"""Translation of structural tags, in xgrammar's form and in vLLM's older one, into llguidance's Lark.
+"""Translation of structural tags, in the formats of xgrammar and of older vLLM, into llguidance's Lark syntax.
 
-A part that is a regular expression is merged with those beside it into one terminal, because a terminal takes as much
-text as it can.
+Adjacent parts that are regular expressions are merged into one terminal, because a terminal matches as much text as
+possible.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class _Part:
 
     text: str
     regular: bool = False
-    """Whether the text may also stand in a terminal."""
+    """Whether the part may be used in a terminal as well as in a rule."""
     open: bool = False
-    """Whether the part may end with text of any length, which could take the text of the next part."""
+    """Whether the part may end with text of any length, which could match text of the next part."""
     letters: str = ""
-    """The same text with a terminal per character, for rules. Empty if the text is not fixed."""
+    """The same part with a terminal per character, for use in a rule. Empty unless the part is a fixed text."""
 
 
 @dataclass(slots=True)
 class TagWriter:
-    """The Lark grammar of one structural tag."""
+    """A writer of the Lark grammar of one structural tag."""
 
     tokens: Mapping[str, int]
-    """Ids of the added tokens that appear in decoded text, by text."""
+    """Ids of the added tokens that are shown in decoded text, by text."""
     lines: list[str] = field(default_factory=list)
     grammars: list[dict[str, Any]] = field(default_factory=list)
-    """Lark grammars that the rules refer to."""
+    """Other Lark grammars, which the rules refer to."""
 
     def write(self, text: str) -> list[dict[str, Any]]:
-        """Return llguidance's list of grammars for a structural tag in JSON.
+        """Translate a structural tag in JSON to llguidance's list of grammars.
 
         Raises:
-            InputError: The tag is not valid, or contains a format that is not served.
+            InputError: The tag is not valid, or contains a format that is not supported.
 
         """
         try:
@@ -64,14 +64,14 @@ class TagWriter:
         return [{"name": "tags", "lark_grammar": "\n".join([start, *self.lines])}, *self.grammars]
 
     def _part(self, given: Mapping[str, Any], depth: int = 0, *, last: bool = False) -> _Part:
-        """Return the part for a format. `last`: nothing follows it."""
+        """Return the part for a format. `last` means that no other part follows."""
         if depth > _MAX_DEPTH:
             raise InputError(f"the structural tag nests deeper than {_MAX_DEPTH} formats, the limit")
         kind = _member(given, "type", str)
         return self._primitive(given, kind) or self._composed(given, kind, depth, last=last)
 
     def _composed(self, given: Mapping[str, Any], kind: str, depth: int, *, last: bool) -> _Part:
-        """Return the part for a format with others in it."""
+        """Return the part for a format that contains other formats."""
         match kind:
             case "sequence":
                 *before, end = _formats(given, "elements")
@@ -92,7 +92,7 @@ class TagWriter:
                 raise InputError(f"the structural tag has a format of the type {kind!r:.40}, which is not served")
 
     def _primitive(self, given: Mapping[str, Any], kind: str) -> _Part | None:
-        """Return the part for a format without others in it, or None."""
+        """Return the part for a format that does not contain other formats, or None."""
         match kind:
             case "const_string":
                 return self._literal(_member(given, "value", str))
@@ -113,7 +113,7 @@ class TagWriter:
         return _Part(f"%json {json.dumps(lark.schema(json.dumps(_member(given, 'json_schema', (dict, bool)))))}")
 
     def _literal(self, text: str) -> _Part:
-        """Return a text. An added token in it may be written as the token or by its letters."""
+        """Return a part that matches `text`. An added token in it may be written as a token or as single characters."""
         letters = " ".join(map(lark.literal, text)) or '""'
         pieces = [_Part(lark.literal(text), regular=True, letters=letters)]
         for name, token_id in self.tokens.items():
@@ -144,7 +144,7 @@ class TagWriter:
         return f"({lark.TEXT} & ~({lark.TEXT} ({lark.any_of(excluded)}) {lark.TEXT}))"
 
     def _sequence(self, parts: Sequence[_Part]) -> _Part:
-        """Return the parts one after another. Those beside each other that are regular become one terminal."""
+        """Return a part that matches `parts` in sequence. Adjacent regular parts are merged into one terminal."""
         merged: list[_Part] = []
         for part in parts:
             if part.regular and merged and merged[-1].regular:
@@ -179,7 +179,7 @@ class TagWriter:
         return _Part(f"({text}){sign}", regular=part.regular, open=part.regular)
 
     def _tag(self, given: Mapping[str, Any], depth: int, skipped: str = "") -> _Part:
-        """Return a tag, without the text `skipped` with which it begins."""
+        """Return the part for a tag, without the text `skipped` at its beginning."""
         begin, content = _member(given, "begin", str), _member(given, "content", dict)
         ends = [given["end"]] if isinstance(given.get("end"), str) else _texts(given, "end")
         opening = self._literal(begin.removeprefix(skipped))
@@ -187,10 +187,10 @@ class TagWriter:
             return self._sequence([opening, self._up_to(self._any_text(content), ends)])
         closing = self._any_of([self._literal(end) for end in ends])
         inner = self._sequence([opening, self._part(content, depth + 1)])
-        return self._sequence([replace(inner, open=False), closing])  # the end tells where the content ends
+        return self._sequence([replace(inner, open=False), closing])  # the end text shows where the content ends
 
     def _up_to(self, text: str, ends: Sequence[str]) -> _Part:
-        """Return a text that ends with the first of `ends`."""
+        """Return a part that matches `text` up to the first of `ends`, and that end."""
         name = self._added(f"{text} ({lark.any_of(ends)})", "[lazy]")
         found = [lark.token(self.tokens[end]) for end in ends if end in self.tokens]
         if not found:
@@ -198,7 +198,7 @@ class TagWriter:
         return _Part(f"({name} | {self._rule_text(_Part(text, regular=True))} ({' | '.join(found)}))")
 
     def _triggered(self, given: Mapping[str, Any], depth: int, *, last: bool) -> _Part:
-        """Return free text in which each trigger begins a tag."""
+        """Return a part that matches free text in which each trigger begins a tag."""
         if not last:
             raise InputError("the structural tag has triggered_tags before another format, which is not served")
         text = self._any_text({"excludes": given.get("excludes")})
@@ -227,7 +227,7 @@ class TagWriter:
         return _Part(f"({text})" if given.get("at_least_one") else f"({text}){{0,1}}")
 
     def _rule_text(self, part: _Part) -> str:
-        """Return the part as it stands in a rule. A regular part of free length becomes a terminal of its own."""
+        """Return the text of a part in a rule. A regular part of free length is written as a separate terminal."""
         if part.letters:
             return f"({part.letters})"
         return self._added(part.text, "", terminal=True) if part.regular else part.text
@@ -240,7 +240,7 @@ class TagWriter:
 
 
 def _of_structures(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the format for vLLM's older form, in which the tags are called structures."""
+    """Convert vLLM's older format, in which tags are called structures."""
     tags = [
         {
             "type": "tag",

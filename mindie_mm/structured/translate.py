@@ -1,4 +1,4 @@
-"""Translation of every kind of structured output into one llguidance grammar."""
+"""Translation of structured outputs of all kinds into llguidance grammars."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.structured.structural_tag import TagWriter
 
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-"""Without it, llguidance proposes the added token `<|image|>` for that text in a grammar, and then refuses it."""
+"""Option that prevents an error: llguidance proposes the added token `<|image|>` where a grammar contains this text,
+but then refuses the token."""
 _ANY_OBJECT = '{"type": "object"}'
 
 
 def grammar_of(wanted: StructuredOutputs, added: Mapping[str, int], shown: Mapping[str, int]) -> str:
-    """Return llguidance's grammar of an output, as JSON text.
+    """Translate a description to an llguidance grammar, as JSON text.
 
     Args:
-        wanted: The checked description.
-        added: Ids of the added tokens, by text, without the end-of-sequence tokens.
-        shown: Those of them that appear in decoded text.
+        wanted: Description that has been checked.
+        added: Ids of the added tokens except end-of-sequence tokens, by text.
+        shown: Ids of the added tokens that are shown in decoded text, by text.
 
     Raises:
         InputError: The description is not valid, or cannot be enforced exactly.
@@ -35,7 +36,7 @@ def grammar_of(wanted: StructuredOutputs, added: Mapping[str, int], shown: Mappi
 
 
 def _output(wanted: StructuredOutputs, shown: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return the grammar of the output without its reasoning, and those to which it refers."""
+    """Return the grammar of the output without its reasoning, and the grammars that it refers to."""
     if wanted.json is not None or wanted.json_object:
         return [{"json_schema": lark.schema(wanted.json if wanted.json is not None else _ANY_OBJECT)}]
     if wanted.regex is not None:
@@ -51,7 +52,7 @@ def _output(wanted: StructuredOutputs, shown: Mapping[str, int]) -> list[dict[st
 
 
 def _free_up_to(marker: str, added: Mapping[str, int], then: str) -> str:
-    """Return the Lark of free text that may contain added tokens, up to the first `marker`, and of `then` after it."""
+    """Return a Lark grammar of free text, with added tokens, up to the first `marker`, followed by `then`."""
     others = [str(token_id) for text, token_id in added.items() if text != marker]
     ends = ["spelled", *([f"TEXT {lark.token(added[marker])}"] if marker in added else [])]
     lines = [

@@ -1,4 +1,4 @@
-"""Tokenization of text and media to int64 ids: the tokenizer stage and its processes."""
+"""Tokenization of text and media to int64 ids, and the tokenizer stage with its processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ __all__ = ["AsyncTokenizer", "MediaSpan", "Prompt", "TokenizeRequest", "Tokenize
 
 
 def __getattr__(name: str) -> Any:
-    # Imported late, because a service's own process needs only AsyncTokenizer, and starts seconds earlier without
-    # torch.
+    # Import Tokenizer late. The service process needs only AsyncTokenizer, and starts seconds earlier without torch.
     if name != "Tokenizer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("mindie_mm.tokenize.tokenizer").Tokenizer

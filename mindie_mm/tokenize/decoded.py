@@ -1,4 +1,4 @@
-"""Media that decoder processes write into an arena. The items of a request are decoded in parallel."""
+"""A media stage whose decoder processes write into an arena. The items of a request are decoded in parallel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.room import Room
 
 _LEAST_FEATURE_BYTES = 16
-"""Minimum size of one feature's share of the arrays, in bytes, in any family."""
+"""Minimum number of bytes of the arrays per feature, in any family."""
 
 
 def read_prompts(
@@ -44,7 +44,7 @@ def read_prompts(
     room: Room,
     preprocessed: Preprocessed,
 ) -> Prompts:
-    """Return the `Prompts` of a checkpoint, with `decoders` for their media. Raise UnsupportedCheckpoint."""
+    """Create the `Prompts` of a checkpoint, which use `decoders` for media. Raise UnsupportedCheckpoint."""
     family = family_of(checkpoint, family_name)
 
     def make_stage(processor: Processor) -> Decoded:
@@ -54,7 +54,7 @@ def read_prompts(
 
 
 class Decoded(MediaStage):
-    """A media stage whose decoders plan and write the items of many requests at once."""
+    """A media stage whose decoders plan and write the items of several requests at the same time."""
 
     def __init__(
         self, planner: Planner, decoders: Decoders, room: Room, caps: MediaCaps, preprocessed: Preprocessed
@@ -78,14 +78,14 @@ class Decoded(MediaStage):
 
 
 class _RequestMedia(RequestMedia):
-    """The media of one request. Their files stay open until it is done, so that an item can be read again."""
+    """The media of one request. Their files stay open until the request is done, so that an item can be read again."""
 
     def __init__(self, stage: Decoded) -> None:
         self._stage = stage
         self._group = Group()
         self._files = ExitStack()
         self._sources: dict[PlannedItem, tuple[Item, Parcel] | Embeddings] = {}
-        """Sources of the items. Embeddings need no decoder."""
+        """Source data of the planned items. Embeddings do not need a decoder."""
 
     async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
         self._group.keeps_decoder = sum(map(len, prompts)) == 1
@@ -93,7 +93,7 @@ class _RequestMedia(RequestMedia):
 
     async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
         if path_file is None:
-            raise InputError("media need a path file, to record what is to be freed")
+            raise InputError("media need a path file, which records the blocks to free")
         room, all_specs = self._stage.room, [item.specs for item, _ in items]
         blocks = room.try_take(all_specs, path_file)
         if blocks is None:
@@ -111,7 +111,7 @@ class _RequestMedia(RequestMedia):
         return [block.ref.to_words() for block in blocks]
 
     def close(self) -> None:
-        """Close the files, and release the decoder to other requests."""
+        """Close the files, and let other requests use the decoder."""
         self._stage.decoders.let_go(self._group)
         self._files.close()
 
@@ -138,10 +138,12 @@ class _RequestMedia(RequestMedia):
             parcel = await self._packed(media)
             item = Item(media.kind, media.options, {**counts}, parcel.parts, parcel.is_list, decodes_to_count())
             facts = await stage.decoders.plan(self._group, item, parcel.descriptor)
-            # A compromised decoder could state so many features that the ids of the prompt take all memory.
+            # A compromised decoder could return so many features that the prompt's ids use all memory.
             planner.require_makes(media.kind, facts.num_features, facts.grid)
             if facts.num_features > (most := stage.room.arena.capacity_bytes // _LEAST_FEATURE_BYTES):
-                raise LimitExceeded(f"it has {facts.num_features} features; the arena has room for at most {most}")
+                raise LimitExceeded(
+                    f"the item has {facts.num_features} features; the arena has room for at most {most}"
+                )
             pixels.picture_pixels, pixels.video_pixels = facts.picture_pixels, facts.video_pixels
             planned = planner.item(index, media.kind, facts.plan())
             self._sources[planned] = item, parcel
@@ -160,7 +162,7 @@ class _RequestMedia(RequestMedia):
             self._files.callback(os.close, copied.descriptor)
             return copied
 
-        return await in_thread(pack, given_up.set)  # fetching and reading may take long
+        return await in_thread(pack, given_up.set)  # fetching and reading may take a long time
 
     async def _fill(self, item: PlannedItem, salt: str, block: Block) -> None:
         """Write the arrays of an item, and publish its block."""

@@ -1,4 +1,4 @@
-"""Media that are decoded in the caller's process, one item after another. No method suspends."""
+"""A media stage that decodes one item after another in the caller's process. Its coroutines never suspend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mindie_mm.tokenize.wires import Wire
 
 
 class InProcess(MediaStage):
-    """A media stage that decodes items itself and stores them through a wire."""
+    """A media stage that decodes items in this process and stores them through a wire."""
 
     def __init__(self, processor: Processor, planner: Planner, wire: Wire, caps: MediaCaps) -> None:
         self._processor = processor
@@ -47,14 +47,14 @@ class _RequestMedia(RequestMedia):
         self._wire = wire
         self._caps = caps
         self._data: dict[PlannedItem, Data] = {}
-        """Sources of the items."""
+        """Source data of the planned items."""
 
     async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
         return [self._plan_prompt(media) for media in prompts]
 
     async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
         if path_file is None and self._wire.needs_path_file:
-            raise InputError("media need a path file, to record what is to be freed")
+            raise InputError("media need a path file, which records the blocks to free")
         with ExitStack() as undo:
             words = [self._store_item(item, salt, path_file, undo) for item, salt in items]
             undo.pop_all()

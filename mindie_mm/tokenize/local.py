@@ -1,4 +1,4 @@
-"""The tokenizer stage in the caller's process, in place of a tokenizer process."""
+"""Tokenizer stages in the caller's process, without a tokenizer process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mindie_mm.tokenize.wires import NativeWire
 
 
 class _InCaller(TokenizerStage):
-    """A stage in the caller's process. It lives as long as the process, and is never restarted."""
+    """A stage in the caller's process. It is never restarted."""
 
     @property
     def pids(self) -> list[int]:
@@ -48,13 +48,13 @@ class _InCaller(TokenizerStage):
 
 
 class LocalTokenizer(_InCaller):
-    """One tokenizer on a thread. Its inputs may hold objects of this process, such as PIL images."""
+    """A tokenizer on a thread. Its inputs may contain Python objects, such as PIL images."""
 
     def __init__(self, tokenizer: Tokenizer, thread: WorkThread) -> None:
-        """Hold a tokenizer and its thread. Use `start` to create them."""
+        """Take ownership of a tokenizer and its thread. Call `start` instead."""
         self._tokenizer = tokenizer
         self.shown_tokens = tokenizer.shown_tokens
-        """As `Tokenizer.shown_tokens`."""
+        """Same as `Tokenizer.shown_tokens`."""
         self._thread = thread
 
     @classmethod
@@ -66,11 +66,11 @@ class LocalTokenizer(_InCaller):
         thread = WorkThread("mindie_mm-tokenizer")
         tokenizers: list[Tokenizer] = []
         try:
-            await thread.run(partial(collect, [default_spool()]))  # no service does this for the caller
+            await thread.run(partial(collect, [default_spool()]))  # without a service, no other process does this
             await thread.run(lambda: tokenizers.append(_tokenizer(model_path, config)))
             return cls(tokenizers[0], thread)
         except BaseException:
-            await in_thread(thread.close)  # a start that was cancelled may still create its arena
+            await in_thread(thread.close)  # the thread may still create an arena after a cancellation
             for tokenizer in tokenizers:
                 tokenizer.close()
             raise
@@ -88,37 +88,37 @@ class LocalTokenizer(_InCaller):
             return self._tokenizer.run(answer(self._tokenizer.prompts, requests))
 
     async def close(self) -> None:
-        """Wait for the request in progress, then remove the arena."""
+        """Wait until the current request is done, then remove the arena."""
         self._thread.close()
         self._tokenizer.close()
 
 
 class DecodingTokenizer(_InCaller):
-    """A tokenizer with decoders that works on many requests at once, in the caller's event loop.
+    """A tokenizer with decoders that processes several requests at the same time, in the caller's event loop.
 
-    Its inputs are those of LocalTokenizer.
+    It accepts the same inputs as LocalTokenizer.
     """
 
     def __init__(self, prompts: Prompts, decoders: Decoders) -> None:
-        """Hold prompts and the decoders that write their media. Use `start` to create them."""
+        """Take ownership of prompts and the decoders that write their media. Call `start` instead."""
         self._prompts = prompts
         self._decoders = decoders
         self.shown_tokens = prompts.shown_tokens
-        """As `Tokenizer.shown_tokens`."""
+        """Same as `Tokenizer.shown_tokens`."""
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
         """Start `config.decoders` decoders, read the checkpoint and create the arena.
 
         Raises:
-            UnsupportedCheckpoint: The checkpoint cannot be served.
+            UnsupportedCheckpoint: The checkpoint is not supported.
             SharedMemoryError: The arena cannot be created.
             ProcessDied: The decoders cannot be started.
 
         """
         checkpoint, preprocessed = Checkpoint.open(model_path), Preprocessed(config.preprocessed_cache_bytes)
         async with AsyncExitStack() as undo:
-            await in_thread(partial(collect, [default_spool()]))  # no service does this for the caller
+            await in_thread(partial(collect, [default_spool()]))  # without a service, no other process does this
             arena = Arena.create(config.arena_bytes, quota_bytes=config.arena_request_bytes)
             room = Room(arena, config.arena_wait_s, is_own=True)
             undo.callback(room.close)
@@ -145,7 +145,7 @@ class DecodingTokenizer(_InCaller):
 
 
 def _tokenizer(path: Path, config: WorkerConfig) -> Tokenizer:
-    """Return a tokenizer with an arena."""
+    """Create a tokenizer with an arena."""
     make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
     with ExitStack() as undo:
         wire = NativeWire(preprocessed=Preprocessed(config.preprocessed_cache_bytes), make=make)

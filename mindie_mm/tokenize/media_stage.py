@@ -1,4 +1,4 @@
-"""The interface of media stages, which turn the media of a request into words."""
+"""The interface of media stages. They write the media of a request to shared memory and return handle words."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ class RequestMedia(ABC):
 
     @abstractmethod
     async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
-        """Read and plan all items of each prompt, in order. Call this once.
+        """Read and plan all items of each prompt, in order. Call this method once.
 
-        No picture is decoded before all items of its prompt are known to be within the caps.
+        Pictures of a prompt are not decoded until all items of the prompt have been checked against the limits.
 
         Raises:
-            InputError: An item is wrong. The message names it.
+            InputError: An item is invalid. The message says which item.
 
         """
 
     @abstractmethod
     async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
-        """Write planned items to shared memory, record them in `path_file`, and return the words of each.
+        """Write planned items to shared memory and record them in `path_file`. Return the handle words of each item.
 
-        Each item comes with the salt of its digest. Call this once, because the items get room together. On any
-        failure, all of them are freed.
+        Each item is paired with the salt of its digest. Call this method once, because blocks for all items are
+        allocated together. If anything fails, all blocks are freed.
 
         Raises:
-            ArenaFull: There was no room in time.
-            LimitExceeded: The items take more room than a request may have.
+            ArenaFull: The arena had no free memory in time.
+            LimitExceeded: The items need more memory than a request may use.
             SharedMemoryError: Shared memory cannot be used.
-            InputError: An item cannot be decoded, or there is no path file. The message names the item.
+            InputError: An item cannot be decoded, or `path_file` is missing. The message says which item.
 
         """
 
 
 class MediaStage(ABC):
-    """A stage that decodes media and stores them."""
+    """A stage that decodes media and writes them to shared memory."""
 
     @abstractmethod
     def request(self) -> AbstractAsyncContextManager[RequestMedia]:
-        """Open the media of one request. Leaving the context closes their files."""
+        """Return a context manager for the media of one request. On exit, it closes the files of the media."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release the resources of the stage. Idempotent."""
+        """Release the resources of the stage. This may be called repeatedly."""

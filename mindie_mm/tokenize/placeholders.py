@@ -1,4 +1,4 @@
-"""Expansion of placeholders: from one id per media item to one id per feature."""
+"""Expansion of placeholders. A prompt has one id per media item before, and one id per feature afterwards."""
 
 from __future__ import annotations
 
@@ -16,45 +16,46 @@ from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The space that a media item takes in a prompt."""
+    """The ids that represent a media item in a prompt."""
 
     kind: Kind
     placeholder: Placeholder
     num_features: int
     spelling: Spelling
     lead: int = 0
-    """Number of ids of its spelling before its first placeholder."""
+    """Number of ids of the item's spelling before its first placeholder."""
     tail: int = 0
-    """Number of ids of its spelling after its last placeholder."""
+    """Number of ids of the item's spelling after its last placeholder."""
 
     @property
     def runs(self) -> Sequence[Sequence[int] | NDArray[np.int64]]:
-        """Ids that replace each placeholder of the item."""
+        """For each placeholder of the item, the run of ids that replaces it."""
         if self.spelling.runs is None:
             return (np.full(self.num_features, self.placeholder.token, np.int64),)
         return self.spelling.runs
 
 
 def check_order(actual: Sequence[object], expected: Sequence[object], num_items: int) -> None:
-    """Raise InputError unless a prompt has the placeholders that its items take. A template can drop an item."""
+    """Raise InputError unless a prompt has the placeholders that its items need. A template may drop items."""
     if [*actual] != [*expected]:
         raise InputError(
-            f"the prompt has {len(actual)} media placeholders for {num_items} media items that take {len(expected)}, "
-            "or in another order: its ids, or the chat template, do not go with these items"
+            f"the prompt has {len(actual)} media placeholders, but its {num_items} media items need "
+            f"{len(expected)}, in the order of the items; the token ids or the chat template do not match the "
+            "items"
         )
 
 
 def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[int], opening: int = 0) -> Prompt:
-    """Replace the placeholders in `ids` by the runs of the items, without words.
+    """Replace the placeholders in `ids` with the items' runs of ids. The result does not contain handle words.
 
     Args:
         ids: Prompt with placeholders.
         items: Media items, in order.
-        tokens: Placeholders of all kinds that the family takes.
-        opening: Number of ids at the beginning that every prompt has.
+        tokens: Placeholders of all kinds that the family supports.
+        opening: Number of ids with which every prompt begins.
 
     Raises:
-        InputError: The placeholders are not those of the items, in number or in order.
+        InputError: The number or the order of the placeholders does not fit the items.
 
     """
     places = [at for at, index in enumerate(ids) if index in tokens]
@@ -77,7 +78,7 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
             length, behind = length + len(run), last + 1
         lead = item.lead + _adjoining(flat[: first - item.lead][::-1], item.placeholder.before[::-1])
         tail = item.tail + _adjoining(flat[last + 1 + item.tail :], item.placeholder.after)
-        lead = min(lead, first - taken)  # an id that two spellings share belongs to the first one
+        lead = min(lead, first - taken)  # an id that two spellings share belongs to the first item
         taken = last + 1 + tail
         spans.append(MediaSpan(start, length, item.kind, item.placeholder.token, lead, tail))
     return Prompt(np.concatenate([*pieces, flat[behind:]]), tuple(spans), (0, opening))
@@ -86,9 +87,9 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
 def insert(
     ids: Sequence[int], at: int, items: Sequence[Expansion], tokens: Collection[int], opening: int = 0
 ) -> Prompt:
-    """Insert the items into `ids` before index `at`, each between the ids that its placeholder has before and after it.
+    """Insert the items into `ids` before index `at`, with the ids that precede and follow their placeholders.
 
-    The arguments are otherwise those of `expand`.
+    `expand` describes the other arguments.
     """
     placeholders = [index for item in items for index in _written(item)]
     prompt = expand([*ids[:at], *placeholders, *ids[at:]], items, tokens)

@@ -1,4 +1,4 @@
-"""Planning of media items: the features and arrays that each item of a prompt becomes."""
+"""Planning of media items. A plan gives the number of features and the arrays of an item."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mindie_mm.tokenize.placeholders import Expansion
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedItem:
-    """A media item that has been read and planned, and not preprocessed yet."""
+    """A media item that has been read and planned, but not preprocessed."""
 
     expansion: Expansion
     plan: Plan
     index: int
-    """Number of the item in its prompt."""
+    """Index of the item among the media of its prompt."""
 
     @property
     def shape(self) -> MediaShape:
@@ -34,20 +34,20 @@ class PlannedItem:
 
     @property
     def specs(self) -> dict[str, ArraySpec]:
-        """The arrays of the item's block."""
+        """Array specs of the item's block."""
         return {**self.plan.specs, ITEM: ArraySpec(self.shape.to_array().shape, "int64")}
 
     @property
     def name(self) -> str:
-        """The item's name in errors."""
+        """The name that errors give to the item."""
         return f"media item {self.index} ({self.expansion.kind})"
 
 
 class Planner:
-    """The planning of a checkpoint's media items, with the limits that the model sets."""
+    """A planner of media items, which checks the model's limits."""
 
     def __init__(self, processor: Processor, family: str) -> None:
-        """Create a planner. `family` is the family's name in errors."""
+        """Create a planner. `family` is the family's name for error messages."""
         self._processor = processor
         self._family = family
 
@@ -55,57 +55,62 @@ class Planner:
         """Return the number of items of each kind in a prompt.
 
         Raises:
-            InputError: The model does not take one of the kinds, or does not take them together.
-            LimitExceeded: There are more items than the model takes.
+            InputError: The model does not support one of the kinds, or does not support these kinds in one prompt.
+            LimitExceeded: There are more items than the model supports.
 
         """
         counts: Counter[Kind] = Counter(item.kind for item in media)
         taken, traits = self._processor.placeholders, self._processor.traits
         for kind in counts:
             if kind not in taken:
-                raise InputError(f"this model takes no {kind}; it takes {', '.join(taken) or 'text alone'}")
+                raise InputError(
+                    f"this model does not accept {kind} inputs; it accepts {', '.join(taken) or 'text only'}"
+                )
         for kind, limit in traits.max_items.items():
             if counts[kind] > limit:
                 raise LimitExceeded(f"the prompt has {counts[kind]} items of kind {kind}; the model's limit is {limit}")
         if len(counts) > 1 and not traits.mixes_kinds:
             raise InputError(
-                f"the prompt has media of the kinds {' and '.join(counts)}; this model takes one or the other"
+                f"the prompt has media of the kinds {' and '.join(counts)}; this model accepts only one kind per prompt"
             )
         return counts
 
     def check_options(self, options: MediaOptions) -> None:
-        """Raise InputError if the family does not take the options."""
+        """Raise InputError if the family does not support the options."""
         for name in ("min_pixels", "max_pixels"):
             if getattr(options, name) is not None and not self._processor.traits.bounds_pixels:
-                raise InputError(f"{name} is given; {self._family} resizes to sizes of its own, and does not take it")
+                raise InputError(
+                    f"{name} is set, but {self._family} does not support it, because the model determines the "
+                    "image size; leave it out"
+                )
 
     def require_makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> None:
-        """Raise OperationalError if the model makes no item of `kind` with this grid and number of features."""
+        """Raise OperationalError unless the model can have an item of `kind` with this grid and number of features."""
         if self._processor.spelling(kind, num_features, grid) is None:
             raise OperationalError(
-                f"a decoder planned {num_features} features and the grid {grid}, which the model never makes"
+                f"a decoder planned {num_features} features and the grid {grid}, which is not possible for this model"
             )
 
     def item(self, index: int, kind: Kind, plan: Plan) -> PlannedItem:
-        """Return the item that `plan` stands for."""
+        """Create the planned item for `plan`."""
         processor = self._processor
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         assert spelling is not None, f"the {kind} was planned with {plan.num_features} features and {plan.grid}"
         return PlannedItem(Expansion(kind, processor.placeholders[kind], plan.num_features, spelling), plan, index)
 
     def embeddings(self, kind: Kind, source: Embeddings) -> Plan:
-        """Return the plan of features that are given instead of media. They are spliced without a tower.
+        """Return a plan for features that the caller gives instead of media. The engine splices them without a tower.
 
         Raises:
-            InputError: The model makes no such features.
+            InputError: The model cannot have such features.
 
         """
         array = np.ascontiguousarray(source.array)
         num_features, width = array.shape
         if width != self._processor.feature_width:
-            raise InputError(f"the embeddings are {width} wide, the model takes {self._processor.feature_width}")
+            raise InputError(f"the embeddings have width {width}; the model needs {self._processor.feature_width}")
         if self._processor.spelling(kind, num_features, source.grid) is None:
-            raise InputError(f"the model makes no {kind} of {num_features} features that has the grid {source.grid}")
+            raise InputError(f"no {kind} of this model has {num_features} features and the grid {source.grid}")
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             arrays[EMBEDDINGS][...] = array

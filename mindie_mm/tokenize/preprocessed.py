@@ -1,4 +1,4 @@
-"""A cache of preprocessed media. Media that are sent again, as in every turn of a chat, are copied from it."""
+"""A cache of preprocessed media, for media that are sent again, as in every turn of a chat."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _Arrays = Mapping[str, NDArray[Any]]
 
 
 class Preprocessed:
-    """Arrays of media items by the digest of their content. The least recently used arrays are evicted.
+    """Arrays of media items, by the digest of the item's content. The least recently used arrays are evicted.
 
-    Several threads may use a cache at once. Arrays are copied without the lock, because an event loop may wait for it.
+    Several threads may use a cache at the same time. Arrays are copied without the lock, because an event loop may wait
+    for the lock.
     """
 
     def __init__(self, capacity_bytes: int = 0) -> None:
@@ -29,11 +30,11 @@ class Preprocessed:
         return digest in self._items
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether arrays of `nbytes` can be kept."""
+        """Return whether arrays of `nbytes` bytes fit in the cache."""
         return nbytes <= self._capacity_bytes
 
     def copy(self, digest: bytes, arrays: _Arrays) -> bool:
-        """Copy the arrays kept under `digest` into those of the same names. Return False if none are kept."""
+        """Copy the arrays cached under `digest` into `arrays`, by name. Return False if there are none."""
         with self._lock:
             kept = self._items.get(digest)
             if kept is None:
@@ -44,16 +45,16 @@ class Preprocessed:
         return True
 
     def keep(self, digest: bytes, arrays: _Arrays) -> None:
-        """Keep a copy of `arrays` under `digest`, unless they are larger than the cache."""
+        """Cache a copy of `arrays` under `digest`, unless they are larger than the cache."""
         nbytes = _nbytes(arrays)
         if not self.fits(nbytes) or digest in self._items:
             return
         try:
             copied = {name: np.array(array) for name, array in arrays.items()}
-        except MemoryError:  # the item itself is done, and goes on without a copy
+        except MemoryError:  # the item is complete without a cached copy
             return
         with self._lock:
-            if digest in self._items:  # another thread was faster
+            if digest in self._items:  # another thread has cached the item
                 return
             while self._used_bytes + nbytes > self._capacity_bytes:
                 _, dropped = self._items.popitem(last=False)

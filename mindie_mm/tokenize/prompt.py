@@ -1,4 +1,4 @@
-"""The prompt that the engine gets: flat int64 ids, with the runs of its media items."""
+"""The prompt that the engine receives, as flat int64 ids with the spans of its media items."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Side = Literal["left", "right"]
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
-    """The half-open range of ids that one media item's runs take.
+    """The half-open range of ids that represents a media item.
 
-    The range includes the slots of the item and ids between them, such as the ends of rows. In some families, runs
-    begin with a start token. The first slot then comes after `start`.
+    The range includes the item's placeholders and the ids between them, such as ends of rows. In some families, the
+    range begins with a start token. In this case the first placeholder comes after `start`.
     """
 
     start: int
-    """First id."""
+    """Index of the first id."""
     stop: int
-    """One past the last id."""
+    """One past the index of the last id."""
     kind: Kind
     token: int
-    """Placeholder id. Every slot in the span that holds this id or a word takes a feature."""
+    """Placeholder id. Every position of the span that holds this id or a handle word takes a feature."""
     lead: int = 0
     """Number of ids directly before the span that belong to the item, such as a start token."""
     tail: int = 0
@@ -39,19 +39,19 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Token ids with words in place, and the spans of the words' items."""
+    """Token ids with handle words, and the spans of the media items."""
 
     ids: NDArray[np.int64]
-    """int64 [T]. The first slots of each span that take a feature hold the words of the item."""
+    """int64 [T]. In each span, the first placeholders are replaced with the item's handle words."""
     spans: tuple[MediaSpan, ...] = ()
-    """Spans of the media items, in order and disjoint."""
+    """Spans of the media items, in order. They do not overlap."""
     opening: tuple[int, int] = (0, 0)
-    """Range [start, stop) of ids that begin every prompt's text, such as a BOS. Only `truncate` uses it, and it is not
-    sent to other processes."""
+    """Range [start, stop) of the ids with which the text of every prompt begins, such as BOS. Only `truncate` uses this
+    range. It is not sent to other processes."""
 
     @property
     def plain_ids(self) -> NDArray[np.int64]:
-        """int64 [T], with every word replaced by the placeholder id of its slot."""
+        """int64 [T]. Handle words are replaced with placeholder ids."""
         ids = self.ids.copy()
         for span in self.spans:
             own = ids[span.start : span.stop]
@@ -59,7 +59,7 @@ class Prompt:
         return ids
 
     def refs(self) -> Iterator[Ref]:
-        """Yield the block of each media item, in order, on the native wire. Raise CorruptReference."""
+        """Yield a reference to the block of each media item, in order, for the native wire. Raise CorruptReference."""
         for span in self.spans:
             own = self.ids[span.start : span.stop]
             words = own[own < 0][:2].tolist()
@@ -73,28 +73,29 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """Options of a prompt: its length, its special tokens, and the sharing of its cached media."""
+    """Options for making a prompt."""
 
     max_prompt_tokens: int = 0
-    """Maximum number of tokens, or 0 for no limit. A longer prompt raises ContextLengthExceeded before any media is
-    preprocessed."""
+    """Maximum number of tokens, or 0 for no limit. ContextLengthExceeded is raised for a longer prompt before its media
+    are preprocessed."""
     truncate: bool = False
-    """Shorten a longer prompt by its oldest text and whole media items, instead of refusing it."""
+    """Whether a longer prompt is shortened instead: the oldest text and whole media items are removed."""
     cache_salt: str = ""
-    """Salt of the digests of media. Prompts with different salts share no cached media."""
+    """Salt of the digests of media. Prompts with different salts do not share cached media."""
     add_special_tokens: bool = True
-    """Add special tokens of the tokenizer or family, such as BOS, to a text without media and without a template."""
+    """Whether special tokens of the tokenizer or family, such as BOS, are added to a text without media and without a
+    template."""
     repeat_special_tokens: bool = False
-    """Add the tokenizer's special tokens to a chat even if its template has written a BOS."""
+    """Whether the tokenizer's special tokens are added to a chat even if its template has written a BOS."""
     cut_to: int = 0
-    """Number of tokens to which a longer prompt is cut. 0: it is not cut. -1: `max_prompt_tokens`. In contrast to
-    `truncate`, exactly as many tokens stay, and the cut must not go through a media item."""
+    """Number of tokens to which a longer prompt is cut. 0 means no cut, and -1 stands for `max_prompt_tokens`. In
+    contrast to `truncate`, exactly as many tokens are kept, and the cut must not split a media item."""
     cut_side: Side = "left"
     """Side from which tokens are cut off."""
 
 
 def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:
-    """Return `prompt` with the words of each item in the first slots of its span, as many as there are slots."""
+    """Replace the first placeholders of each span with the item's handle words. Drop words without a placeholder."""
     ids = prompt.ids.copy()
     for span, item_words in zip(prompt.spans, words, strict=True):
         own = ids[span.start : span.stop]

@@ -1,4 +1,4 @@
-"""Prompts of one checkpoint: ids made from items or messages, with the words of media in place."""
+"""Prompts of a checkpoint. Items or messages are converted to ids with the handle words of media."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Draft:
     media: Sequence[Media]
     """Media items of the prompt, in order."""
     expand: Callable[[Sequence[PlannedItem]], Prompt]
-    """Function that returns the whole prompt for the planned media, without words."""
+    """Function that returns the whole prompt for the planned media, without handle words."""
     options: PromptOptions
 
 
 class Prompts:
-    """A maker of prompts for one checkpoint. Its stage handles media, and everything else happens here."""
+    """A maker of prompts for one checkpoint. Its media stage handles media, and this class does everything else."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Prompts:
 
         Args:
             checkpoint: Checkpoint of the prompts.
-            family: Its family.
-            make_stage: Function that makes the stage for its media.
-            content_format: Form in which the chat template gets the content of messages.
+            family: Family of the checkpoint.
+            make_stage: Function that creates the media stage.
+            content_format: Format in which the chat template receives the content of messages.
 
         Raises:
-            UnsupportedCheckpoint: The checkpoint cannot be served.
+            UnsupportedCheckpoint: The checkpoint is not supported.
 
         """
         with reading(checkpoint, family):
@@ -75,10 +75,9 @@ class Prompts:
         plain = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}
         stated = checkpoint.json("tokenizer.json").get("added_tokens", ())
         self.shown_tokens = [token["content"] for token in stated if token["special"] and token["content"] in plain]
-        """Tokens that are special in tokenizer.json, but not to the family. They count as text in prompts and in
-        answers."""
+        """Tokens that are special in tokenizer.json, but that the family treats as text in prompts and in answers."""
         self._inserted_at = self._processor.traits.inserted_at
-        if self._inserted_at is not None:  # no text spells them, so the tokenizer need not know them by name
+        if self._inserted_at is not None:  # placeholders are inserted as ids, so the tokenizer may lack tokens for them
             media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
         self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor, content_format)
         spelled = placeholders if self._inserted_at is None else []
@@ -92,7 +91,7 @@ class Prompts:
         return self._text.has_template
 
     def draft_items(self, items: Sequence[Item], options: PromptOptions = _PLAIN) -> Draft:
-        """Return the draft of `items`, joined without a template. Raise InputError."""
+        """Return a draft of `items`, which are joined without a template. Raise InputError."""
         if options.max_prompt_tokens:
             self._text.check_items(items, options.max_prompt_tokens)
 
@@ -115,7 +114,7 @@ class Prompts:
         *,
         continue_final_message: bool = False,
     ) -> Draft:
-        """Return the draft of chat messages, formatted with the chat template. Raise InputError.
+        """Return a draft of chat messages, which are formatted with the chat template. Raise InputError.
 
         With `continue_final_message`, the prompt ends with the text of the last message.
         """
@@ -147,18 +146,20 @@ class Prompts:
         *,
         chat: bool = True,
     ) -> Draft:
-        """Return the draft of `items` as one user turn. Without `chat` or a chat template, join the items.
+        """Return a draft of `items` as one user turn. Without `chat` or a chat template, join the items.
 
-        Raise InputError if there are variables for a template but no template is used.
+        Raise InputError if template variables are given but no template is used.
         """
         if chat and self.has_template:
             return self.draft_messages([Message("user", tuple(items))], add_generation_prompt, template_kwargs, options)
         if template_kwargs or not add_generation_prompt:
-            raise InputError("there are variables of a chat template, and the prompt goes through none")
+            raise InputError(
+                "chat template variables were given, but the prompt does not use a chat template; leave them out"
+            )
         return self.draft_items(items, options)
 
     def draft_ids(self, ids: Sequence[int], items: Sequence[Media]) -> Draft:
-        """Return the draft of ids with one placeholder per media item, or with none if the family inserts them.
+        """Return a draft of ids. They have one placeholder per media item, or none if the family inserts placeholders.
 
         Raise TokenOutOfRange for a value that is not a token id. The engine checks that ids are in the vocabulary.
         """
@@ -171,14 +172,14 @@ class Prompts:
         return Draft(items, expand, _PLAIN)
 
     async def make(self, drafts: Sequence[Draft], path_file: Path | None) -> list[Prompt]:
-        """Return the prompts of one request. Their media get room together and are recorded in `path_file`.
+        """Return the prompts of one request. Blocks for their media are allocated together and recorded in `path_file`.
 
-        After FramesMiscounted the prompts are made a second time. Then videos are decoded to count their frames, so
-        that the sampled frames depend on the true count.
+        After FramesMiscounted, the prompts are made a second time. Videos are then decoded to count their frames, so
+        that frames are sampled from the true count.
 
         Raises:
-            InputError: A prompt or an item is wrong.
-            ArenaFull: There was no room in time.
+            InputError: A prompt or an item is invalid.
+            ArenaFull: The arena had no free memory in time.
             SharedMemoryError: Shared memory cannot be used.
 
         """
@@ -195,7 +196,7 @@ class Prompts:
             all_planned = await media.plan([draft.media for draft in drafts])
             for draft, planned in zip(drafts, all_planned, strict=True):
                 if prompts:
-                    await asyncio.sleep(0)  # encoding many long texts in one go would hold up other requests
+                    await asyncio.sleep(0)  # encoding many long texts without a pause would delay other requests
                 prompt = _cut(draft.expand(planned), draft.options)
                 from_right = draft.options.cut_side == "right"
                 own = planned[: len(prompt.spans)] if from_right else planned[len(planned) - len(prompt.spans) :]
@@ -226,7 +227,7 @@ class Prompts:
         return expand(ids, items, tokens, opening)
 
     def _spell(self, planned: Sequence[PlannedItem]) -> Iterator[str]:
-        """Yield the spelling of each item in a prompt."""
+        """Yield the text that represents each item in the unencoded prompt."""
         numbers: Counter[Kind] = Counter()
         for item in planned:
             if self._inserted_at is not None:
@@ -244,7 +245,7 @@ class Prompts:
         return placeholder.marker or self._text.spell((placeholder.token,))
 
     def _spellings(self, planned: Sequence[PlannedItem]) -> tuple[list[str], list[str]]:
-        """Return the marker of each item that the prompt spells, and the text that replaces it."""
+        """Return the marker of each item in the prompt's text, and the text that replaces each marker."""
         items = [item.expansion for item in planned] if self._inserted_at is None else []
         markers = [self._marker_of[item.placeholder] for item in items]
         texts = [item.spelling.text for item in items]
@@ -258,7 +259,7 @@ def _cut(prompt: Prompt, options: PromptOptions) -> Prompt:
 
 
 def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
-    """Return the prompt, truncated to its limit if allowed. Raise ContextLengthExceeded otherwise."""
+    """Return the prompt, truncated to its limit if necessary. Raise ContextLengthExceeded if this is not allowed."""
     if not 0 < options.max_prompt_tokens < len(prompt):
         return prompt
     if not options.truncate:
@@ -267,7 +268,7 @@ def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
 
 
 def _reaching(item: Expansion, ids: Sequence[int], start: int, stop: int) -> Expansion:
-    """Return `item` with the lead and tail of its spelling, ids [start, stop)."""
+    """Return `item` with the lead and tail of its spelling. The spelling is at ids [start, stop)."""
     own = [index for index in range(start, stop) if ids[index] == item.placeholder.token]
     return replace(item, lead=own[0] - start, tail=stop - 1 - own[-1]) if own else item
 
@@ -285,5 +286,5 @@ def _token_id(index: Any) -> int:
     except TypeError:
         token = -1
     if isinstance(index, bool) or not 0 <= token < 2**31:
-        raise TokenOutOfRange(f"{index!r} is no token id")
+        raise TokenOutOfRange(f"{index!r} is not a token id")
     return token

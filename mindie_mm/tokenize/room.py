@@ -1,4 +1,4 @@
-"""Room in an arena for the media of whole requests."""
+"""Allocation of memory in an arena for all media of a request together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mindie_mm.errors import ArenaFull, MindieMMError
 from mindie_mm.shm import Arena, ArraySpec, Block
 
 _POLL_S = 0.002
-"""Interval in seconds between two checks while requests wait. Other processes free blocks by a plain store, which
-notifies nobody."""
+"""Interval in seconds between two checks while requests wait. Other processes free a block by writing a word to shared
+memory, which does not send a notification."""
 
 _LOOK_S = 1.0
-"""Interval in seconds after which the line is served even if no block was freed, because a process may have died."""
+"""Interval in seconds after which the queue is served even if no block was freed, because a process may have died."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +29,7 @@ class _Waiter:
     nbytes: int
     blocks: asyncio.Future[list[Block]]
     passed_bytes: int = 0
-    """Bytes of later requests that got room while this one was the first in line."""
+    """Number of bytes that later requests got while this request was the first in the queue."""
 
     @property
     def has_blocks(self) -> bool:
@@ -38,16 +38,17 @@ class _Waiter:
 
 
 class Room:
-    """The line of requests that need room in an arena.
+    """The queue of requests that need memory in an arena.
 
-    A request gets room for all its items at once, or waits in order of arrival. It holds no blocks while it waits.
+    A request gets the blocks for all its items together. Requests that have to wait do so in order of arrival, and do
+    not have blocks while they wait.
 
-    Later requests may pass the first one in line if there is room for them but not for it. Once they have taken as many
-    bytes as the first one asks for, it is served before them.
+    Later requests may overtake the first request in the queue if the free memory suffices for them but not for the
+    first request. Once they have taken as many bytes as the first request needs, none may overtake it.
     """
 
     def __init__(self, arena: Arena, wait_s: float, *, is_own: bool = False) -> None:
-        """Manage the room of `arena`.
+        """Create the queue of `arena`.
 
         Args:
             arena: Arena in which blocks are allocated.
@@ -62,7 +63,7 @@ class Room:
         self._serving: asyncio.Task[None] | None = None
 
     def try_take(self, all_specs: Sequence[Mapping[str, ArraySpec]], path_file: Path) -> list[Block] | None:
-        """Return a block for each of `all_specs`, or None if the request has to wait.
+        """Return a block for each item in `all_specs`, or None if the request has to wait.
 
         Raises:
             LimitExceeded: The arena or the request's quota could never hold these blocks together.
@@ -78,11 +79,11 @@ class Room:
         return blocks
 
     async def take(self, all_specs: Sequence[Mapping[str, ArraySpec]], path_file: Path) -> list[Block]:
-        """Return a block for each of `all_specs`, as soon as there is room for all and it is the request's turn.
+        """Wait for the request's turn and for enough memory. Return a block for each item in `all_specs`.
 
         Raises:
-            ArenaFull: There was no room within the maximum time.
-            LimitExceeded, SharedMemoryError: As in `try_take`.
+            ArenaFull: The arena had too little free memory within the maximum time.
+            LimitExceeded, SharedMemoryError: See `try_take`.
 
         """
         nbytes = self.arena.require(all_specs, path_file)
@@ -95,7 +96,7 @@ class Room:
         try:
             await asyncio.wait([waiter.blocks], timeout=self._wait_s)
             if not waiter.blocks.done():
-                self._serve_all()  # room may have been freed since the last look
+                self._serve_all()  # memory may have been freed since the last check
             if waiter.blocks.done():
                 return waiter.blocks.result()
             in_vain = True
@@ -112,12 +113,12 @@ class Room:
         finally:
             if waiter in self._line:
                 self._line.remove(waiter)
-                self._serve_all()  # the next in line may find room
+                self._serve_all()  # there may be enough memory for the next request
             self.arena.count_wait(time.monotonic() - began_s, in_vain=in_vain)
             self._count()
 
     def close(self) -> None:
-        """Stop serving the line, and close the arena if it is the room's own. Idempotent."""
+        """Stop serving the queue, and close the arena if `is_own` is set. This may be called repeatedly."""
         if self._serving is not None:
             self._serving.cancel()
         if self._is_own:
@@ -131,7 +132,7 @@ class Room:
         self.arena.count_waiting(sum(waiter.nbytes for waiter in self._line))
 
     async def _serve(self) -> None:
-        """Serve the line until it is empty."""
+        """Serve the queue until it is empty."""
         used_bytes, looked_s = -1, 0.0
         while self._line:
             now_s, used = time.monotonic(), self.arena.used_bytes
@@ -142,19 +143,19 @@ class Room:
             await asyncio.sleep(_POLL_S)
 
     def _serve_all(self) -> None:
-        """Give room to the first requests in line, and to later ones that may pass, until one of them finds no room."""
+        """Allocate blocks for waiting requests, the first ones first, while memory suffices."""
         while self._line and self._serve_one(self._line[0]):
             self._line.popleft()
         for waiter in [*self._line][1:]:
             if self._may_pass(waiter.nbytes):
                 if not self._serve_one(waiter):
                     return
-                if waiter.has_blocks:  # a request that failed takes no room
+                if waiter.has_blocks:  # a request that failed does not use memory
                     self._line[0].passed_bytes += waiter.nbytes
                 self._line.remove(waiter)
 
     def _serve_one(self, waiter: _Waiter) -> bool:
-        """Give room to `waiter`, or the error that it can never have any. Return False if there is no room."""
+        """Set the blocks of `waiter`, or its error. Return False if the free memory does not suffice."""
         if waiter.blocks.done():
             return True
         try:

@@ -1,4 +1,4 @@
-"""The tokenizer for scripts and batches. It returns ids with words, and writes preprocessed media to shared memory."""
+"""The tokenizer for scripts and batches. It returns ids with handle words, and writes media to shared memory."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ T = TypeVar("T")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer and media preprocessing. A context manager.
+    """A checkpoint's tokenizer and media preprocessing. Use it as a context manager.
 
-    Only one thread may use it at a time. Without `with`, its decoders run until `close` or until the interpreter exits.
+    Only one thread may use it at a time. Without `with`, its decoders run until `close` is called or the interpreter
+    exits.
     """
 
     def __init__(self, prompts: Prompts, loop: LoopThread | None = None, decoders: Decoders | None = None) -> None:
-        """Hold the maker of prompts. Use `from_pretrained` to create a tokenizer."""
+        """Take ownership of the arguments. Call `from_pretrained` instead."""
         self.prompts = prompts
         """Maker of drafts and of prompts."""
         self._loop = loop
@@ -55,7 +56,7 @@ class Tokenizer:
             self._end_decoders = weakref.finalize(self, loop.close, decoders.close)
         self._closed = False
         self.shown_tokens = prompts.shown_tokens
-        """As `Prompts.shown_tokens`."""
+        """Same as `Prompts.shown_tokens`."""
 
     @classmethod
     def from_pretrained(
@@ -71,29 +72,29 @@ class Tokenizer:
         """Return the tokenizer of a checkpoint.
 
         Args:
-            path: Checkpoint directory. None: the embedded checkpoint.
-            wire: "native" stores items in an arena. "mindie" stores each array in a segment of its own, as MindIE's
-                workers read it. A `Wire` is used as it is.
-            arena: Arena of the native wire. None: the tokenizer makes its own at the first media item, and removes it
-                on `close` or at a normal exit.
-            family: As in `family_of`.
+            path: Checkpoint directory, or None for the embedded checkpoint.
+            wire: "native" stores items in an arena. "mindie" stores each array in a separate shared-memory segment,
+                which MindIE's workers can read. A `Wire` object is used directly.
+            arena: Arena of the native wire. If it is None, the tokenizer creates an arena at the first media item, and
+                removes it on `close` or at a normal exit.
+            family: Same as in `family_of`.
             caps: Limits on media items.
-            content_format: Form in which the chat template gets the content of messages.
-            decoders: Number of processes that decode the items of a prompt in parallel. 0: decode in this process,
-                where `caps.max_decode_bytes` and `caps.max_decode_s` do not apply.
+            content_format: Format in which the chat template receives the content of messages.
+            decoders: Number of processes that decode the items of a prompt in parallel. With 0, this process decodes,
+                and `caps.max_decode_bytes` and `caps.max_decode_s` do not apply.
 
         Raises:
             InputError: The arguments contradict each other.
-            UnsupportedCheckpoint: The checkpoint cannot be served.
+            UnsupportedCheckpoint: The checkpoint is not supported.
             ProcessDied: The decoders cannot be started.
 
         """
         if not isinstance(wire, Wire) and wire not in get_args(WireName):
-            raise InputError(f"wire is {wire!r}, it must be one of {', '.join(get_args(WireName))}")
+            raise InputError(f"wire is {wire!r}; it must be one of {', '.join(get_args(WireName))}")
         if arena is not None and wire != "native":
-            raise InputError(f"an arena was given; on the wire {wire!r} every array has a segment of its own")
+            raise InputError(f"arena is given, but the wire {wire!r} does not use one: every array has its own segment")
         if decoders and wire != "native":
-            raise InputError(f"decoders is {decoders}; the wire {wire!r} has no arena for decoders to fill")
+            raise InputError(f"decoders is {decoders}; it must be 0 with the wire {wire!r}, which has no arena")
         checkpoint, caps = Checkpoint.open(path), caps or MediaCaps()
         found = family_of(checkpoint, family)
         if not decoders:
@@ -121,19 +122,19 @@ class Tokenizer:
     def tokenize(
         self, inputs: Sequence[Mapping[str, Any]], shm_name_save_path: str | Path | None = None
     ) -> torch.Tensor:
-        """Return the ids of items that are joined without a template.
+        """Return the ids of items, which are joined without a template.
 
         Args:
-            inputs: Items in order, each a mapping such as {"text": ...} or {"image": ...}.
-            shm_name_save_path: Path file that records the references to media. The caller releases it once the ids are
-                no longer needed. None: dirname(dirname(first media path))/shm_name.txt.
+            inputs: Items in order. Each item is a mapping such as {"text": ...} or {"image": ...}.
+            shm_name_save_path: Path file that records the references to media. The caller must release it when the ids
+                are no longer needed. The default is dirname(dirname(first media path))/shm_name.txt.
 
         Returns:
-            int64 [T] on the CPU. The first slots of each media run hold the words of the item.
+            int64 [T] on the CPU. The first placeholders of each media item are replaced with its handle words.
 
         Raises:
-            InputError: An input is wrong. Nothing stays allocated after any error.
-            ArenaFull: There is no room for the media.
+            InputError: An input is invalid. After any error, nothing stays allocated.
+            ArenaFull: The arena has no free memory for the media.
             SharedMemoryError: Shared memory cannot be used.
 
         """
@@ -149,14 +150,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> torch.Tensor:
-        """Return the ids of chat messages that are formatted with the checkpoint's chat template.
+        """Return the ids of chat messages, which are formatted with the checkpoint's chat template.
 
         Args:
             messages: Messages as in OpenAI's chat API.
             shm_name_save_path: As in `tokenize`.
-            add_generation_prompt: End the chat with the beginning of the assistant's turn.
-            template_kwargs: Further variables of the template. `tools` may contain Python functions. Transformers
-                describes them from their docstrings.
+            add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
+            template_kwargs: More variables for the template. `tools` may contain Python functions, whose descriptions
+                transformers takes from their docstrings.
 
         Returns:
             int64 [T] on the CPU, as `tokenize` returns it.
@@ -166,7 +167,7 @@ class Tokenizer:
 
         """
         parsed = parse_messages(messages)
-        if tools := template_kwargs.get("tools"):  # described before escaping, because docstrings are plain text
+        if tools := template_kwargs.get("tools"):  # describe functions before texts are escaped, including docstrings
             template_kwargs["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
         draft = self.prompts.draft_messages(parsed, add_generation_prompt, template_kwargs)
@@ -178,10 +179,10 @@ class Tokenizer:
         media: Sequence[Mapping[str, Any]] = (),
         shm_name_save_path: str | Path | None = None,
     ) -> torch.Tensor:
-        """Return the ids of a prompt that is already encoded, as encoding its text would give them.
+        """Return the ids of a prompt that is already encoded. They are the same as if its text were encoded.
 
         Args:
-            ids: Ids with one placeholder for each of `media`, not expanded.
+            ids: Ids with one placeholder for each item of `media`.
             media: Media items, in order.
             shm_name_save_path: As in `tokenize`.
 
@@ -197,7 +198,7 @@ class Tokenizer:
         return torch.from_numpy(self.make(draft, _path_file(items, shm_name_save_path)).ids)
 
     def make(self, draft: Draft, path_file: Path | None) -> Prompt:
-        """Return the prompt of a draft of `prompts`. Errors are those of `Prompts.make`."""
+        """Return the prompt of a draft from `prompts`. `Prompts.make` describes the errors."""
         (prompt,) = self.run(self.prompts.make([draft], path_file))
         return prompt
 
@@ -207,9 +208,9 @@ class Tokenizer:
         return prompt
 
     def close(self) -> None:
-        """Remove the arena that this tokenizer made, and end its decoders. Idempotent.
+        """Remove the arena that this tokenizer created, and end its decoders. This may be called repeatedly.
 
-        MindIE segments remain until their path file is released. Later calls raise InputError.
+        MindIE segments remain until their path file is released. Later calls of other methods raise InputError.
         """
         if self._closed:
             return
@@ -226,14 +227,14 @@ class Tokenizer:
         self.close()
 
     def run(self, making: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and return its result. It waits for events only if there are decoders."""
+        """Run a coroutine and return its result. Without decoders, the coroutine must not wait for events."""
         if self._closed:
             making.close()
             raise InputError("the tokenizer is closed")
         if self._loop is not None:
             return self._loop.run(making)
         try:
-            while making.send(None) is None:  # it yields to other tasks, and there are none
+            while making.send(None) is None:  # it only yields to other tasks, and there are none
                 pass
         except StopIteration as done:
             result: T = done.value
@@ -247,7 +248,7 @@ def _in_process(
     if wire == "mindie":
         layouts = processor.traits.mindie_layouts
         if missing := ", ".join(kind for kind in family.kinds if kind not in layouts):
-            raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout of {missing}")
+            raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout for {missing}")
         wire = MindIEWire(layouts)
     elif not isinstance(wire, Wire):
         wire = NativeWire()
@@ -263,5 +264,6 @@ def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:
         if (path := source_path(item)) is not None:
             return absolute(path).parent.parent / PATH_FILE_NAME
     raise InputError(
-        f"shm_name_save_path is None and none of the {len(media)} media items is a file to put {PATH_FILE_NAME} near"
+        f"shm_name_save_path is None, and none of the {len(media)} media items is a file whose folder could "
+        f"hold {PATH_FILE_NAME}; set shm_name_save_path"
     )

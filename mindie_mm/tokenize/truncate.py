@@ -1,4 +1,4 @@
-"""Truncation of prompts, never within a media item."""
+"""Truncation of prompts. Media items are never split."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mindie_mm.tokenize.prompt import MediaSpan, Prompt, Side
 
 
 def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
-    """Return the last tokens of `prompt`, at most `max_tokens`. Drop the oldest text and whole media items.
+    """Return at most the last `max_tokens` tokens of `prompt`. Drop the oldest text and whole media items.
 
-    The last spans remain. The opening stays, as with a tokenizer that truncates on the left.
+    The opening is kept, as in a tokenizer that truncates on the left.
 
     Raises:
-        ContextLengthExceeded: Nothing but the opening would be left.
+        ContextLengthExceeded: Only the opening would be left.
 
     """
     first, last = prompt.opening
@@ -29,8 +29,8 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
             start = span.stop + span.tail
     if start >= len(prompt):
         raise ContextLengthExceeded(
-            f"nothing would be left of the prompt within the limit of {max_tokens} tokens: what it begins with, or its "
-            "last media item, takes them all"
+            f"truncation to {max_tokens} tokens would leave nothing of the prompt: its beginning or its last "
+            "media item needs all of them"
         )
     opening = prompt.ids[first:last] if start > first else prompt.ids[:0]
     cut = start - len(opening)

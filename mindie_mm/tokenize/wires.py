@@ -1,4 +1,4 @@
-"""Wires: storage for media items, and the words that refer to them.
+"""Wires. A wire stores media items and returns the handle words that refer to them.
 
 An item is stored in a block of an arena, in a block of a file, or in segments in MindIE's format.
 """
@@ -27,7 +27,7 @@ from mindie_mm.tokenize.preprocessed import Preprocessed
 
 WireName = Literal["native", "mindie"]
 ARENA_BYTES = 256 * 2**20
-"""Capacity of the arena that a tokenizer makes for itself."""
+"""Default capacity in bytes of an arena that a tokenizer creates."""
 
 
 class Wire(ABC):
@@ -37,37 +37,37 @@ class Wire(ABC):
     """Whether stored items are freed through a path file."""
 
     def check(self, plan: Plan, kind: Kind) -> None:
-        """Raise LimitExceeded if an item has too few slots for its words.
+        """Raise LimitExceeded if an item has too few placeholders for its handle words.
 
-        One slot is enough unless a wire overrides this method.
+        One placeholder suffices unless a wire overrides this method.
         """
 
     @abstractmethod
     def store(
         self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
-        """Allocate, write and publish an item, and return its words. Push a callback that frees it on `undo`.
+        """Allocate, write and publish an item, and return its handle words. Push a callback on `undo` to free the item.
 
         Args:
             item: Item to store.
-            digest: Function that computes the digest of the content, for a wire that stores it.
+            digest: Function that computes the digest of the content, for a wire that stores the digest.
             path_file: File that records the references to free.
             undo: Stack for the callback.
 
         Raises:
-            ArenaFull: There is no room for the item.
+            ArenaFull: The arena has no free memory for the item.
             SharedMemoryError: Shared memory cannot be used. The errors of `item.plan.write` are raised, too.
 
         """
 
     def close(self) -> None:
-        """Release the wire's own resources. Idempotent."""
+        """Release the wire's own resources. This may be called repeatedly."""
 
 
 class NativeWire(Wire):
     """A wire with one block per item.
 
-    An item has a name word and a shape word, or only the name word if the item has one slot.
+    An item has a name word and a shape word, or only a name word if the item has a single placeholder.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class NativeWire(Wire):
         preprocessed: Preprocessed | None = None,
         make: Callable[[], Arena] | None = None,
     ) -> None:
-        """Create a wire over `arena`, or over its own arena.
+        """Create a wire for `arena`, or for its own arena.
 
-        Its own arena is made at the first item, and removed on `close` or at a normal exit. If there is no room for it,
-        memory of killed processes is reclaimed first. It is replaced if another program removes it, as systemd-logind
-        does when the user logs out (RemoveIPC).
+        Its own arena is created at the first item, and removed on `close` or at a normal exit. If memory does not
+        suffice for the arena, memory of killed processes is reclaimed first. If another program removes the arena, it
+        is replaced. For example, systemd-logind removes it when the user logs out (RemoveIPC).
 
         Args:
-            arena: Arena to use. None: the wire makes its own.
-            preprocessed: Cache of preprocessed media. None: no cache.
-            make: Function that makes the wire's own arena. None: make one of ARENA_BYTES.
+            arena: Arena to use, or None for the wire's own arena.
+            preprocessed: Cache of preprocessed media, or None for no cache.
+            make: Function that creates the wire's own arena, by default with ARENA_BYTES.
 
         """
         self._arena, self._is_own = arena, arena is None
@@ -93,7 +93,7 @@ class NativeWire(Wire):
         self._preprocessed = preprocessed or Preprocessed()
 
     def open(self) -> Arena:
-        """Return the arena. Make it first if there is none or the last one is lost. Raise SharedMemoryError."""
+        """Return the arena. Create the arena if it does not exist or is lost. Raise SharedMemoryError."""
         if self._is_own and self._arena is not None and self._arena.lost:
             self.close()
         if self._arena is None:
@@ -138,15 +138,15 @@ class NativeWire(Wire):
 
 
 class DiskWire(Wire):
-    """A wire with one block per item in a file on disk, which outlives its writer. Items are never freed."""
+    """A wire with one block per item in a file on disk. Items are never freed."""
 
     needs_path_file: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.arena: DiskArena | None = None
-        """Arena for the next items. The code that sets it also closes it."""
+        """Arena for the next items. The code that sets this attribute also closes the arena."""
         self.stored: list[tuple[bytes, Mapping[str, ArraySpec]]] = []
-        """Digest and array specs of each item, in order. The reader of the list empties it."""
+        """Digest and array specs of each item, in order. The code that reads this list also empties it."""
 
     def store(
         self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
@@ -163,15 +163,17 @@ class DiskWire(Wire):
 
 
 class MindIEWire(Wire):
-    """A wire with one segment per array, and the words of the family's MindIE layout. It stores no digest."""
+    """A wire with a shared-memory segment per array, the words of the family's MindIE layout, and no digests."""
 
     def __init__(self, layouts: Mapping[Kind, Layout]) -> None:
-        """Create a wire. `layouts` must have every kind that the model takes."""
+        """Create a wire. `layouts` must have every kind of media that the model supports."""
         self._layouts = layouts
 
     def check(self, plan: Plan, kind: Kind) -> None:
         if plan.num_features < (needed := self._layouts[kind].num_slots):
-            raise LimitExceeded(f"the {kind} has {plan.num_features} features, MindIE's wire needs {needed} of them")
+            raise LimitExceeded(
+                f"the {kind} has {plan.num_features} features; MindIE's wire format needs at least {needed}"
+            )
 
     def store(
         self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack

@@ -1,1 +1,1 @@
-"""Tool calls in the text of a model: parsers, grammars and reasoning, one module per format."""
+"""Parsers and grammars for the tool calls and the reasoning in a model's text. Each format has a module."""

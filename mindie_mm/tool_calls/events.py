@@ -1,4 +1,4 @@
-"""Events of the parsers: the pieces of an answer, in the order in which the model wrote them."""
+"""Events that parsers return. They are the pieces of an answer, in the order in which the model wrote the pieces."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """The start of a call."""
+    """Event at the start of a call."""
 
     index: int
-    """Number of the call within the answer, from 0."""
+    """Number of the call within the answer, counted from 0."""
     id: str
     name: str
 
@@ -40,9 +40,9 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of a complete call. A call that the output limit cuts, or whose arguments are no JSON object, has none.
+    """Event at the end of a complete call with valid arguments. A truncated call does not have this event.
 
-    Strings within the arguments are not checked: a model may write a control character or an unknown escape.
+    Strings within the arguments are not checked. They may contain control characters or unknown escapes.
     """
 
     index: int
@@ -53,12 +53,12 @@ Event = Content | CallStart | CallArguments | CallEnd
 
 @dataclass(slots=True)
 class Call:
-    """A call that is assembled from its events."""
+    """A call, assembled from its events."""
 
     id: str
     name: str
     arguments: str = ""
-    """JSON object, as the model wrote it."""
+    """JSON object, as the model wrote the object."""
     complete: bool = False
 
 

@@ -19,29 +19,29 @@ _OTHER = ("id", "type")
 class JsonCallParser(ToolCallParser, ABC):
     """A parser of calls such as `{"name": "f", "arguments": {"a": 1}}`.
 
-    The keys come in any order, and `parameters` stands for `arguments`. Arguments that the model has written as a
-    string of JSON are decoded once.
+    The keys may be in any order, and `parameters` is accepted for `arguments`. If the arguments are a string that
+    contains JSON, the string is decoded.
     """
 
     tool_names = re.compile(".+", re.DOTALL)
     call_tags: ClassVar[tuple[str, str]] = ("", "")
-    """Texts before and after a call in a forced answer."""
+    """Texts before and after a call in the grammar."""
     arguments_key: ClassVar[str] = "arguments"
-    """Key of the arguments in a forced answer."""
+    """Key of the arguments in the grammar."""
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule of the calls of a tool."""
+        """Return a rule that matches calls of a tool."""
         before, after = cls.call_tags
         name = json.dumps(tool.name, ensure_ascii=False)
         opening = rules.text(f'{before}{{"name": {name}, "{cls.arguments_key}": ')
         return f"{opening} {json_value(tool.schema)} {rules.text('}' + after)}"
 
     def call_object(self, *, known_keys: bool = False) -> Step[None]:
-        """Read a call.
+        """Parse a call.
 
         Args:
-            known_keys: Whether an object is no call if it has an unknown key, an unknown tool or no arguments.
+            known_keys: Whether an object with an unknown key, with an unknown tool or without arguments is not a call.
 
         """
         yield from self.expect("{")
@@ -72,7 +72,7 @@ class JsonCallParser(ToolCallParser, ABC):
         self.end_call()
 
     def call_list(self) -> Step[None]:
-        """Read calls and the end of their list, after its opening bracket."""
+        """Parse a list of calls, after its opening bracket."""
         while True:
             yield from self.space()
             yield from self.call_object()
@@ -90,7 +90,7 @@ class JsonCallParser(ToolCallParser, ABC):
             yield from self.expect(",")
 
     def _arguments(self, name: str) -> Step[str]:
-        """Read arguments. Send them if the name of the call is known, or return them."""
+        """Read arguments. Send the arguments if the name of the call is known, otherwise return them."""
         opening = yield from self.peek()
         if opening == "{" and name:
             self.start_call(name)

@@ -1,4 +1,4 @@
-"""Literals of other languages than JSON, which are sent as JSON while they arrive."""
+"""Conversion of literals, such as Python's, to JSON while the text arrives."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class LiteralScanner(Scanner, ABC):
 
     @abstractmethod
     def send_arguments(self, text: str) -> None:
-        """Take a piece of the JSON."""
+        """Receive a piece of the JSON."""
 
     def literal(self, depth: int = 0) -> Step[None]:
-        """Read a literal and send its JSON."""
+        """Read a literal and send it as JSON."""
         if depth > MAX_DEPTH:
             raise NoMatch
         if opening := (yield from self.accept("[", "(")):
@@ -41,7 +41,7 @@ class LiteralScanner(Scanner, ABC):
         self.taken()
 
     def members(self, closing: str, key: Callable[[], Step[None]], depth: int = 0) -> Step[None]:
-        """Read the members of an object, after its opening bracket, and send their JSON. `key` reads a key."""
+        """Read the members of an object, after its opening bracket, and send them as JSON. `key` reads a key."""
         separator = "{"
         while not (yield from self._closes(closing)):
             self.send_arguments(separator)
@@ -54,7 +54,7 @@ class LiteralScanner(Scanner, ABC):
         self.send_arguments("{}" if separator == "{" else "}")
 
     def key(self) -> Step[None]:
-        """Read the key of a member and the sign behind it, and send its JSON."""
+        """Read a key and the colon after it, and send the key as JSON."""
         if not (yield from self.literal_string()):
             key = yield from self._scalar_literal()
             self.send_arguments(json.dumps(key))
@@ -62,7 +62,7 @@ class LiteralScanner(Scanner, ABC):
         yield from self.expect(":")
 
     def literal_string(self) -> Step[bool]:
-        """Read a string and send its JSON. Return whether there is one."""
+        """Read a string, if there is one, and send it as JSON. Return whether there was a string."""
         quote = yield from self.accept("'''", '"""', "'", '"')
         if not quote:
             return False
@@ -76,7 +76,7 @@ class LiteralScanner(Scanner, ABC):
                 text = match[0]
             elif (yield from self.peek()) == "\\":
                 text = yield from self._escape()
-            else:  # one of the quotes inside triple quotes, or the begin of the end
+            else:  # a quote within triple quotes
                 self._at += 1
                 text = quote[0]
             self.send_arguments(escaped(text))
@@ -105,7 +105,7 @@ class LiteralScanner(Scanner, ABC):
             yield from self.expect(",")
 
     def _escape(self) -> Step[str]:
-        """Read an escape sequence of Python and return the text that it stands for."""
+        """Read a Python escape sequence and return the text that it represents."""
         letter = (yield from self.peek(2))[1]
         if letter in _NUM_DIGITS:
             digits = (yield from self.peek(2 + _NUM_DIGITS[letter]))[2:]
@@ -114,7 +114,7 @@ class LiteralScanner(Scanner, ABC):
                 raise NoMatch
             return chr(int(digits, 16))
         if letter in "01234567":
-            octal = _OCTAL.match((yield from self.peek(5)), 1)  # a quote and more must follow
+            octal = _OCTAL.match((yield from self.peek(5)), 1)  # a quote and other text must follow the digits
             assert octal
             self._at += octal.end()
             return chr(int(octal[0], 8))
@@ -136,7 +136,7 @@ class LiteralScanner(Scanner, ABC):
 
 
 def scalar_of_python(word: str) -> str:
-    """Return the JSON of a number or a constant. Raise NoMatch if it is neither."""
+    """Convert a number or a constant to JSON. Raise NoMatch for other text."""
     if SCALAR.fullmatch(word):
         return word
     if word in _CONSTANTS:
@@ -155,7 +155,7 @@ def scalar_of_python(word: str) -> str:
 
 
 def json_of_python(text: str) -> str | None:
-    """Return the JSON of a Python literal, or None for other text."""
+    """Convert a Python literal to JSON. Return None for other text."""
     collector = _Collector(text)
     try:
         for _ in collector.literal():
@@ -177,7 +177,7 @@ class _Collector(LiteralScanner):
 
 
 def escaped(text: str) -> str:
-    """Return a text as part of a JSON string. Lone surrogates become escapes, which is their only valid form."""
+    """Escape a text for a JSON string. Unpaired surrogates are escaped, too, because they are not valid otherwise."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The interface of the parsers, and what all formats share."""
+"""The interface of the parsers, and code that all formats share."""
 
 from __future__ import annotations
 
@@ -17,50 +17,54 @@ from mindie_mm.tool_calls.tool import Tool
 
 
 class ToolCallParser(Scanner, ABC):
-    """A parser that separates calls from content while the model writes.
+    """A parser that separates calls from content while text arrives.
 
-    Text that may still become a call is held back. Text that turns out to be no call is content. The arguments of a
-    call are sent as the model writes them, in JSON. The pieces in which the text arrives do not change the result.
+    Text that may be the beginning of a call is held back. It becomes content if it is not a call. The arguments of a
+    call are sent as JSON while they arrive. To send a text means to append an event to the result of `push`. The pieces
+    in which the text arrives do not affect the answer that the events describe.
 
-    A subclass states the `openings` of its calls, and reads what follows an opening in `calls`.
+    A subclass defines the `openings` of its calls. Its method `calls` parses the text after an opening.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """Special tokens that must be kept in the decoded text."""
+    """Special tokens that must not be removed from the decoded text."""
     openings: ClassVar[tuple[str, ...]] = ()
     """Texts with which calls begin."""
     starts: ClassVar[tuple[str, ...]] = ()
-    """Texts with which an answer may begin that consists of calls without an opening."""
+    """Texts with which an answer may begin if it consists of calls without an opening."""
     closings: ClassVar[tuple[str, ...]] = ()
-    """Texts with which calls end. After an invalid call, the text up to the next one is lost."""
+    """Texts with which calls end. After an invalid call, the text up to the next of these texts is dropped."""
 
     ends_reasoning: ClassVar[bool] = False
-    """Whether the model calls tools within reasoning that it never ends."""
+    """Whether the model may call a tool within its reasoning, without ending the reasoning first."""
     tool_names: ClassVar[re.Pattern[str]] = NAME
-    """Names of tools that the format can write."""
+    """Pattern of the tool names that the format can represent."""
     around: ClassVar[tuple[str, str, str]] = ("", "", "")
-    """Texts that a model writes before the calls of an answer, between them and after them."""
+    """Texts that a model writes before the first call, between calls and after the last call."""
 
     def __init__(self, tools: Sequence[Tool] = (), num_earlier_calls: int = 0) -> None:
-        """Start an answer.
+        """Create a parser for one answer.
 
         Args:
             tools: Tools that the request offers.
-            num_earlier_calls: Number of calls in the chat before this answer. Some formats count on from there.
+            num_earlier_calls: Number of calls in the chat before this answer. Some formats number the calls of the
+                whole chat.
 
         """
         super().__init__()
         self.tools = {tool.name: tool for tool in tools}
         self.num_calls = 0
-        """Number of calls that were started."""
+        """Number of calls that have started."""
         self.num_earlier_calls = num_earlier_calls
         self.in_call = False
         self._encode: Callable[[str], str] | None = None
-        """How the text that is read becomes a piece of the arguments. None if it is not sent."""
+        """Function that converts the text that was read to a piece of the arguments, or None if the text is not
+        sent."""
         self._lead: int | None = None
-        """Number of white space characters that are held back before an opening. None after the first event."""
+        """Number of whitespace characters that are held back before an opening, or None after the call's first
+        event."""
         self._pending: str | None = ""
-        """White space between content and a call. Content follows it if more comes. None within content."""
+        """Whitespace between content and a call. It is sent if more content follows. It is None within content."""
         self._events: list[Event] = []
         self._steps = self.answer()
         next(self._steps)
@@ -68,7 +72,7 @@ class ToolCallParser(Scanner, ABC):
     @classmethod
     @abstractmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether a checkpoint with this chat template and these added tokens writes the format."""
+        """Return whether a checkpoint with this chat template and these added tokens uses the format."""
 
     @classmethod
     def grammar(
@@ -80,18 +84,18 @@ class ToolCallParser(Scanner, ABC):
         added_tokens: Mapping[str, int],
         with_text: bool = False,
     ) -> str:
-        """Return a grammar, in the Lark of llguidance, of an answer that is nothing but calls.
+        """Return a grammar, in llguidance's Lark syntax, of an answer that consists of calls.
 
         Args:
             tools: Tools that the request offers.
             parallel: Whether the answer may have several calls.
             one_of: Names of the tools that may be called.
-            added_tokens: Ids of the added tokens of the vocabulary, because a literal never matches an added token.
-            with_text: Whether the calls are optional, with any text around them. Only if the opening is a token,
-                because text cannot contain it then.
+            added_tokens: Ids of the added tokens of the vocabulary. Literals in a grammar never match an added token.
+            with_text: Whether calls are optional and may have text around them. This requires an opening that is an
+                added token, because text cannot contain added tokens.
 
         Raises:
-            InputError: The format cannot enforce the schema of a tool, or no tool may be called.
+            InputError: The format cannot enforce the schema of a tool, or `one_of` does not name an offered tool.
 
         """
         if not any(tool.name in one_of for tool in tools):
@@ -121,13 +125,13 @@ class ToolCallParser(Scanner, ABC):
     @classmethod
     @abstractmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return the right side of a rule that matches the calls of a tool. Other rules are added to `rules`."""
+        """Return the right side of a rule that matches calls of a tool. Add other rules to `rules`."""
 
     @abstractmethod
     def calls(self, opening: str) -> Step[None]:
-        """Read the calls after an opening. Raise NoMatch where the text is no call."""
+        """Parse the calls after an opening. Raise NoMatch if the text is not a call."""
 
-    def call_id(self, name: str) -> str:  # some formats write the name into the id
+    def call_id(self, name: str) -> str:  # the ids of some formats contain the name
         """Return a new id for a call of the tool `name`."""
         return f"call_{secrets.token_hex(12)}"
 
@@ -137,7 +141,7 @@ class ToolCallParser(Scanner, ABC):
         return self._resume()
 
     def finish(self) -> list[Event]:
-        """Parse the end of the answer. No text may follow."""
+        """Finish parsing. Call this method after the last piece."""
         self.end()
         return self._resume()
 
@@ -147,7 +151,7 @@ class ToolCallParser(Scanner, ABC):
         return events
 
     def answer(self) -> Step[None]:
-        """Read a whole answer."""
+        """Parse a whole answer."""
         if self.starts:
             yield from self.space()
             if (yield from self.follows(*self.starts)):
@@ -157,7 +161,7 @@ class ToolCallParser(Scanner, ABC):
             yield from self._attempt(opening)
 
     def content_until(self, *literals: str) -> Step[str]:
-        """Send the text up to one of the literals, read the literal and return it, or "" at the end of the text."""
+        """Send the text up to one of the literals. Read and return the literal, or return "" at the end of the text."""
         literal, num_spaces = yield from self.sent_until(literals, self._send)
         if literal:
             self._lead = num_spaces
@@ -167,17 +171,17 @@ class ToolCallParser(Scanner, ABC):
         return ""
 
     def more(self) -> Step[None]:
-        """Wait for more text. Meanwhile, the arguments that were read are sent."""
+        """Send arguments that were read, and wait for more text."""
         self.flush()
         yield from super().more()
 
     def flush(self) -> None:
-        """Send the text that was read as arguments, if it is such."""
+        """Send the text that was read if it is part of the arguments."""
         if self._encode:
             self.send_arguments(self._encode(self.taken()))
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        """Send the start of a call."""
+        """Send the event for the start of a call."""
         if self._lead is not None and self._pending is None:
             self._pending = self._text[self._kept : self._kept + self._lead]
         self._lead = None
@@ -192,7 +196,7 @@ class ToolCallParser(Scanner, ABC):
             self._events.append(CallArguments(self.num_calls - 1, text))
 
     def stream(self, step: Step[None], encode: Callable[[str], str] = str) -> Step[None]:
-        """Read `step` and send its text, while it arrives, as arguments of the current call."""
+        """Run `step`, and send the text that it reads as arguments of the current call."""
         self.taken()
         self._encode = encode
         yield from step
@@ -200,13 +204,13 @@ class ToolCallParser(Scanner, ABC):
         self._encode = None
 
     def end_call(self) -> None:
-        """Send the end of the current call."""
+        """Send the event for the end of the current call."""
         self._events.append(CallEnd(self.num_calls - 1))
         self.in_call = False
         self.taken()
 
     def object_call(self, name: str, call_id: str | None = None, *, ends: Sequence[str] = ()) -> Step[None]:
-        """Read the arguments of a call, a JSON object, and send the call. Before one of `ends`, it has none."""
+        """Read the arguments of a call, a JSON object that may be missing before one of `ends`. Send the call."""
         yield from self.space()
         if ends and (yield from self.follows(*ends)):
             self.start_call(name, call_id)
@@ -219,7 +223,7 @@ class ToolCallParser(Scanner, ABC):
         self.end_call()
 
     def close(self, *literals: str) -> Step[str]:
-        """Read white space and one of the literals, or nothing, and return the literal or ""."""
+        """Read whitespace and one of the literals, and return the literal. Otherwise read nothing and return ""."""
         yield from self.space()
         if literal := (yield from self.accept(*literals)):
             self.taken()
@@ -235,7 +239,7 @@ class ToolCallParser(Scanner, ABC):
             self._pending = None
 
     def _attempt(self, opening: str) -> Step[None]:
-        """Read calls. Text that is no call becomes content."""
+        """Parse calls. Text that is not a call becomes content."""
         self.is_cut = False
         try:
             yield from self.calls(opening)
@@ -247,7 +251,7 @@ class ToolCallParser(Scanner, ABC):
             elif self._lead is not None:
                 self._send(self._kept + self._lead + len(opening))
         except Ended:
-            if opening or self.in_call:  # the begin of a call is of no use to the reader
+            if opening or self.in_call:  # the user cannot use the beginning of a call
                 self._drop()
         self._encode = None
         self.in_call = False

@@ -1,4 +1,4 @@
-"""The reasoning of a model, which it writes before its answer."""
+"""The reasoning that a model writes before its answer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The texts around the reasoning of a model."""
+    """The texts before and after a model's reasoning."""
 
     start: str
     end: str
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Return whether a prompt ends with the start of the reasoning, so that the model only writes the end."""
+        """Return whether the prompt ends with the start text, so that the model does not write this text itself."""
         return prompt.rstrip(_SPACE).endswith(self.start.rstrip(_SPACE))
 
 
@@ -33,24 +33,25 @@ FORMATS: Mapping[str, ReasoningFormat] = {
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>"),
 }
-"""Formats by name, in the order in which they are tried on a template."""
+"""Formats by name, in the order in which a template is tested for them."""
 
 
 class ReasoningParser(Scanner):
-    """A parser that separates reasoning from the rest of an answer while the model writes.
+    """A parser that separates reasoning from the rest of an answer while text arrives.
 
-    Reasoning begins the answer, or the prompt has begun it. White space around the reasoning belongs to the format.
+    The reasoning is at the beginning of the answer, or begins in the prompt. Whitespace around the reasoning is
+    dropped.
     """
 
     def __init__(
         self, known: ReasoningFormat, *, opened: bool = False, parser: type[ToolCallParser] | None = None
     ) -> None:
-        """Start an answer.
+        """Create a parser for one answer.
 
         Args:
             known: Format of the reasoning.
-            opened: Whether the prompt ends with the start of the reasoning.
-            parser: Format of the calls that may end the reasoning, if the model is known to call tools within it.
+            opened: Whether the prompt ends with the start text of the reasoning.
+            parser: Format of calls, if the model may end the reasoning with a call.
 
         """
         super().__init__()
@@ -58,7 +59,7 @@ class ReasoningParser(Scanner):
         self._openings = parser.openings if parser and parser.ends_reasoning else ()
         self._closings = parser.closings if parser and parser.ends_reasoning else ()
         self.is_over = False
-        """Whether the reasoning has ended, or there is none."""
+        """Whether the reasoning has ended or does not exist."""
         self._events: list[Reasoning | Content] = []
         self._steps = self._answer(opened)
         next(self._steps)
@@ -69,7 +70,7 @@ class ReasoningParser(Scanner):
         return self._resume()
 
     def finish(self) -> list[Reasoning | Content]:
-        """Parse the end of the answer. No text may follow."""
+        """Finish parsing. Call this method after the last piece."""
         self.end()
         return self._resume()
 
@@ -91,7 +92,7 @@ class ReasoningParser(Scanner):
         self._send(Content, len(self._text))
 
     def _reasoning(self) -> Step[None]:
-        """Send reasoning up to its end. White space before the end, and after it, is not sent."""
+        """Send the reasoning. Drop whitespace before and after its end text."""
         literals = (self._format.end, *self._openings)
         while True:
             literal, num_spaces = yield from self.sent_until(literals, partial(self._send, Reasoning))
@@ -107,7 +108,7 @@ class ReasoningParser(Scanner):
             return
 
     def _ends_in_call(self, start: int) -> Step[bool]:
-        """Wait until the reasoning ends or the answer does. Return whether the answer ends with a call."""
+        """Wait for the end of the reasoning or of the answer. Return whether the answer ends with a call."""
         end = self._format.end
         while (stop := self._text.find(end, self._at)) < 0 and not self._ended:
             self._at = max(self._at, len(self._text) - len(end))
@@ -138,5 +139,5 @@ def reasoning_named(name: str) -> ReasoningFormat:
 
 
 def reasoning_for(template: str) -> ReasoningFormat | None:
-    """Return the format of reasoning that a chat template shows, or None if it shows none."""
+    """Detect the format of reasoning in a chat template. Return None if the template contains no known format."""
     return next((known for known in FORMATS.values() if known.end in template), None)

@@ -1,7 +1,7 @@
 """The formats by name, and the choice of a format for a checkpoint.
 
-Other packages add formats by entry points of the group `mindie_mm.tool_call_parsers`, which name subclasses of
-`ToolCallParser`.
+Other packages can add formats as subclasses of `ToolCallParser`, with entry points in the group
+`mindie_mm.tool_call_parsers`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ FORMATS: Mapping[str, type[ToolCallParser]] = {
     "glm45": Glm45Parser,  # GLM-4.5, GLM-4.6V
     "qwen3_coder": Qwen3CoderParser,  # Qwen3-Coder, Qwen3.5 and later
     "minicpm5": MiniCPM5Parser,  # MiniCPM5
-    "internlm": InternLMParser,  # InternLM2, InternVL on it
+    "internlm": InternLMParser,  # InternLM2, and InternVL models based on it
     "phi4": Phi4Parser,  # Phi-4-mini, Phi-4-multimodal
     "hermes": HermesParser,  # Hermes, Qwen2.5, Qwen3, Qwen3-VL
     "pythonic": PythonicParser,  # Llama 4
     "llama3_json": Llama3JsonParser,  # Llama 3.1 to 3.3
 }
-"""The formats of this package, in the order in which they are tried on a template."""
+"""The formats of this package, in the order in which a template is tested for them."""
 
 
 def format_names() -> list[str]:
@@ -78,15 +78,15 @@ def parser_named(name: str) -> type[ToolCallParser]:
 def parser_for(
     template: str, vocabulary: Collection[str], response_template: Mapping[str, Any] | None = None
 ) -> type[ToolCallParser] | None:
-    """Return the parser for a checkpoint, or None if its templates show no known format.
+    """Return the parser for a checkpoint, or None if its templates do not contain a known format.
 
-    A response template comes first, because the checkpoint states its format in it. Formats of other packages come
-    before those of this one.
+    A response template takes precedence, because it defines the checkpoint's format. Formats of other packages take
+    precedence over formats of this package.
 
     Args:
-        template: The chat template.
-        vocabulary: The added tokens of the tokenizer.
-        response_template: The `response_template` of tokenizer_config.json, if there is one.
+        template: Chat template of the checkpoint.
+        vocabulary: Added tokens of the tokenizer.
+        response_template: `response_template` of tokenizer_config.json, if it exists.
 
     Raises:
         InputError: The response template cannot be read.
@@ -105,14 +105,14 @@ def _others() -> Iterator[type[ToolCallParser]]:
     for entry in _entries().values():
         try:
             yield _loaded(entry)
-        except InputError as error:  # a broken package must not stop checkpoints that do not need it
+        except InputError as error:  # a broken package must not affect checkpoints that do not need it
             _log.warning("%s", error)
 
 
 def _loaded(entry: EntryPoint) -> type[ToolCallParser]:
     try:
         parser = entry.load()
-    except Exception as error:  # foreign code may raise anything, and the error must name the format
+    except Exception as error:  # code of other packages may raise anything, and the error must name the format
         raise InputError(f"the format {entry.name!r}, {entry.value}, does not load: {error!r}") from error
     if not (isinstance(parser, type) and issubclass(parser, ToolCallParser)):
         raise InputError(f"the format {entry.name!r}, {entry.value}, is no subclass of ToolCallParser")

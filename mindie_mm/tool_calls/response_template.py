@@ -1,4 +1,4 @@
-"""The format that a checkpoint describes itself, in the `response_template` of its tokenizer."""
+"""Formats that a checkpoint defines by the `response_template` of its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _CALLS = "tool_calls"
 
 
 class ResponseTemplateParser(ToolCallParser):
-    """A parser that transformers drives by a response template.
+    """A parser that uses transformers and a response template.
 
-    A call is sent when it has ended, because its text need not be JSON. Reasoning is separated beforehand.
+    A call is sent when it is complete, because its text need not be JSON. Reasoning has already been removed.
     """
 
     template: ClassVar[Mapping[str, Any]]
-    """The response template."""
+    """Response template of the checkpoint."""
     known: ClassVar[type[ToolCallParser] | None] = None
-    """The format that the chat template shows. It supplies the markers and the grammar."""
+    """Known format in the chat template, if any. It supplies the markers and the grammar."""
 
     def __init__(self, tools: Sequence[Tool] = (), num_earlier_calls: int = 0) -> None:
-        """Start an answer."""
-        # A late import, because transformers takes seconds to load.
+        """Create a parser for one answer."""
+        # Import this late, because loading transformers takes seconds.
         from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -46,7 +46,7 @@ class ResponseTemplateParser(ToolCallParser):
 
     @classmethod
     def of(cls, template: Mapping[str, Any], known: type[ToolCallParser] | None) -> type[ToolCallParser]:
-        """Return the parser for a response template.
+        """Create a parser class for a response template.
 
         Raises:
             InputError: transformers cannot read the template.
@@ -63,7 +63,7 @@ class ResponseTemplateParser(ToolCallParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return False, because no chat template shows this format."""
+        """Return False, because this format cannot be detected in a chat template."""
         return False
 
     @classmethod
@@ -76,7 +76,7 @@ class ResponseTemplateParser(ToolCallParser):
         added_tokens: Mapping[str, int],
         with_text: bool = False,
     ) -> str:
-        """Return the grammar of the format that the chat template shows."""
+        """Return the grammar of the known format."""
         if cls.known is None:
             raise InputError("calls cannot be required, because the format of this checkpoint's calls has no grammar")
         return cls.known.grammar(
@@ -85,7 +85,7 @@ class ResponseTemplateParser(ToolCallParser):
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return the rule of the format that the chat template shows."""
+        """Return the rule of the known format."""
         if cls.known is None:
             raise InputError("calls cannot be required, because the format of this checkpoint's calls has no grammar")
         return cls.known.call_rule(tool, rules)
@@ -99,7 +99,7 @@ class ResponseTemplateParser(ToolCallParser):
         yield
 
     def call_id(self, name: str) -> str:
-        """Return an id in the form of the format that the chat template shows."""
+        """Return an id in the known format."""
         if self._known is None:
             return super().call_id(name)
         self._known.num_calls = self.num_calls
@@ -108,7 +108,8 @@ class ResponseTemplateParser(ToolCallParser):
     def push(self, text: str) -> list[Event]:
         """Parse the next piece of the answer.
 
-        Each character is parsed by itself, because transformers loses the events of a piece with an invalid call.
+        Each character is parsed separately, because transformers drops all events of a piece that contains an invalid
+        call.
         """
         events: list[Event] = []
         for character in text:
@@ -119,7 +120,7 @@ class ResponseTemplateParser(ToolCallParser):
         return _merged(events)
 
     def finish(self) -> list[Event]:
-        """Parse the end of the answer. A call that it cuts is lost."""
+        """Finish parsing. Drop an incomplete call."""
         events: list[Event] = []
         if not self._failed:
             self._is_cut = self._open == _CALLS and not self._ends_with_answer
@@ -130,7 +131,7 @@ class ResponseTemplateParser(ToolCallParser):
         try:
             for event in parse():
                 self._translate(event, events)
-        except (ValueError, KeyError, TypeError):  # the text of a call is not what the template says
+        except (ValueError, KeyError, TypeError):  # the text of a call does not conform to the template
             self._failed = True
             self._open = None
 
@@ -162,7 +163,7 @@ class ResponseTemplateParser(ToolCallParser):
 
 
 def _merged(events: list[Event]) -> list[Event]:
-    """Return the events with the pieces of content joined."""
+    """Join consecutive pieces of content."""
     merged: list[Event] = []
     for event in events:
         if isinstance(event, Content) and merged and isinstance(merged[-1], Content):

@@ -1,4 +1,4 @@
-"""A scanner of growing text, on which the parsers of the formats are written as grammars."""
+"""A scanner of text that arrives in pieces. The parsers of the formats are based on it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Step = Generator[None, None, T]
-"""A generator that yields whenever it needs more text, and returns a `T`."""
+"""A generator that yields when it needs more text, and returns a `T`."""
 
 MAX_NAME = 256
-"""Maximum number of characters of a name. Longer text is no name, so that little text is ever held back."""
+"""Maximum number of characters of a name. The limit bounds the length of text that is held back."""
 
 NAME = re.compile(r"[\w.:/-]+")
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -22,22 +22,23 @@ SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|
 
 
 class NoMatch(Exception):
-    """The text is not what the grammar expects."""
+    """The text does not match the grammar."""
 
 
 class Ended(Exception):
-    """The text ended where the grammar expects more."""
+    """The text ended, but the grammar requires more text."""
 
 
 class Scanner:
-    """Text that grows at its end, with a position.
+    """A text to which pieces are appended, and the position up to which it has been read.
 
-    The methods that return a `Step` wait for more text until they can decide. Therefore their results do not depend on
-    the pieces in which the text arrives. They raise NoMatch if the text does not fit, and Ended if it ends too early.
+    Methods that return a `Step` wait until there is enough text for a decision. Their results therefore do not depend
+    on the pieces in which the text arrives. They raise NoMatch if the text does not match, and Ended if the text ends
+    too early.
     """
 
     def __init__(self) -> None:
-        """Start with no text."""
+        """Create a scanner without text."""
         self._text = ""
         self._at = 0
         """Position of the next character to read."""
@@ -45,7 +46,7 @@ class Scanner:
         """Position of the first character that is still needed."""
         self._ended = False
         self.is_cut = False
-        """Whether the text ended with the begin of a literal that was looked for."""
+        """Whether the text ended with the beginning of an expected literal."""
 
     def append(self, text: str) -> None:
         """Append a piece of text."""
@@ -54,15 +55,15 @@ class Scanner:
         self._kept = 0
 
     def end(self) -> None:
-        """State that no text follows."""
+        """Record that the text is complete."""
         self._ended = True
 
     def is_finished(self) -> bool:
-        """Return whether the text ended and was read."""
+        """Return whether the text is complete and was read to the end."""
         return self._ended and self._at == len(self._text)
 
     def taken(self) -> str:
-        """Return the text that was read and not yet taken. It is kept no longer."""
+        """Return the text that was read since the last call, and stop keeping it."""
         text = self._text[self._kept : self._at]
         self._kept = self._at
         return text
@@ -80,7 +81,7 @@ class Scanner:
         return self._text[self._at : self._at + length]
 
     def follows(self, *literals: str) -> Step[str]:
-        """Return the first of the literals that comes next, without reading it, or "" for none."""
+        """Return the first of the literals with which the unread text begins, or "". Do not read the literal."""
         while True:
             undecided = False
             for literal in literals:
@@ -96,7 +97,7 @@ class Scanner:
             yield from self.more()
 
     def accept(self, *literals: str) -> Step[str]:
-        """Read the first of the literals that comes next, and return it, or "" for none."""
+        """Read and return the first of the literals with which the unread text begins, or return ""."""
         literal = yield from self.follows(*literals)
         self._at += len(literal)
         return literal
@@ -109,12 +110,12 @@ class Scanner:
         return literal
 
     def _may_become(self, literal: str) -> bool:
-        """Return whether the text ends here with the begin of a literal."""
+        """Return whether the unread text is an incomplete literal."""
         rest = len(self._text) - self._at
         return rest < len(literal) and literal.startswith(self._text[self._at :])
 
     def space(self) -> Step[None]:
-        """Read white space, if there is any."""
+        """Read whitespace, if any."""
         while True:
             match = _SPACE.match(self._text, self._at)
             assert match
@@ -124,13 +125,13 @@ class Scanner:
             yield from self.more()
 
     def at_end(self) -> Step[bool]:
-        """Return whether the text ends here."""
+        """Return whether there is no more text."""
         while self._at == len(self._text) and not self._ended:
             yield from self.more()
         return self._at == len(self._text)
 
     def name(self) -> Step[str]:
-        """Read the name of a tool, which has no white space, quotes or brackets."""
+        """Read the name of a tool. It must not contain whitespace, quotes or brackets."""
         length = 0
         while True:
             if match := NAME.match(self._text, self._at + length):
@@ -146,7 +147,7 @@ class Scanner:
         return self._text[self._at - length : self._at]
 
     def until(self, *literals: str, at_most: int = MAX_NAME) -> Step[str]:
-        """Read up to one of the literals, which stays unread, and return what was read."""
+        """Read up to one of the literals and return the text before the literal. Do not read the literal."""
         searched, longest = 0, max(map(len, literals))
         while True:
             found = pattern(literals).search(self._text, self._at + searched)
@@ -161,13 +162,13 @@ class Scanner:
             yield from self.more()
 
     def source(self, step: Step[None]) -> Step[str]:
-        """Read `step` and return its text."""
+        """Run `step` and return the text that it reads."""
         start = self._at - self._kept
         yield from step
         return self._text[self._kept + start : self._at]
 
     def string(self) -> Step[None]:
-        """Read a JSON string. Control characters and unknown escapes pass as they are."""
+        """Read a JSON string. Control characters and unknown escapes are allowed."""
         yield from self.expect('"')
         while True:
             match = _NO_QUOTE.match(self._text, self._at)
@@ -184,14 +185,14 @@ class Scanner:
     def sent_until(self, literals: tuple[str, ...], send: Callable[[int], None]) -> Step[tuple[str, int]]:
         """Send the text up to one of the literals and read the literal.
 
-        White space at the end of the text is not sent, but stays kept.
+        Whitespace before the literal is kept and not sent.
 
         Args:
             literals: Texts to look for.
-            send: Sends the text before a position, which is then no longer kept.
+            send: Function that sends the text before a position and stops keeping it.
 
         Returns:
-            The literal, or "" at the end of the text, and the number of kept white space characters.
+            The literal, or "" at the end of the text, and the number of kept whitespace characters.
 
         """
         num_spaces = 0
@@ -210,7 +211,7 @@ class Scanner:
             yield from self.more()
 
     def value(self) -> Step[None]:
-        """Read a JSON value. The nesting needs no recursion."""
+        """Read a JSON value, without recursion."""
         closing: list[str] = []
         while True:
             if opening := (yield from self.accept("{", "[")):
@@ -257,12 +258,12 @@ class Scanner:
 
 @cache
 def pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds any of the literals."""
+    """Return a pattern that matches any of the literals."""
     return re.compile("|".join(map(re.escape, literals)))
 
 
 def partial(text: str, start: int, literals: tuple[str, ...]) -> int:
-    """Return the number of characters at the end of `text`, from `start` on, with which one of the literals begins."""
+    """Return the length of the longest suffix of `text`, after `start`, that is the beginning of a literal."""
     for length in range(min(len(text) - start, max(map(len, literals)) - 1), 0, -1):
         if any(literal.startswith(text[-length:]) for literal in literals):
             return length

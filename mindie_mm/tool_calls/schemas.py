@@ -1,4 +1,4 @@
-"""What the formats with raw text need to know about the JSON schemas of arguments."""
+"""Analysis of the JSON schemas of arguments, for formats in which values are raw text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "i
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows. They are empty if it allows any, or is no valid schema."""
+    """Return the JSON types that a schema allows. It is empty if all types are allowed or the schema is invalid."""
     types: set[str] = set()
     for part in _parts(schema, root):
         if isinstance(values := part.get("enum", [part["const"]] if "const" in part else None), list):
@@ -37,14 +37,14 @@ def type_of(value: Any) -> str:
 
 
 def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[str, Any], bool]]:
-    """Return the schema of each argument of a tool, and whether it is required.
+    """Return the schema of each argument of a tool, and whether the argument is required.
 
     Args:
-        tool: A tool.
-        names: Pattern of the names that the format can write.
+        tool: Tool to analyze.
+        names: Pattern of the names that the format can represent.
 
     Raises:
-        InputError: The schema restricts the object by more than its properties, or a name cannot be written.
+        InputError: The schema has restrictions other than those of the properties, or a name cannot be represented.
 
     """
     where = f"the parameters of the tool {reprlib.repr(tool.name)}"
@@ -69,10 +69,10 @@ def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[st
 
 
 def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the schemas of one type each, or of constants, of which `schema` is the union.
+    """Split a schema into schemas of which each allows a single type or a constant. Their union equals `schema`.
 
     Raises:
-        InputError: The schema is no such union.
+        InputError: The schema cannot be split in this way.
 
     """
     definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
@@ -96,7 +96,7 @@ def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def keyword(schema: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
-    """Return the value of a keyword, or None if there is none. Raise InputError if it has another type than `kind`."""
+    """Return the value of a keyword, or None if it is missing. Raise InputError if its type is not `kind`."""
     value = schema.get(name)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise InputError(f"{where}: {name} is {reprlib.repr(value)}, which is not valid in a JSON schema")
@@ -104,10 +104,10 @@ def keyword(schema: Mapping[str, Any], name: str, kind: type, where: str) -> Any
 
 
 def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Iterate over the schemas of which a schema is the union, with their references resolved.
+    """Iterate over the schemas whose union is `schema`, with references resolved.
 
-    A part that cannot be resolved is returned with its keyword. Each reference is followed once, because more would
-    add nothing to the union.
+    A reference or combination that cannot be resolved is returned unchanged. Each reference is followed once, because
+    following it again would not change the union.
     """
     seen: set[str] = set()
     stack = [schema]

@@ -13,11 +13,11 @@ class Tool:
 
     name: str
     parameters: Mapping[str, Any] | None = None
-    """JSON schema of the arguments, which are an object. None for a function without arguments."""
+    """JSON schema of the object with the arguments, or None for a function without arguments."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of the arguments, always of an object."""
+        """Schema of the arguments. It is always the schema of an object."""
         if not self.parameters:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}

@@ -1,4 +1,4 @@
-"""Calls whose values are raw text, so that the schema of the tool decides about their types."""
+"""Calls whose values are raw text. The types of the values are determined by the tool's schema."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from mindie_mm.tool_calls.schemas import branches_of, properties_of, type_of, ty
 from mindie_mm.tool_calls.tool import Tool
 
 _NAMES = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
-"""Names of arguments that every one of the formats can write."""
+"""Pattern of the argument names that each of these formats can represent."""
 _CANDIDATE = re.compile(r"[\n<]")
 
 
 class TypedTextParser(ToolCallParser, ABC):
-    """A parser of calls with one tagged value per argument.
+    """A parser of calls in which tags surround the value of each argument.
 
-    Strings stand as they are, and are sent while they arrive. Other values are JSON or Python literals, and are sent
-    when they end.
+    Strings are raw text, and are sent while they arrive. Other values are JSON or Python literals, and are sent when
+    they are complete.
     """
 
     tags_of_argument: ClassVar[tuple[str, str]]
-    """Texts before and after a value in a forced answer, with `{name}` and `{is_string}`."""
+    """Texts before and after a value in the grammar. They may contain `{name}` and `{is_string}`."""
     excluded: ClassVar[tuple[str, ...]]
-    """Texts that a string in a forced answer does not contain."""
+    """Texts that the grammar does not allow in a string."""
 
     @classmethod
     def arguments_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a sequence that matches the arguments of a tool, in the order of its schema."""
+        """Return a sequence that matches the arguments of a tool, in the order of the tool's schema."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, _NAMES).items():
             values = [cls._value(name, branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
@@ -60,20 +60,20 @@ class TypedTextParser(ToolCallParser, ABC):
         return f"{rules.text(before)} {rules.add('json', json_value(branch))} {rules.text(after)}"
 
     def start_arguments(self, name: str) -> None:
-        """Send the start of a call."""
+        """Send the event for the start of a call."""
         self.start_call(name)
         tool = self.tools.get(name)
         self._schema = tool.schema if tool else {}
         self._seen: set[str] = set()
 
     def argument(self, name: str, ends: Callable[[], Step[bool]], *, is_string: bool | None = None) -> Step[None]:
-        """Read the value of an argument and send it. The first of several values for a name counts.
+        """Read the value of an argument and send it. If a name occurs several times, only the first value is sent.
 
         Args:
             name: Name of the argument.
-            ends: Reads the end of the value, wherever the text has `<` or a newline, and returns whether it is there.
-                It raises neither NoMatch nor Ended.
-            is_string: Whether the value is a string, if the format says so. None leaves it to the schema.
+            ends: Function that is called where the text has `<` or a newline. It reads the end of the value and returns
+                whether there is one. It does not raise NoMatch or Ended.
+            is_string: Whether the value is a string. If it is None, the schema determines the type.
 
         """
         types = types_of(self._schema.get("properties", {}).get(name), self._schema)
@@ -96,12 +96,12 @@ class TypedTextParser(ToolCallParser, ABC):
         self.taken()
 
     def end_arguments(self) -> None:
-        """Send the end of a call."""
+        """Send the event for the end of a call."""
         self.send_arguments("}" if self._seen else "{}")
         self.end_call()
 
     def _text_until(self, ends: Callable[[], Step[bool]]) -> Step[str]:
-        """Read up to the end of a value, and the end itself. Return the value, unless it is sent already."""
+        """Read a value and its end. Return the value, unless it has already been sent."""
         encode = self._encode
         start = self._at - self._kept
         while True:
@@ -114,7 +114,7 @@ class TypedTextParser(ToolCallParser, ABC):
                 yield from self.more()
                 continue
             stop = self._at - self._kept
-            self._encode = None  # the end is not part of the value
+            self._encode = None  # do not send the end as part of the value
             if (yield from ends()):
                 return self._text[self._kept + start : self._kept + stop]
             self._encode = encode
@@ -122,10 +122,10 @@ class TypedTextParser(ToolCallParser, ABC):
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a raw text for a schema that allows `types`, or any type if they are empty.
+    """Convert a raw text to JSON for a schema that allows `types`. If `types` is empty, all types are allowed.
 
-    JSON of another type than a string comes first. Literals of Python count only where no string is allowed. A text
-    that fits no type is a string.
+    The text is first read as JSON of a type other than string, and then, if strings are not allowed, as a Python
+    literal. Otherwise it is a string.
     """
     stripped = text.strip()
     if _fits(stripped, types):

@@ -1,1 +1,1 @@
-"""The worker, which combines tokenizer, engine and retries. `LLM` and offline generation use it in scripts."""
+"""The worker, which combines the tokenizer, the engine and retries. `LLM` and offline generation use the worker."""

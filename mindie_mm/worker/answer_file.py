@@ -1,4 +1,4 @@
-"""The answer file of an offline run, which a second call can continue."""
+"""The answer file of an offline run. A later call can continue the file."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
 
-_GO_ON = "Name another file for --output, or restore the earlier settings, files and versions to continue this one"
+_GO_ON = "Choose another file for --output, or restore the earlier settings, files and versions to continue this one"
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs and settings that determine the answers in a file, stored in a second file beside it."""
+    """The inputs and settings that determine the answers in a file. They are stored in a second file next to it."""
 
     run: str
     """`Manifest.digest` of the rows."""
     model: str
-    """Directory of the checkpoint, for readers only. Its digests identify the checkpoint."""
+    """Directory of the checkpoint, for information only. The digests identify the checkpoint."""
     model_digest: str
     """`model_digest` of the checkpoint, which covers its generation_config.json."""
     weights_digest: str = ""
@@ -33,13 +33,16 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     """Sampling settings, with every default resolved."""
     settings: Mapping[str, Any] = {}
-    """Settings of the engine that change answers. These exclude batch sizes, cache sizes and numbers of threads."""
+    """Settings of the engine that affect answers. Batch sizes, cache sizes and numbers of threads are not included."""
     versions: Mapping[str, str] = {}
     device: str = ""
-    """Kind of device that answered. Empty until the engine has started."""
+    """Kind of device that computed the answers. Empty until the engine has started."""
 
     def parts(self) -> dict[str, Any]:
-        """Return everything that determines the answers, by name, except the device, which is known later."""
+        """Return the settings that determine the answers, as a dict, without `model`.
+
+        The device is left out, too, because it is not known until the engine starts.
+        """
         values: dict[str, Any] = msgspec.to_builtins(self)
         sampling = values.pop("sampling")
         return {name: value for name, value in (values | sampling).items() if name not in {"model", "device"}}
@@ -55,23 +58,23 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             unfinished.write_bytes(msgspec.json.encode(self) + b"\n")
 
     def require(self, output: Path) -> None:
-        """Raise InputError with the differences unless the answers in `output` have this origin."""
+        """Raise InputError, which lists the differences, unless the answers in `output` have this origin."""
         found = differences(self._read(output).parts(), self.parts())
         if found:
-            raise InputError(f"{output} has other answers: {'; '.join(found.values())}. {_GO_ON}")
+            raise InputError(f"{output} has answers of another run: {'; '.join(found.values())}. {_GO_ON}")
 
     def require_device(self, output: Path, device: str) -> None:
         """Record the device of the started engine.
 
         Raises:
-            InputError: Another kind of device gave the answers in `output`.
+            InputError: Another kind of device computed the answers in `output`.
             StorageError: The device cannot be recorded.
 
         """
         kind = device.partition(":")[0]
         earlier = self._read(output).device
         if earlier and earlier != kind:
-            raise InputError(f"{output} has other answers: device was {earlier}, now {kind}. {_GO_ON}")
+            raise InputError(f"{output} has answers of another run: device was {earlier}, now {kind}. {_GO_ON}")
         if not earlier:
             msgspec.structs.replace(self, device=kind).begin(output)
 
@@ -80,9 +83,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.json.decode(file.read_bytes(), type=Origin)
         except FileNotFoundError:
-            raise InputError(f"{output} is not what an earlier call left: there is no {file}") from None
+            raise InputError(f"{output} is not the file that an earlier call wrote: there is no {file}") from None
         except NOT_JSON as error:
-            raise InputError(f"{file} is not what an earlier call left: {in_words(error)}") from None
+            raise InputError(f"{file} is not the file that an earlier call wrote: {in_words(error)}") from None
 
 
 @contextmanager
@@ -90,14 +93,15 @@ def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], 
     """Open an answer file to append lines to it.
 
     Yields:
-        A function that appends a line, the number of answers, the number of errors among them, and the last id.
+        A function that appends a line, the number of answers in the file, the number of errors among the answers, and
+        the id of the last answer.
 
     Raises:
-        InputError: The answers have another origin, the file is invalid, or another process writes it.
-        StorageError: The file cannot be written. The yielded function raises this error as well.
+        InputError: The answers have another origin, the file is invalid, or another process is writing to the file.
+        StorageError: The file cannot be written. The yielded function also raises this error.
 
     """
-    with creating(output, "Name a file in a folder that you may write to"):
+    with creating(output, "Choose a file in a folder that you may write to"):
         file = output.open("a+b")
 
     def append(line: bytes) -> None:
@@ -128,11 +132,11 @@ def _writing(output: Path) -> AbstractContextManager[None]:
 
 def _require_lock(file: BinaryIO, output: Path) -> None:
     if not locked(file.fileno(), output):
-        raise InputError(f"another call writes {output}")
+        raise InputError(f"another process is writing {output}")
 
 
 def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
-    """Return the number of answers, the number of errors among them, and the last id. Remove an incomplete line."""
+    """Return the number of answers, the number of errors among them, and the last id. Truncate an incomplete line."""
     rows = errors = whole = 0
     last_id = None
     file.seek(0)
@@ -144,7 +148,7 @@ def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
         except (*NOT_JSON, RecursionError):
             answer = None
         if not isinstance(answer, dict) or answer.get("row") != rows:
-            raise InputError(f"{output} is not what an earlier call left: line {rows + 1} is not row {rows}")
+            raise InputError(f"{output} is not the file that an earlier call wrote: line {rows + 1} is not row {rows}")
         rows, errors, whole = rows + 1, errors + ("error" in answer), whole + len(line)
         last_id = answer.get("id")
     file.truncate(whole)

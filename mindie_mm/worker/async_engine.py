@@ -1,4 +1,4 @@
-"""The client side of the engine process: one async iterator per request."""
+"""The client of the engine process. Each request is an async iterator."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _log = logging.getLogger(__name__)
 
 
 class AsyncEngine:
-    """An engine process and its client. If the process dies, its requests fail and another process is started."""
+    """An engine process and its client. If the process dies, its requests fail and a new process is started."""
 
     def __init__(self, start: Start) -> None:
-        """Prepare an engine. Use `start` to create one."""
+        """Prepare an engine. Call the class method `start` instead."""
         self._start = start
         self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress]] = {}
         """Queues of unread progress, by the id of each request that the engine has not finished."""
         self._parked: set[str] = set()
-        """Requests that wait for `refill`, and not for the engine."""
+        """Ids of requests that wait for `refill`, and not for the engine."""
         self._mounts: dict[int, Mount] = {}
         self._decoder = msgspec.msgpack.Decoder(Stepped)
         self._keeper: asyncio.Task[None] | None = None
@@ -56,7 +56,7 @@ class AsyncEngine:
         self._up = False
         """Whether the engine accepts requests."""
         self._settled = asyncio.Event()
-        """Set if the engine accepts requests, or if there is no point in waiting because it never will."""
+        """Set if the engine accepts requests, or if it never will."""
         self._closed = False
         self._why_down = "is not started"
         self._num_steps = 0
@@ -75,11 +75,11 @@ class AsyncEngine:
         """Start the process and wait until it accepts requests.
 
         Args:
-            model: Checkpoint directory. None: the embedded checkpoint.
+            model: Checkpoint directory, or None for the embedded checkpoint.
             config: Settings of the engine.
-            family: As `WorkerConfig.family`.
-            end_token_ids: As the argument of `load_model`.
-            generation_config: As `WorkerConfig.generation_config`.
+            family: Same as `WorkerConfig.family`.
+            end_token_ids: Same as the argument of `load_model`.
+            generation_config: Same as `WorkerConfig.generation_config`.
 
         Raises:
             UnsupportedCheckpoint, DeviceError, InputError, ProcessDied: The process cannot start.
@@ -92,7 +92,7 @@ class AsyncEngine:
 
     @property
     def pid(self) -> int:
-        """Process id of the engine."""
+        """Process id of the engine process."""
         return self._child.pid
 
     @property
@@ -102,7 +102,7 @@ class AsyncEngine:
 
     @property
     def restarts(self) -> Restarts:
-        """Counts of restarts and failed attempts."""
+        """Numbers of restarts and of failed attempts."""
         return Restarts.of([self._starter])
 
     def check(self) -> None:
@@ -115,7 +115,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[Progress, None]:
         """Start a request and yield its progress. Closing the generator aborts the request.
 
-        If the engine is being restarted, the request waits for it.
+        If the engine is being restarted, the request waits until the engine is up.
 
         Args:
             request_id: Unique id of the request.
@@ -123,10 +123,10 @@ class AsyncEngine:
             params: Sampling settings.
 
         Raises:
-            InputError: A sampling setting is wrong.
-            ProcessDied: The engine died during the request, or is closed.
+            InputError: A sampling setting is invalid.
+            ProcessDied: The engine died during the request, or the engine is closed.
             NoProcess: No engine accepts requests (`wait_until_up`).
-            MindieMMError: The engine refused or failed the request, for example with StaleReference.
+            MindieMMError: The engine refused the request or failed to compute it, for example with StaleReference.
 
         """
         assert request_id not in self._requests, request_id
@@ -153,9 +153,9 @@ class AsyncEngine:
                     self._send(Abort(request_id))
 
     def refill(self, request_id: str, ids: NDArray[np.int64]) -> None:
-        """Send a request the media that it needs (`Progress.needs_media`).
+        """Send the engine the media that a request needs again (`Progress.needs_media`).
 
-        `ids` are those of `generate`, with the handle words of new blocks.
+        `ids` are the prompt ids passed to `generate`, with the handle words of new blocks.
         """
         if request_id in self._parked and self._alive:
             self._parked.remove(request_id)
@@ -177,7 +177,7 @@ class AsyncEngine:
             self._send(Unmount(number))
 
     async def close(self) -> None:
-        """End the process. Running requests fail with ProcessDied."""
+        """End the engine process. Running requests fail with ProcessDied."""
         self._closed = True
         if self._keeper is not None:
             self._keeper.cancel()
@@ -193,7 +193,8 @@ class AsyncEngine:
         """Wait until the engine accepts requests.
 
         Raises:
-            NoProcess: The engine is not up after `wait_s` seconds, or a restart is hopeless (`Starter.patience_s`).
+            NoProcess: The engine is not up after `wait_s` seconds, or after a shorter time if restarts have failed
+                (`Starter.patience_s`).
             ProcessDied: The engine is closed.
 
         """
@@ -201,14 +202,14 @@ class AsyncEngine:
             async with asyncio.timeout(self._starter.patience_s(wait_s)):
                 await self._settled.wait()
         except TimeoutError:
-            raise NoProcess(f"the engine {self._why_down}; it is not back after {wait_s:g} s") from None
+            raise NoProcess(f"the engine {self._why_down}; it was not restarted within {wait_s:g} s") from None
         if self._closed:
             raise ProcessDied("the engine is closed")
         if not self._up:
             raise NoProcess(f"the engine {self._why_down}")
 
     async def _launch(self) -> None:
-        """Start a process and wait until it accepts requests. Clean up if it fails."""
+        """Start a process and wait until it accepts requests. Clean up if the process fails."""
         config = self._start.config
         ranks = [] if config.tensor_parallel == 1 else [str(config.tensor_parallel), config.device]
         try:
@@ -227,28 +228,28 @@ class AsyncEngine:
             raise
         for mount in self._mounts.values():
             self._send(mount)
-        # A successor gets a cache of the same size without measuring, as other programs may use the memory by then.
+        # A successor gets a cache of the same size without measuring, because other programs may use memory by then.
         config = replace(config, kv_cache_bytes=self.info.kv_cache_bytes, measure_s=0)
         self._start = msgspec.structs.replace(self._start, config=config)
         self._up = True
         self._settled.set()
 
     async def _keep(self) -> None:
-        """Serve the process and its successors until cancelled."""
+        """Watch the process, and start a successor when it ends, until this task is cancelled."""
         while True:
             hung = ""
-            with logged(f"engine process {self.pid} cannot be served"):
+            with logged(f"the connection to engine process {self.pid} failed"):
                 hung = await self._serve()
-            with logged(f"engine process {self.pid} cannot be ended"):
-                await self._reap("process died, another is being started", hung)
+            with logged(f"engine process {self.pid} cannot be stopped"):
+                await self._reap("process died, and another one is being started", hung)
             _log.warning("engine process %d %s", self.pid, hung or f"died with status {self._child.status}")
             await self._starter.again(self._launch)
 
     async def _serve(self) -> str:
-        """Serve until the process has ended or hangs. Return a description of the hang, or "" if it has ended.
+        """Handle messages until the process ends or hangs. Return a description if it hangs, or "" if it has ended.
 
-        A process hangs if it makes no step for `step_timeout_s` seconds while a request waits for it. A parked request
-        waits for its media, and not for the process.
+        A process hangs if it does not complete a step for `step_timeout_s` seconds while a request waits for the
+        process. A request that waits for `refill` does not wait for the process.
         """
         patience_s = self._start.config.step_timeout_s
         dispatching = asyncio.create_task(self._dispatch())
@@ -257,14 +258,14 @@ class AsyncEngine:
                 num_steps, waiting = self._num_steps, {*self._requests} - self._parked
                 await asyncio.wait({dispatching}, timeout=patience_s)
                 if self._num_steps == num_steps and not waiting.isdisjoint(self._requests) and not dispatching.done():
-                    return f"made no step for {patience_s:g} s, and was ended"
+                    return f"made no step for {patience_s:g} s and was stopped"
             dispatching.result()
             return ""
         finally:
             dispatching.cancel()
 
     async def _dispatch(self) -> None:
-        """Pass progress to its requests until the process has ended."""
+        """Put progress into the queues of requests until the process has ended."""
         while True:
             try:
                 stepped = self._decoder.decode(await self._child.channel.recv())

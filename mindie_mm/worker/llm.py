@@ -1,4 +1,4 @@
-"""A worker for plain scripts, used as `LLM().generate([[{"image": path}, {"text": question}]])`."""
+"""A worker for scripts. Example: `LLM().generate([[{"image": path}, {"text": question}]])`."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ class Output:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
-    """Reason why generation ended. None if `error` is set."""
+    """Reason why generation ended, or None if `error` is set."""
     stop_reason: str | int | None = None
-    """Stop string or stop token id that ended the output. None: another reason, such as the end-of-sequence token."""
+    """Stop string or stop token id that ended the output. It is None if the output ended for another reason, such as
+    the end-of-sequence token."""
     timings: Timings | None = None
     logprobs: list[TokenLogprob] | None = None
-    """One per token, if requested."""
+    """Log-probabilities of each token, if requested."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """One per prompt token except the first, if requested."""
+    """Log-probabilities of each prompt token except the first, if requested."""
     cached_tokens: int = 0
     """Number of prompt tokens that were in the prefix cache."""
     error: MindieMMError | None = None
-    """Error of this input, with `on_error="return"`."""
+    """Error of this input, if `on_error` is "return"."""
 
 
 class LLM:
-    """A worker for scripts, notebooks and standard input. It needs no `__main__` guard.
+    """A worker for scripts and notebooks. A script does not need a `__main__` guard.
 
-    An `LLM` is a context manager. Without `with`, its processes end at `close` or when the interpreter exits.
+    An `LLM` is a context manager. Without `with`, its processes end when `close` is called or the interpreter exits.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class LLM:
     ) -> None:
         """Start a worker.
 
-        Raises the errors of `Worker.start`.
+        It raises the errors of `Worker.start`.
 
         Args:
-            path: Checkpoint directory. None: `config.model`, or the embedded checkpoint.
-            config: Settings of the worker. None: defaults.
-            family: Family that serves the checkpoint. None: `config.family`.
-            decoders: Number of processes that decode the items of a prompt in parallel. 0: use `config.decoders`. If
-                that is 0 as well, a thread of this process decodes.
+            path: Checkpoint directory. If it is None, `config.model` or the embedded checkpoint is used.
+            config: Settings of the worker, or None for defaults.
+            family: Family of the checkpoint, by default `config.family`.
+            decoders: Number of processes that decode the items of a prompt in parallel, by default `config.decoders`.
+                If both are 0, a thread of this process decodes.
 
         """
         config = config or WorkerConfig()
@@ -87,9 +88,10 @@ class LLM:
             self._loop.close()
             raise
         self.close = weakref.finalize(self, self._loop.close, self._worker.close)
-        """Idempotent function that ends the worker. Pending calls of other threads and later calls raise InputError.
+        """Function that ends the worker. It may be called repeatedly. Pending and later calls of other methods raise
+        InputError.
 
-        In a forked process it does nothing, and all other calls raise InputError.
+        In a forked process, this function does nothing, and all other methods raise InputError.
         """
 
     def generate(
@@ -100,24 +102,25 @@ class LLM:
         chat_template: bool = True,
         on_error: Literal["raise", "return"] = "raise",
     ) -> list[Output]:
-        """Generate an output for each input. All inputs run together, and a failing input does not affect the others.
+        """Generate an output for each input. Inputs are batched, and an input that fails does not affect the others.
 
         Args:
-            inputs: Texts, or item lists (`List[Dict]`). Tuples work like lists.
-            params: Sampling settings. None: those of `get_default_sampling_params`.
-            chat_template: Format each input as one user turn of the checkpoint's chat template.
-            on_error: "raise" raises the first error when all inputs are done. "return" stores each error in its
-                `Output`.
+            inputs: Texts, or lists of items (`List[Dict]`). Tuples are treated as lists.
+            params: Sampling settings. By default, those of `get_default_sampling_params`.
+            chat_template: Whether to format each input as one user turn with the checkpoint's chat template.
+            on_error: "raise" raises the first error after all inputs are done. "return" stores the error of an input in
+                its `Output`.
 
         Returns:
             One output per input, in order.
 
         Raises:
-            InputError: `inputs` is not a list of inputs, or a setting in `params` is wrong. No input was run.
+            InputError: `inputs` is not a list of inputs, or a setting in `params` is invalid. This is raised before any
+                input is run.
 
         """
         if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
-            raise InputError(f"inputs is a {type(inputs).__name__}, {_ONE_LIST_PER_PROMPT}")
+            raise InputError(f"inputs is a {type(inputs).__name__}; {_ONE_LIST_PER_PROMPT}")
         requests = [_request(i, one, chat_template) for i, one in enumerate(inputs)]
         outputs = self._loop.run(self._generate(requests, self._checked(params)))
         if on_error == "raise":
@@ -135,13 +138,13 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Output:
-        """Return the assistant's answer to chat messages, which have the form of /v1/chat/completions.
+        """Return the assistant's answer to chat messages, in the format of /v1/chat/completions.
 
         Args:
             messages: Messages of the conversation.
-            params: Sampling settings. None: those of `get_default_sampling_params`.
-            add_generation_prompt: End the prompt with the header of the assistant's turn.
-            continue_final_message: Continue the last message instead of answering it. The header is then left out.
+            params: Sampling settings. By default, those of `get_default_sampling_params`.
+            add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
+            continue_final_message: Whether the last message is continued instead of answered. No header is added.
             chat_template_kwargs: Additional variables of the chat template, such as `tools`.
 
         """
@@ -158,10 +161,10 @@ class LLM:
         return output
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling settings of calls without `params`.
+        """Return the sampling settings that calls without `params` use.
 
-        They come from the checkpoint's generation_config.json, or from `WorkerConfig.generation_config` if that is set.
-        Use `msgspec.structs.replace` to change single settings.
+        The settings come from the checkpoint's generation_config.json, or from `WorkerConfig.generation_config` if that
+        is set. Use `msgspec.structs.replace` to change single settings.
         """
         return self._worker.default_sampling
 
@@ -175,7 +178,7 @@ class LLM:
         return (params or self._worker.default_sampling).check(self._worker.engine.info.vocab_size)
 
     async def _generate(self, requests: Sequence[TokenizeRequest], params: SamplingParams) -> list[Output]:
-        # Only as many inputs as the engine runs, because the media of more would only fill the arena.
+        # Submit only as many inputs as the engine can run, because media of other inputs would only fill the arena.
         places = asyncio.Semaphore(self._worker.config.engine.max_num_seqs)
         running = 0
 
@@ -188,12 +191,12 @@ class LLM:
                         try:
                             return await self._answer(request, params)
                         except ArenaFull:
-                            if running == 1:  # no other input can free room
+                            if running == 1:  # no other input can free memory of the arena
                                 raise
                 except MindieMMError as error:
                     return Output("", [], None, error=error)
                 except Exception as error:  # noqa: BLE001 - one input fails, not all
-                    failure = OperationalError(f"the answer failed: {type(error).__name__}")
+                    failure = OperationalError(f"the request failed: {type(error).__name__}")
                     failure.__cause__ = error
                     return Output("", [], None, error=failure)
                 finally:
@@ -221,7 +224,7 @@ def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:
     if isinstance(one, str):
         one = [{"text": one}]
     if isinstance(one, Mapping):
-        raise InputError(f"inputs[{index}] is one item of a prompt, {_ONE_LIST_PER_PROMPT}")
+        raise InputError(f"inputs[{index}] is one item of a prompt; {_ONE_LIST_PER_PROMPT}")
     if not isinstance(one, list | tuple):
-        raise InputError(f"inputs[{index}] is a {type(one).__name__}, {_ONE_LIST_PER_PROMPT}")
+        raise InputError(f"inputs[{index}] is a {type(one).__name__}; {_ONE_LIST_PER_PROMPT}")
     return TokenizeRequest(items=list(one), chat=chat_template, folder=working_directory())

@@ -1,4 +1,4 @@
-"""Offline generation: a finished `tokenize` run goes through the engine, and answers come in the order of rows."""
+"""Offline generation. The engine answers the rows of a finished `tokenize` run in order."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from mindie_mm.worker.worker import Answer, Worker
 _log = logging.getLogger(__name__)
 
 Line = dict[str, Any]
-"""An answer as a JSON object, in the form in which it is written to the output."""
+"""An answer as a JSON object, as it is written to the output."""
 
 _ENGINE_FAILED = (ProcessDied, NoProcess, DeviceError)
 _DECIDING = ("dtype", "max_model_len", "vision_device", "vision_bits", "projector_device", "projector_bits")
-"""Fields of `EngineConfig` that change answers. The device is recorded when the engine has chosen it."""
+"""Fields of `EngineConfig` that affect answers. The device is recorded later, when the engine has selected it."""
 _BACK_S = 900.0
-"""Time in seconds that rows wait for a restarted engine. A large model takes minutes to load, and no client waits."""
+"""Time in seconds that rows wait for a restarted engine. It is long, because loading a large model takes minutes."""
 
 
 async def generate(
@@ -58,27 +58,27 @@ async def generate(
     *,
     other_model: bool = False,
 ) -> tuple[int, int]:
-    """Append the answers of all rows that `output` lacks.
+    """Append the answers that are missing in `output`.
 
-    Raises the errors of `Worker.start`, and the following ones.
+    It raises the errors of `Worker.start`, and the errors below.
 
     Args:
         dataset: Rows of a finished `tokenize` run.
         output: File of answers, one JSON object per line.
         config: Settings of the worker.
         params: Sampling settings.
-        limit: Number of rows to answer from the first row on. None: all rows.
-        other_model: Accept a checkpoint that differs from the one of the `tokenize` run.
+        limit: Number of rows to answer, counted from the first row, or None for all rows.
+        other_model: Whether to accept a checkpoint that differs from the checkpoint of the `tokenize` run.
 
     Returns:
         The number of rows in `output`, and the number of errors among them.
 
     Raises:
-        InputError: `output` belongs to another run or device, the checkpoint is not the one of the run, or a sampling
-            setting is wrong. Everything except the device is checked before the model is loaded.
+        InputError: `output` belongs to another run or device, the checkpoint differs from that of the run, or a
+            sampling setting is invalid. Everything except the device is checked before the model is loaded.
         StorageError: `output` cannot be written.
         CorruptReference, SegmentMissing: A shard is damaged or missing.
-        NoProcess, ProcessDied, DeviceError: The engine does not restart, or fails every request.
+        NoProcess, ProcessDied, DeviceError: The engine does not restart, or every request makes it fail.
 
     """
     params = params.check(math.inf)
@@ -97,9 +97,12 @@ async def generate(
     )
     with continued(output, origin) as (append, begun, earlier_errors, last_id):
         if begun > stop:
-            raise InputError(f"{output} has {begun} rows; {stop} are asked for")
+            raise InputError(f"{output} has {begun} rows, but only {stop} were requested")
         if begun and last_id != (own := dataset.record(begun - 1).id):
-            raise InputError(f"{output} answers another run: its row {begun - 1} is {last_id!r}, this run's {own!r}")
+            raise InputError(
+                f"{output} has the answers of another run: its row {begun - 1} has the id {last_id!r}, but the id "
+                f"in this run is {own!r}"
+            )
         errors, done = earlier_errors, begun
         if done == stop:
             return stop, errors
@@ -119,18 +122,18 @@ async def generate(
 
 
 def _deciding(config: WorkerConfig) -> dict[str, Any]:
-    """Return the settings of the engine that change answers."""
+    """Return the settings of the engine that affect answers."""
     engine = config.engine
     return {"family": config.family or ""} | {name: getattr(engine, name) for name in _DECIDING}
 
 
 async def _answers(dataset: Dataset, rows: range, worker: Worker, params: SamplingParams) -> AsyncGenerator[Line, None]:
-    """Yield the answers of `rows` in order. Mount a shard from its first request to its last answer.
+    """Yield the answers of `rows` in order. A shard is mounted from its first request to its last answer.
 
     Twice as many rows are in progress as the engine can run, so that the engine never waits for rows.
 
     Raises:
-        CorruptReference, SegmentMissing: A shard is damaged or missing. All earlier rows have been answered.
+        CorruptReference, SegmentMissing: A shard is damaged or missing. All rows of earlier shards have been answered.
 
     """
     asking = _Asking(worker, params)
@@ -145,7 +148,7 @@ async def _answers(dataset: Dataset, rows: range, worker: Worker, params: Sampli
                         yield await asking.next()
                     raise
                 mount = mounts.enter_context(ExitStack())
-                # An arena of one page reserves an arena number against other processes of this machine.
+                # Create an arena of one page, so that no other process of this machine uses its number.
                 number = mount.enter_context(Arena.create(1)).number
                 worker.engine.mount(arena_path(dataset.folder, first_row), number)
                 mount.callback(worker.engine.unmount, number)
@@ -167,18 +170,18 @@ class _Asked:
     number: int
     """Arena number of the mounted shard."""
     mount: ExitStack | None
-    """Mount of the shard, to close after the answer. Only the last row of a shard has it."""
+    """Mount of the shard, to be closed after the answer. It is None unless the row is the last row of the shard."""
     task: asyncio.Task[None] = field(init=False)
     answer: Line | None = None
     failure: MindieMMError | None = None
-    """Failure of the engine that left the row without an answer. The row may be the cause."""
+    """Engine failure that left the row without an answer. The row may be the cause."""
 
 
 class _Asking:
-    """A queue of concurrent requests for rows, answered in order.
+    """A queue of concurrent requests for rows. Answers are returned in order.
 
-    If the engine fails, all unanswered rows are requested again. If it fails once more, they are requested in halves,
-    and so on. A row that makes the engine fail on its own becomes an error, and the other rows are answered.
+    If the engine fails, all unanswered rows are requested again. If it fails again, these rows are requested in halves,
+    and so on. If the engine fails on a single row, the row gets an error, and the other rows are answered.
     """
 
     def __init__(self, worker: Worker, params: SamplingParams) -> None:
@@ -190,19 +193,19 @@ class _Asking:
         return len(self._asked)
 
     def ask(self, record: ShardRow, number: int, mount: ExitStack | None) -> None:
-        """Request another row, whose shard is mounted as arena `number`. Its answer closes `mount`."""
+        """Request another row, whose shard is mounted as arena `number`. Close `mount` after the answer."""
         asked = _Asked(record, number, mount)
         self._begin(asked)
         self._asked.append(asked)
 
     async def next(self) -> Line:
-        """Return the answer of the oldest row. Raise one of `_ENGINE_FAILED` if the engine fails every request."""
+        """Return the answer of the oldest row. Raise an error of `_ENGINE_FAILED` if no request can be answered."""
         oldest = self._asked[0]
         await oldest.task
         if oldest.answer is None:
             await asyncio.gather(*(asked.task for asked in self._asked))
             failed = [asked for asked in self._asked if asked.answer is None]
-            _log.warning("%s. It had %d rows, which are asked again", oldest.failure, len(failed))
+            _log.warning("%s. %d unfinished rows are requested again", oldest.failure, len(failed))
             await self._ask_again(failed)
         self._asked.popleft()
         if oldest.mount is not None:
@@ -211,7 +214,7 @@ class _Asking:
         return oldest.answer
 
     async def close(self) -> None:
-        """Cancel the unanswered rows."""
+        """Cancel the requests of unanswered rows."""
         tasks = [asked.task for asked in self._asked]
         for task in tasks:
             task.cancel()
@@ -242,7 +245,7 @@ class _Asking:
             }
 
     async def _ask_again(self, rows: Sequence[_Asked]) -> None:
-        """Request `rows` again until each of them has an answer. No other request may run meanwhile."""
+        """Request `rows` again until each row has an answer. No other request may run during this call."""
         await self._worker.engine.wait_until_up(_BACK_S)
         for asked in rows:
             self._begin(asked)
@@ -257,7 +260,7 @@ class _Asking:
                 await self._ask_again(part)
 
     async def _require_answering(self) -> None:
-        """Raise one of `_ENGINE_FAILED` if even a trivial request makes the engine fail, so that no row is to blame."""
+        """Raise an error of `_ENGINE_FAILED` if even a trivial request makes the engine fail."""
         engine = self._worker.engine
         await engine.wait_until_up(_BACK_S)
         one = SamplingParams(max_tokens=1)
@@ -268,7 +271,7 @@ class _Asking:
         except _ENGINE_FAILED:
             raise
         except MindieMMError:
-            return  # an error of the request proves that the engine works
+            return  # an error of the request shows that the engine works
 
 
 def _failed(record: ShardRow, error: MindieMMError | str | None) -> Line:

@@ -1,17 +1,17 @@
-"""The lifetime of a request's prompt: early release of its blocks, and retries when a process dies.
+"""The lifetime of a request's prompt, with early release of its blocks and retries when a process dies.
 
-The blocks of a prompt are freed as soon as the engine has consumed them for all answers of the request. If an answer
-needs them later, the prompt is made again. This happens if an answer is preempted, or starts again because the engine
-died.
+The blocks of a prompt are freed as soon as the engine has read them for all answers of the request. If an answer needs
+the blocks later, the request is tokenized again. This happens if an answer is preempted, or if it starts again because
+the engine died.
 
-While the client cannot have received output, a request survives these deaths:
+Until the client may have received output, a request survives these failures:
 
-- The tokenizer died during the request, or before the engine attached its blocks. The request is tokenized once more.
-- The engine died. The request is sent once more, to the next engine.
+- The tokenizer dies during the request, or before the engine attaches its blocks. The request is tokenized again, once.
+- The engine dies. The request is sent again, once, to the new engine.
 
 NoProcess is not retried, because the request has already waited for a process. A stream is not retried after its first
-output, because a second attempt would draw other tokens. A client that waits for a whole answer receives nothing before
-the end. The tokens drawn before the death are dropped, and the same seed draws the same tokens again.
+output, because a second attempt could draw other tokens. If the client waits for a whole answer, the request can be
+retried at any time, and tokens that were drawn before the failure are dropped.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _HeldPrompt:
-    """One version of a prompt, with the number of answers that need its blocks."""
+    """One tokenization of a prompt, with the number of answers that need its blocks."""
 
     prompt: Prompt
     holders: int = 0
-    """Number of answers whose media the engine has not consumed."""
+    """Number of answers that still need the blocks."""
     freed: bool = False
 
 
 class PromptSource:
-    """The prompt of a request. Its blocks are freed when no answer needs them, and made again when one does."""
+    """The prompt of a request. Its blocks are freed when unneeded, and written again when they are needed."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class PromptSource:
         retried: bool = False,
         on_remade: Callable[[Prompt], None] | None = None,
     ) -> None:
-        """Hold `prompt`.
+        """Take ownership of `prompt`.
 
         Args:
             prompt: Prompt of the request.
-            again: Function that makes the prompt again. None: this is impossible, so the blocks are never freed here.
-            retried: Whether the prompt already is a second attempt, because a tokenizer died.
-            on_remade: Function to call with each prompt that was made again.
+            again: Function that tokenizes the prompt again. If it is None, the blocks are never freed early.
+            retried: Whether this is already the second attempt, because a tokenizer died.
+            on_remade: Function to call with each prompt that was tokenized again.
 
         """
         self._current = _HeldPrompt(prompt)
@@ -79,15 +79,15 @@ class PromptSource:
         return self._current.prompt
 
     def share(self, num_answers: int) -> None:
-        """Keep the blocks until `num_answers` answers have begun and the engine has consumed the media of each."""
+        """Keep the blocks until `num_answers` answers have begun and the engine has read the media for each answer."""
         self._reserved = num_answers
 
     def use(self) -> Use:
-        """Return a use of the prompt for one answer."""
+        """Return a `Use` of the prompt for one answer."""
         return Use(self)
 
     async def hold(self, lost: _HeldPrompt | None, *, first: bool) -> _HeldPrompt:
-        """Hold the blocks of the current prompt for a `Use`. Make it again if it is freed, or if it is `lost`."""
+        """Keep the blocks of the current prompt for a `Use`. Tokenize the prompt again if it is freed or `lost`."""
         async with self._lock:
             if self._current is lost or self._current.freed:
                 self._current = _HeldPrompt(await self._make_again(freed=self._current.freed))
@@ -97,7 +97,7 @@ class PromptSource:
             return self._current
 
     def let_go(self, held: _HeldPrompt) -> None:
-        """End the hold of a `Use`. The last hold to end frees the blocks."""
+        """Record that a `Use` does not need the blocks. Free the blocks if no other `Use` needs them."""
         held.holders -= 1
         last = not held.holders and (held is not self._current or self._reserved <= 0)
         if not last or self._again is None or not held.prompt.spans:
@@ -107,19 +107,21 @@ class PromptSource:
             for ref in held.prompt.refs():
                 free(ref)
         except SharedMemoryError as error:
-            _log.warning("blocks stay until the request ends: %s", error)
+            _log.warning("blocks cannot be freed before the request ends: %s", error)
         faults.point("freed-early")
 
     async def _make_again(self, *, freed: bool) -> Prompt:
-        """Make the prompt again. A `freed` prompt is made again any number of times, and a lost one only once."""
+        """Tokenize the prompt again. This may be repeated for a `freed` prompt, but not for a lost prompt."""
         if self._again is None or (self._retried and not freed):
-            raise ProcessDied("the request's media were lost with their tokenizer, and there is no third try")
+            raise ProcessDied(
+                "the request's media were lost twice because the tokenizer process died; send the request again"
+            )
         self._retried = self._retried or not freed
         while True:
             try:
                 prompt, _ = await _retry_once(self._again)
                 break
-            except ArenaFull:  # an answer that has begun waits for room, as for the engine, until its deadline
+            except ArenaFull:  # an answer that has begun waits for memory until its deadline
                 if not freed:
                     raise
         faults.point("remade")
@@ -129,7 +131,7 @@ class PromptSource:
 
 
 class Use:
-    """The use of a prompt by one answer. It holds the prompt's blocks from `take` to `release`."""
+    """The use of a prompt by one answer. It keeps the prompt's blocks from `take` to `release`."""
 
     def __init__(self, source: PromptSource) -> None:
         self._source = source
@@ -137,29 +139,29 @@ class Use:
         self._last: _HeldPrompt | None = None
 
     async def take(self) -> Prompt:
-        """Hold the blocks of the prompt and return it. If the blocks were freed, the prompt is made again.
+        """Return the prompt, and keep its blocks. If the blocks were freed, the prompt is tokenized again.
 
         Raises:
-            ProcessDied: The prompt cannot be made again.
+            ProcessDied: The prompt cannot be tokenized again.
             MindieMMError: The tokenizer failed.
 
         """
         return self._held.prompt if self._held is not None else await self._hold(None)
 
     async def renew(self) -> Prompt:
-        """Replace the last prompt, whose blocks the engine could not read, and return the new one.
+        """Replace the last prompt, whose blocks the engine could not read. Return the new prompt.
 
-        Concurrent calls for several answers return the same prompt. Raises the errors of `take`.
+        Concurrent calls for several answers return the same prompt. This raises the errors of `take`.
         """
         held, self._held = self._held, None
         try:
             return await self._hold(self._last)
-        finally:  # released last, because `hold` would otherwise take a lost prompt for a freed one
+        finally:  # release it last, because `hold` would otherwise treat a lost prompt as freed
             if held is not None:
                 self._source.let_go(held)
 
     def release(self) -> None:
-        """Release the blocks, because the engine has consumed them or the answer has ended."""
+        """Release the blocks, because the engine has read them or the answer has ended."""
         held, self._held = self._held, None
         if held is not None:
             self._source.let_go(held)
@@ -171,9 +173,9 @@ class Use:
 
 
 async def _retry_once(make: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
-    """Make prompts, and try once more if the tokenizer dies. Return the prompts, and whether the tokenizer died.
+    """Call `make`, and call it again if the tokenizer dies. Return the result, and whether the tokenizer died.
 
-    A tokenizer that has lost its arena dies at its next request, whatever the request is.
+    One retry is enough even if the tokenizer has lost its arena: it then dies at its next request.
     """
     try:
         return await make(), False
@@ -186,13 +188,13 @@ async def tokenized(
 ) -> list[PromptSource]:
     """Tokenize the prompts of a request, and allocate the blocks of all their media together.
 
-    A prompt that is made again allocates its blocks alone. This cannot deadlock, because the engine can consume it
-    without the others.
+    A prompt that is tokenized again allocates only its own blocks. This cannot deadlock, because the engine can read
+    this prompt without the other prompts of the request.
 
     Args:
-        stage: Tokenizer.
+        stage: Tokenizer to use.
         requests: Prompts of the request.
-        on_remade: Function to call with each prompt that was made again.
+        on_remade: Function to call with each prompt that was tokenized again.
 
     Raises:
         ProcessDied: Two tokenizers died.
@@ -209,16 +211,17 @@ async def tokenized(
 async def generated(
     source: PromptSource, generate: Callable[[Prompt, Use], AsyncGenerator[T, None]], void: T | None = None
 ) -> AsyncGenerator[T, None]:
-    """Yield the outputs of `generate` for the source's prompt. Call it again if the engine or the blocks are lost.
+    """Yield the outputs of `generate` for the prompt. Call `generate` again if the engine dies or the blocks are lost.
 
     Args:
         source: Prompt of the request.
-        generate: Function that yields the outputs for a prompt, and releases the use when the engine has consumed it.
-        void: Output that marks all earlier outputs as void. None: outputs cannot be revoked, so there is no second call
-            after the first output.
+        generate: Function that yields the outputs for a prompt, and calls `Use.release` when the engine has read the
+            blocks.
+        void: Output that tells the caller to discard all earlier outputs. If it is None, `generate` is not called again
+            after its first output.
 
     Raises:
-        ProcessDied: The engine died twice, or after outputs that cannot be revoked.
+        ProcessDied: The engine died twice, or it died after an output and `void` is None.
 
     """
     use = source.use()

@@ -1,4 +1,4 @@
-"""The whole pipeline of a request: inputs, tokenizer, int64 ids, engine and text."""
+"""The whole pipeline of a request, from inputs to text, with the tokenizer and the engine."""
 
 from __future__ import annotations
 
@@ -37,26 +37,28 @@ Part = TypeVar("Part", TokenizerStage, AsyncEngine)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """An addition to a request's output, or a restart of it."""
+    """An addition to a request's output, or the information that the output starts again."""
 
     text: str
-    """New text, without stop strings. Text that may turn out to start a stop string is held back."""
+    """New text, without stop strings. Text that may be the beginning of a stop string is held back."""
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
-    """One per token, if the request asked for them."""
+    """Log-probabilities of each token, if the request asked for them."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """One per prompt token except the first, if the request asked for them. Only in the first delta."""
+    """Log-probabilities of each prompt token except the first, if the request asked for them. Only the first delta has
+    them."""
     cached_tokens: int | None = None
-    """Number of prompt tokens that were in the prefix cache. Only in the first delta."""
+    """Number of prompt tokens that were in the prefix cache. Only the first delta has it."""
     finish_reason: FinishReason | None = None
-    """Reason why generation ended. Only in the last delta."""
+    """Reason why generation ended. Only the last delta has it."""
     stop_reason: str | int | None = None
-    """Stop string or stop token id that ended the output. None: another reason, such as the end-of-sequence token."""
+    """Stop string or stop token id that ended the output. It is None if the output ended for another reason, such as
+    the end-of-sequence token."""
     timings: Timings | None = None
     """Times up to this delta."""
     restarted: bool = False
-    """Whether the engine died and the output starts again, so that all earlier deltas are void. All other fields are
-    empty in this case."""
+    """Whether the output starts again because the engine died. Earlier deltas must be discarded, and all other fields
+    are empty in this case."""
 
 
 _RESTARTED = Delta(text="", token_ids=[], restarted=True)
@@ -77,7 +79,7 @@ class Answer:
 
     @classmethod
     async def of(cls, deltas: AsyncGenerator[Delta, None]) -> Self:
-        """Collect `deltas`, and close the generator in any case."""
+        """Collect `deltas`, and always close the generator."""
         answer = cls()
         async with aclosing(deltas):
             async for delta in deltas:
@@ -85,7 +87,7 @@ class Answer:
         return answer
 
     def add(self, delta: Delta) -> None:
-        """Append `delta`, or clear the answer if the delta is a restart."""
+        """Append `delta`, or clear the answer if the output starts again."""
         if delta.restarted:
             empty = Answer()
             for one in fields(empty):
@@ -106,10 +108,10 @@ class Answer:
 
 
 class Worker:
-    """Tokenizer processes and an engine process that serve one checkpoint.
+    """Tokenizer processes and an engine process for one checkpoint.
 
     A worker is a context manager. `answer` handles a request completely. A service that spools media creates a
-    directory per request instead, and calls `tokenize` and `generate` while the directory exists.
+    directory for each request instead, and calls `tokenize` and `generate` while the directory exists.
     """
 
     def __init__(
@@ -126,24 +128,26 @@ class Worker:
         self._spool = absolute(default_spool())
         self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
         self.media_remade = 0
-        """Number of media items that were preprocessed again, because their blocks were freed or lost."""
+        """Number of media items that were preprocessed again because their blocks were freed or lost."""
 
     @classmethod
     async def start(cls, config: WorkerConfig, *, in_process: bool = False) -> Self:
-        """Start tokenizers and engine in parallel. If one fails, raise its error and clean up.
+        """Start the tokenizers and the engine in parallel. If one of them fails, clean up and raise its error.
 
         Args:
             config: Settings of the worker.
-            in_process: Tokenize in this process, with decoder processes only if `config.decoders` is not 0.
+            in_process: Whether to tokenize in this process. In this case decoder processes are used only if
+                `config.decoders` is not 0.
 
         Raises:
-            UnsupportedCheckpoint, SharedMemoryError, DeviceError, InputError, ProcessDied: A part cannot be started.
+            UnsupportedCheckpoint, SharedMemoryError, DeviceError, InputError, ProcessDied: The tokenizers or the engine
+            cannot be started.
 
         """
         checkpoint = Checkpoint.open(config.model)
         path = checkpoint.path
         source = config.generation_config
-        end_token_ids = stated_end_tokens(source)  # first, so that a wrong folder fails before processes start
+        end_token_ids = stated_end_tokens(source)  # before processes start, so that a wrong folder fails early
 
         async def started(start: Coroutine[Any, Any, Part]) -> Part:
             part = await start
@@ -170,7 +174,7 @@ class Worker:
     async def answer(
         self, request: TokenizeRequest, params: SamplingParams, request_id: str, *, whole: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """Answer a request, and free its shared memory in any case. `whole` is as in `generate`."""
+        """Answer a request, and always free its shared memory. `generate` describes `whole`."""
         await self.check_schema(params)
         with request_directory(self._spool) as directory:
             request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
@@ -180,12 +184,12 @@ class Worker:
                     yield delta
 
     def check(self) -> None:
-        """Raise ProcessDied with the reason if requests cannot be answered."""
+        """Raise ProcessDied, which gives the reason, if requests cannot be answered."""
         self.engine.check()
         self.tokenizer_stage.check()
 
     async def check_schema(self, params: SamplingParams) -> None:
-        """Raise the error of `SchemaCheck.check` if `params` ask for a structured output that cannot be served."""
+        """Raise the error of `SchemaCheck.check` if `params` ask for a structured output that is not supported."""
         if (wanted := params.structure) is not None:
             await self._schemas.check(wanted)
 
@@ -206,21 +210,23 @@ class Worker:
         if info.max_output_len is not None:
             left_tokens = info.max_model_len if wanted <= info.max_output_len else 0
         if left_tokens < 1:
-            raise ContextLengthExceeded.of(info.max_model_len, f"{wanted} to generate and a prompt do not fit")
+            raise ContextLengthExceeded.of(
+                info.max_model_len, f"the request needs {wanted} output tokens, which leaves no room for a prompt"
+            )
         return left_tokens
 
     def limited(
         self, request: TokenizeRequest, params: SamplingParams, truncate_to: int | None = None
     ) -> TokenizeRequest:
-        """Return `request` with the cache salt and the maximum number of prompt tokens.
+        """Return a copy of `request` with the cache salt and the maximum number of prompt tokens.
 
         The maximum is the context length minus the tokens that `params` require.
 
         Args:
             request: Request to tokenize.
             params: Sampling settings of the request.
-            truncate_to: Maximum number of tokens to which a longer prompt is truncated. None: a longer prompt is an
-                error unless `config.truncate` is set.
+            truncate_to: Number of tokens to which a longer prompt is truncated. If it is None, a prompt that is too
+                long is an error unless `config.truncate` is set.
 
         Raises:
             ContextLengthExceeded: The required tokens leave no room for a prompt.
@@ -237,33 +243,33 @@ class Worker:
         return msgspec.structs.replace(request, options=options)
 
     async def tokenize(self, requests: Sequence[TokenizeRequest]) -> list[PromptSource]:
-        """Tokenize requests with the same limit, and return their prompts with the media in shared memory.
+        """Tokenize requests that have the same limits. Return their prompts, whose media are in shared memory.
 
-        Raises the errors of `TokenizerStage.tokenize_together`.
+        This raises the errors of `TokenizerStage.tokenize_together`.
         """
         try:
             return await tokenized(self.tokenizer_stage, requests, self._count_remade)
         except ContextLengthExceeded as error:
             options = requests[0].options
-            if options.truncate:  # the limit may be the request's own
+            if options.truncate:  # the limit may have been set by the request
                 raise
             limit = self.engine.info.max_model_len
             wanted = limit - options.max_prompt_tokens
-            message = f"{wanted} to generate and the prompt do not fit: {error}"
+            message = f"the request needs {wanted} output tokens, and the prompt does not fit in the rest: {error}"
             raise ContextLengthExceeded.of(limit, message) from error
 
     def generate(
         self, source: PromptSource, params: SamplingParams, request_id: str, *, whole: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the output for a prompt. Closing the generator aborts the request.
+        """Yield the output for a prompt. If the generator is closed, the request is aborted.
 
-        Raises the errors of `AsyncEngine.generate`.
+        This raises the errors of `AsyncEngine.generate`.
 
         Args:
             source: Prompt of the request.
             params: Sampling settings.
             request_id: Unique id of the request.
-            whole: Whether the caller uses the output only when it is complete. The output can then start again
+            whole: Whether the caller uses the output only when it is complete. In this case the output starts again
                 (`Delta.restarted`) if the engine dies.
 
         """
@@ -273,10 +279,10 @@ class Worker:
     async def generate_once(
         self, prompt: Prompt, params: SamplingParams, request_id: str, use: Use | None = None
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the output like `generate`, without a second attempt if the engine dies.
+        """Yield the output like `generate`, but without a second attempt if the engine dies.
 
-        `use` is released when the engine has consumed the prompt's media, and renewed if the engine needs them again.
-        Without `use`, the media must stay in place.
+        `use` is released when the engine has read the prompt's media, and renewed if the engine needs them again.
+        Without `use`, the media must stay in shared memory.
         """
         params = self.spelled(params)
         detokenizer = Detokenizer(
@@ -292,7 +298,7 @@ class Worker:
                     use.release()
                 if step.needs_media:
                     if use is None:
-                        raise SegmentMissing("the engine needs the request's media again, which were freed")
+                        raise SegmentMissing("the engine needs the request's media again, but they were freed")
                     renewed = await use.renew()
                     self.engine.refill(request_id, renewed.ids)
                 if not step.token_ids and step.finish_reason is None:
@@ -319,7 +325,7 @@ class Worker:
         self.media_remade += len(prompt.spans)
 
     async def close(self) -> None:
-        """End all processes. The arenas end with the tokenizers."""
+        """End all processes. The tokenizers remove their arenas."""
         await asyncio.gather(self.engine.close(), self.tokenizer_stage.close(), self._schemas.close())
 
     async def __aenter__(self) -> Self:
@@ -340,7 +346,7 @@ def _shown_ids(step: Progress, params: SamplingParams, tokenizer: Tokenizer) -> 
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:
     if not in_process:
         return await AsyncTokenizer.start(path, config)
-    # Imported here, because it imports torch. A service's own process never needs torch and starts faster without it.
+    # Import this late, because it imports torch. The service process does not need torch and starts faster without it.
     from mindie_mm.tokenize.local import DecodingTokenizer, LocalTokenizer
 
     return await (DecodingTokenizer if config.decoders else LocalTokenizer).start(path, config)

@@ -34,7 +34,7 @@ class Access:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._may(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
-        message = "the request bears no API key that is known here; it goes into Authorization, as Bearer KEY"
+        message = "the request has no valid API key; send one in the header Authorization, as Bearer KEY"
         answer = JSONResponse(error_body(message, 401), status_code=401, headers={"WWW-Authenticate": "Bearer"})
         await answer(scope, receive, send)
 
@@ -64,9 +64,10 @@ class OwnHost:
             await self._app(scope, receive, send)
             return
         message = (
-            "the Host header is neither an IP address nor localhost. Without an API key, a service on loopback accepts "
-            "no other Host, so that web pages cannot reach it through a name of their own. Start it with --api-key, or "
-            "let the proxy in front of it set the header (nginx: proxy_set_header Host 127.0.0.1;)"
+            "the Host header is neither an IP address nor localhost. Without an API key, a service on "
+            "loopback accepts no other Host, because web pages could otherwise reach the service through "
+            "their own domain (DNS rebinding). Start the service with --api-key, or set the header in the "
+            "proxy in front of the service (nginx: proxy_set_header Host 127.0.0.1;)"
         )
         await JSONResponse(error_body(message, 403), status_code=403)(scope, receive, send)
 

@@ -48,7 +48,7 @@ TELL_AGAIN_S = 60.0
 
 _log = logging.getLogger(__name__)
 
-_TOO_MANY_BYTES = (431, f"the request's head is longer than the limit of {MAX_HEAD_BYTES} bytes")
+_TOO_MANY_BYTES = (431, f"the request header section is longer than the limit of {MAX_HEAD_BYTES} bytes")
 
 
 @dataclass(slots=True)
@@ -99,7 +99,9 @@ class Connection(HttpToolsProtocol):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if descriptor >= limit - min(MOST_RESERVED_DESCRIPTORS, limit // 8):
             _warn_of_descriptors(descriptor, limit)
-            self._refuse(503, f"the service has too many connections: its limit of open files is {limit}")
+            self._refuse(
+                503, f"the service has too many connections; its limit of open files is {limit}. Try again later"
+            )
 
     def data_received(self, data: bytes) -> None:
         if self._refused or self._in_answered_body:
@@ -124,7 +126,9 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise LimitExceeded(f"more than {MAX_PIPELINED} requests wait for the answer to an earlier one")
+            raise LimitExceeded(
+                f"more pipelined requests than the limit of {MAX_PIPELINED} are waiting for an earlier response"
+            )
         super().on_message_begin()
         self._lines = _Lines()
         if self.cycle is None or self.cycle.response_complete:  # otherwise uvicorn may have paused reading
@@ -142,7 +146,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise ValueError("a tunnel is for proxies")
+                raise ValueError("CONNECT is not supported")
             return  # `_parse` parses the request again without the upgrade
         self._head_is_here()
         self._lines = None
@@ -160,8 +164,8 @@ class Connection(HttpToolsProtocol):
         if self._num_chunks > MAX_SMALL_CHUNKS + self._num_body_bytes // SMALL_CHUNK_BYTES:
             self._raise(
                 413,
-                f"the request's body comes in chunks of less than {SMALL_CHUNK_BYTES} bytes, and in more of them than "
-                f"the limit of {MAX_SMALL_CHUNKS}",
+                f"the request body has more chunks of less than {SMALL_CHUNK_BYTES} bytes than the limit of "
+                f"{MAX_SMALL_CHUNKS}; send larger chunks",
             )
 
     def on_body(self, body: bytes) -> None:
@@ -243,11 +247,11 @@ class Connection(HttpToolsProtocol):
     def _count(self, num_bytes: int, num_headers: int = 0) -> None:
         """Count parsed parts of a head or of trailers. Raise LimitExceeded above a limit."""
         lines = self._lines
-        assert lines is not None, "the parser gives a line where there is none"
+        assert lines is not None, "the parser reports a header only inside a header section"
         lines.num_parsed_bytes += num_bytes
         lines.num_headers += num_headers
         if lines.num_headers > MAX_HEADERS:
-            self._raise(431, f"the request's head has more than the limit of {MAX_HEADERS} headers")
+            self._raise(431, f"the request has more headers than the limit of {MAX_HEADERS}")
         if lines.num_parsed_bytes > MAX_HEAD_BYTES:
             self._raise(*_TOO_MANY_BYTES)
 
@@ -304,8 +308,8 @@ def _warn_of_descriptors(descriptor: int, limit: int) -> None:
         return
     _warned_s = now
     _log.error(
-        "%d of at most %d descriptors (open files) are in use: further connections are refused with 503, or reset. "
-        "Raise the limit by `ulimit -n`, systemd's LimitNOFILE=, or Docker's --ulimit nofile=",
+        "%d of at most %d descriptors (open files) are in use: further connections are refused with 503 or "
+        "reset. Raise the limit with `ulimit -n`, systemd's LimitNOFILE=, or Docker's --ulimit nofile=",
         descriptor,
         limit,
     )

@@ -73,8 +73,8 @@ class ErrorBody(BaseModel):
 
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is wrong."},
-    "5XX": {"model": ErrorBody, "description": "The service failed; the same request may work later."},
+    "4XX": {"model": ErrorBody, "description": "The request is invalid."},
+    "5XX": {"model": ErrorBody, "description": "The service failed. The same request may succeed later."},
 }
 """Error responses of every route, for /openapi.json."""
 
@@ -92,7 +92,7 @@ def error_object(error: BaseException) -> dict[str, Any]:
     """
     message = str(error) if isinstance(error, errors.MindieMMError) else "internal error"
     if isinstance(error, errors.SharedMemoryError):
-        message = "shared memory or the spool cannot be used; the service's log has the reason"
+        message = "shared memory or the spool cannot be used; see the log of the service for the reason"
     param = error.param if isinstance(error, errors.InputError) else None
     body = error_body(message, status_of(error), param)
     if isinstance(error, errors.ContextLengthExceeded):
@@ -159,5 +159,5 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = str(error.detail)
     if error.status_code == 400 and "parsing the body" in text:  # FastAPI's message if the JSON decoder gives up
-        text = "the body is not valid JSON, or is nested too deeply"
+        text = "the body is not valid JSON or is nested too deeply"
     return JSONResponse(error_body(text, error.status_code), status_code=error.status_code, headers=error.headers)

@@ -35,7 +35,7 @@ class Admission:
         if self.stopping:
             raise ServiceStopping("the service is stopping")
         if len(self._live) >= self._limit:
-            raise QueueFull(f"{len(self._live)} requests are being answered, the limit is {self._limit}")
+            raise QueueFull(f"{len(self._live)} requests are in progress; the limit is {self._limit}")
 
     @asynccontextmanager
     async def admit(self, receive: Receive, timeout_s: float | None = None) -> AsyncIterator[None]:

@@ -72,7 +72,7 @@ class Admitted(Response):
                     async with asyncio.timeout(_LAST_WORDS_S):
                         await sending(final, more=False)
                 except TimeoutError:  # uvicorn closes the connection of an unfinished response
-                    _log.info("the client reads nothing; its answer is dropped")
+                    _log.info("the client does not read its response; the connection is closed")
             return
         await sending(last, more=False)
 
@@ -101,8 +101,8 @@ class WholeAnswer(Admitted):
 def _note(error: Exception) -> None:
     """Log the error that ended a started answer, and add it to the request's trace."""
     if isinstance(error, MindieMMError):
-        _log.warning("the answer broke off: %s: %s", type(error).__name__, error)
+        _log.warning("the response was aborted: %s: %s", type(error).__name__, error)
     else:
-        _log.exception("the answer broke off: %s", type(error).__name__, exc_info=error)
+        _log.exception("the response was aborted: %s", type(error).__name__, exc_info=error)
     if (trace := tracing.current.get()) is not None:
         trace.error = type(error).__name__

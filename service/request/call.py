@@ -145,8 +145,8 @@ class Call:
         limit = max(MAX_ANSWER_LOGPROBS, context * (MAX_LOGPROBS + 1))
         if found > limit:
             raise LimitExceeded(
-                f"the answer may have {found} log-probabilities (choices x tokens x those of a token), the limit is "
-                f"{limit}: ask for fewer choices, max_tokens or logprobs"
+                f"the response may have {found} log probabilities (choices x tokens x log probabilities per "
+                f"token); the limit is {limit}. Lower n, max_tokens or logprobs"
             )
 
     async def _outputs(

@@ -66,7 +66,7 @@ class Incoming:
     def _require_order(self, params: SamplingParams) -> None:
         """Raise InputError if the request has a priority, and priorities are off."""
         if params.priority and self.service.config.scheduling_policy != "priority":
-            message = f"priority is {params.priority}, it must be 0 unless --scheduling-policy priority is set"
+            message = f"priority is {params.priority}; it must be 0 unless --scheduling-policy priority is set"
             raise InputError(message, param="priority")
 
     def answered(

@@ -115,15 +115,15 @@ class MediaPolicy:
 
         """
         if len(items) > self.config.max_media_items:
-            raise LimitExceeded(f"{len(items)} media items, the limit is {self.config.max_media_items}")
+            raise LimitExceeded(f"the request has {len(items)} media items; the limit is {self.config.max_media_items}")
         config = self.config
         limits = {"image": config.max_images, "video": config.max_videos, "audio": config.max_audios}
         for kind, limit in limits.items():
             if (count := sum(item.kind == kind for item in items)) > limit:
-                raise LimitExceeded(f"{count} media items of kind {kind}, the limit is {limit}")
+                raise LimitExceeded(f"the request has {count} media items of kind {kind}; the limit is {limit}")
         num_frames = sum(len(item.source) for item in items if isinstance(item.source, tuple))
         if num_frames > MAX_LISTED_FRAMES:
-            raise LimitExceeded(f"{num_frames} frames in the request's lists, the limit is {MAX_LISTED_FRAMES}")
+            raise LimitExceeded(f"the request has {num_frames} frames in lists; the limit is {MAX_LISTED_FRAMES}")
         turns = asyncio.Semaphore(-(-config.max_concurrent_fetches // 4))
         request = _Request(directory.name, partial(self._quota.spend, directory.name), turns)
         counts: dict[str, int] = {}
@@ -171,7 +171,7 @@ class MediaPolicy:
                 assert copy.path is not None
                 return copy.path
             if scheme not in ("", "data"):
-                raise MediaError(f"a URL of scheme {scheme[:16]!r}; http, https, data and file are read")
+                raise MediaError(f"the URL has the scheme {scheme[:16]!r}; it must be http, https, data or file")
             start = base64_start(source) if scheme else 0
             request.spend(base64_size(source, start))
             return await in_thread(lambda: _write(decode_base64(source, start), stem))
@@ -195,10 +195,10 @@ class MediaPolicy:
         """Copy a file under the allowed folder. The opened file is checked, because a link may change before that."""
         folder = self.config.allowed_media_dir
         if folder is None:
-            raise MediaError("files are not read by this service (--allowed-media-dir)")
+            raise MediaError("this service does not read files (--allowed-media-dir)")
         if len(path) > _MAX_PATH or "\0" in path:
-            raise MediaError(f"not a path of at most {_MAX_PATH} characters")
-        refused = MediaError("no such file under the allowed media folder")
+            raise MediaError(f"the path has a NUL character or more than {_MAX_PATH} characters")
+        refused = MediaError("there is no such file in the allowed media folder")
         if not Path(path).is_absolute() or not _is_under(os.path.realpath(path), folder):
             raise refused
         try:
@@ -213,7 +213,7 @@ class MediaPolicy:
             if not _is_under(opened_path, folder) or any(_is_under(opened_path, Path(kernel)) for kernel in _KERNELS):
                 raise refused
             if not stat.S_ISREG(status.st_mode):
-                raise MediaError("not a regular file")
+                raise MediaError("the path is not a regular file")
             copy.write(_piece_of(file), status.st_size)
             while piece := _piece_of(file):  # to the end of the file, which may have grown
                 copy.write(piece, status.st_size)
@@ -236,7 +236,7 @@ def _require_unicode(source: str) -> None:
         if not source.isascii():  # avoids a copy of long base64
             source.encode()
     except UnicodeEncodeError as error:
-        raise MediaError(f"the source holds a lone surrogate at character {error.start}") from None
+        raise MediaError(f"the source contains a lone surrogate at character {error.start}") from None
 
 
 def _write(data: bytes, stem: Path) -> Path:

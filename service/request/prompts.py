@@ -90,7 +90,7 @@ def _directory(spool: Path) -> Iterator[RequestDirectory]:
             try:
                 stack.close()
             except SharedMemoryError as error:
-                _log.error("%s; the next reclaim will remove it", error)
+                _log.error("%s; it is removed at the next reclaim", error)
 
 
 def _field(request: TokenizeRequest) -> str | None:
@@ -107,7 +107,7 @@ def _checked(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
         msgspec.msgpack.encode(with_files(repeat(Path())))
     except (OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise InputError(
-            "the request holds an integer above 64 bits, a lone surrogate or too deep a nesting"
+            "the request contains an integer of more than 64 bits or a lone surrogate, or is nested too deeply"
         ) from error
     return media, with_files
 

@@ -39,9 +39,9 @@ class MediaQuota:
             own = self._requests.get(request, 0) + num_bytes
             whole = sum(self._requests.values()) + num_bytes
             if own > self._request_limit:
-                raise LimitExceeded(f"the request's media take {own} bytes, the limit is {self._request_limit}")
+                raise LimitExceeded(f"the request's media have {own} bytes; the limit is {self._request_limit}")
             if whole > self._limit:
-                raise SpoolFull(f"the media of all requests take {whole} bytes, the limit is {self._limit}")
+                raise SpoolFull(f"the media of all requests in progress have {whole} bytes; the limit is {self._limit}")
             self._requests[request] = own
 
     def give_back(self, request: str) -> None:
@@ -65,7 +65,9 @@ class ItemQuota:
         with self._lock:
             self._spent += num_bytes
             if self._spent > self._limit:
-                raise LimitExceeded(f"{self._spent} bytes, the limit for one item is {self._limit}")
+                raise LimitExceeded(
+                    f"the item has at least {self._spent} bytes; the limit for one item is {self._limit}"
+                )
         self._spend(num_bytes)
 
 
@@ -80,8 +82,8 @@ def room_to_spool() -> Iterator[None]:
     except (OSError, SharedMemoryError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         reason = cause.strerror if isinstance(cause, OSError) else None
-        _log.warning("the spool takes no more: %s", error)
-        raise SpoolFull(f"the spool takes no more: {reason or 'its folder cannot be used'}") from error
+        _log.warning("the spool cannot be written: %s", error)
+        raise SpoolFull(f"the spool cannot be written: {reason or 'its folder cannot be used'}") from error
 
 
 class SpoolProbe:
@@ -98,7 +100,7 @@ class SpoolProbe:
             self._writing = asyncio.ensure_future(self._threads.run(self._write))
         done, _ = await asyncio.wait([self._writing], timeout=PROBE_S)
         if not done:
-            raise SpoolFull(f"the spool takes no more: its file system has not answered for {PROBE_S:g} s")
+            raise SpoolFull(f"the spool cannot be written: its file system has not responded for {PROBE_S:g} s")
         with room_to_spool():
             self._writing.result()
 

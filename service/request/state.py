@@ -51,7 +51,9 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound if `name` is given and is not the served model's name."""
         if name is not None and name != self.model_name:
-            raise ModelNotFound(f"the model {name!r} is not served here; {self.model_name!r} is", param="model")
+            raise ModelNotFound(
+                f"the model {name!r} does not exist; this service serves {self.model_name!r}", param="model"
+            )
 
 
 async def _service(request: Request) -> Service:

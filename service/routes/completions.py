@@ -61,7 +61,10 @@ class _Completion(Form):
             raise InputError("prompt is empty", param="prompt")
         n = self.call.n
         if len(given) * n > MAX_CHOICES:
-            message = f"{len(given)} prompts of {n} choices each, the limit is {MAX_CHOICES} choices"
+            message = (
+                f"the request has {len(given)} prompts with {n} choices each; the limit is {MAX_CHOICES} choices "
+                "in total"
+            )
             raise LimitExceeded(message, param="prompt")
         options = replace(self.body.prompt_options, add_special_tokens=self.body.add_special_tokens is not False)
         if texts := [TokenizeRequest(text=text, options=options) for text in given if isinstance(text, str)]:

@@ -101,7 +101,7 @@ class GenerateEvent(TypedDict):
 async def generate_text(body: GenerateBody, incoming: IncomingDep) -> Response:
     """Answers a text, or a list of texts, images and videos, in one piece."""
     if body.stream:
-        raise InputError("stream is true, which /generate does not serve; ask /generate_stream", param="stream")
+        raise InputError("stream is true, which /generate does not support; use /generate_stream", param="stream")
     generation = _generation(body, incoming)
     return incoming.answered(generation, timeout_s=generation.parameters.timeout)
 
@@ -111,7 +111,7 @@ async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response
     """Answers the same in events, one a step."""
     generation = _generation(body, incoming)
     if generation.parameters.decoder_input_details:
-        message = "decoder_input_details is true, which a stream does not take"
+        message = "decoder_input_details is true, which is not supported in a stream"
         raise InputError(message, param="parameters")
     return incoming.answered(generation, stream=True, last=None, timeout_s=generation.parameters.timeout)
 
@@ -120,10 +120,10 @@ def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
     parameters = body.parameters or GenerateParameters()
     call = incoming.call(body.model, parameters)
     if parameters.adapter_id not in (None, _NO_ADAPTER):
-        message = f"adapter_id is {parameters.adapter_id!r}; no adapters are served"
+        message = f"adapter_id is {parameters.adapter_id!r}; adapters are not supported; leave adapter_id out"
         raise InputError(message, param="parameters")
     if parameters.return_full_text and not isinstance(body.inputs, str):
-        message = "return_full_text is true, which needs inputs to be a text"
+        message = "return_full_text is true, which requires inputs to be a string"
         raise InputError(message, param="parameters")
     return _Generate(call, body, parameters)
 

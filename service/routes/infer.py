@@ -107,7 +107,7 @@ class InputsBody(Body):
     of_parameters: ClassVar[Collection[str]] = InferParameters.model_fields
     """Names of fields that are accepted only in `parameters`."""
 
-    inputs: Annotated[str | Array[AnyItem], must_be("a text, or a list of dicts, each an item")]
+    inputs: Annotated[str | Array[AnyItem], must_be("a string, or a list of dicts with one item each")]
     """A text without a template, or a `List[Dict]` that makes one user turn of a chat."""
     chat_template: Templated | None = None
     """Whether a list becomes a chat turn. False joins its items without a template. Default: true."""
@@ -118,7 +118,7 @@ class InputsBody(Body):
         """Refuse parameters at the top level, where they would be ignored without notice."""
         for name in cls.of_parameters if isinstance(given, dict) else ():
             if given.get(name) is not None:
-                raise PydanticCustomError("misplaced", "{name} must stand in parameters", {"name": name})
+                raise PydanticCustomError("misplaced", "{name} must be inside parameters", {"name": name})
         return given
 
     def request(self) -> TokenizeRequest:

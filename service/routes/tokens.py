@@ -83,9 +83,9 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
         raise InputError("give exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
-        raise InputError(f"chat_template is {body.chat_template}, which needs inputs", param="chat_template")
+        raise InputError(f"chat_template is {body.chat_template}, which requires inputs", param="chat_template")
     if body.add_special_tokens and body.inputs is not None:
-        message = f"add_special_tokens is {body.add_special_tokens}; it is not served with inputs"
+        message = f"add_special_tokens is {body.add_special_tokens}, which is not supported with inputs"
         raise InputError(message, param="add_special_tokens")
     if body.continue_final_message and body.messages is None:
         raise InputError("continue_final_message is true, which needs messages", param="continue_final_message")

@@ -67,12 +67,12 @@ def must_be(expected: str) -> WrapValidator:
 
 Stop = Annotated[
     str | Array[str],
-    must_be("a text or a list of texts"),
+    must_be("a string or a list of strings"),
     AfterValidator(lambda given: (given,) if isinstance(given, str) else tuple(given)),
 ]
 """One stop string or several, read as a tuple."""
 
-Templated = Annotated[bool, must_be("true or false: no template but the checkpoint's is served")]
+Templated = Annotated[bool, must_be("true or false; only the chat template of the checkpoint is supported")]
 """Whether `inputs` become one user turn through the chat template, or are joined without one."""
 
 NotServed = Mapping[str, tuple[Any, ...]]
@@ -92,12 +92,12 @@ class Fields(BaseModel):
     @classmethod
     def _refuse(cls, given: Any) -> Any:
         if isinstance(given, bytes):  # FastAPI does not parse a body of another content type
-            raise PydanticCustomError("no_json", "the request needs the header Content-Type: application/json")
+            raise PydanticCustomError("no_json", "the request must have the header Content-Type: application/json")
         for name in refused_fields(given, cls.not_served) if isinstance(given, dict) else ():
             if name in cls.model_fields:
                 continue
             others = " or ".join(json.dumps(one) for one in cls.not_served[name] if one not in OFF)
-            expected = "{name} is not served, except {others}" if others else "{name} is not served"
+            expected = "{name} is not supported, except {others}" if others else "{name} is not supported"
             if instead := cls.instead.get(name, ""):
                 expected += "; use {instead}"
             raise PydanticCustomError("not_served", expected, {"name": name, "others": others, "instead": instead})

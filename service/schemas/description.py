@@ -37,8 +37,8 @@ def streamed(event: type, whole: type | None = None, last: str | None = None) ->
     item = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     in_events = {"content": {"text/event-stream": {"itemSchema": item}}}
     if whole is None:
-        return {200: {"description": "The answer, in events.", **in_events}}
-    return {200: {"description": "The answer, in events on request.", "model": whole, **in_events}}
+        return {200: {"description": "The response, as events.", **in_events}}
+    return {200: {"description": "The response, as events if stream is true.", "model": whole, **in_events}}
 
 
 def describe(app: FastAPI, events: Sequence[type], *, keys: bool) -> None:

@@ -51,12 +51,12 @@ class ExtraFields(Settings):
         return PromptOptions(cut_to=self.truncate_prompt_tokens or 0, cut_side=self.truncation_side or "left")
 
     def check_extra(self, *, stream: bool) -> None:
-        """Raise InputError for a value that is not served."""
+        """Raise InputError for a value that is not supported."""
         if self.truncate_prompt_tokens == 0:
-            message = "truncate_prompt_tokens is 0, it must be -1 or at least 1"
+            message = "truncate_prompt_tokens is 0; it must be -1 or at least 1"
             raise InputError(message, param="truncate_prompt_tokens")
         if stream and self.prompt_logprobs is not None:
-            message = "prompt_logprobs are not served in a stream; set stream to false or leave prompt_logprobs out"
+            message = "prompt_logprobs are not supported in a stream; set stream to false or leave prompt_logprobs out"
             raise InputError(message, param="prompt_logprobs")
 
     def same(self, *names: str) -> Any:
@@ -64,5 +64,7 @@ class ExtraFields(Settings):
         given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
         for name, value in given[1:]:
             if value != given[0][1]:
-                raise InputError(f"{given[0][0]} is {given[0][1]} and {name} {value}; give one", param=given[0][0])
+                raise InputError(
+                    f"{given[0][0]} is {given[0][1]} and {name} is {value}; give only one of them", param=given[0][0]
+                )
         return given[0][1] if given else None

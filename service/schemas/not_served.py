@@ -93,7 +93,7 @@ INSTEAD: Mapping[str, str] = {
     "stop_sequences": "stop",
     "random_seed": "seed",
     "system": "a message with the role system",
-    "extra_body": "its fields as fields of the request",
+    "extra_body": "its fields as top-level fields of the request",
     "num_return_sequences": "n",
 }
 """Replacement for a refused field in requests to OpenAI's endpoints."""

@@ -89,7 +89,7 @@ class GenerationBody(Body, StructureFields, ExtraFields):
     def _of_a_stream(cls, given: Any, info: ValidationInfo) -> Any:
         """Refuse stream options without a stream, as OpenAI and vLLM do. Empty options count as absent."""
         if given and not info.data.get("stream"):
-            raise PydanticCustomError("no_stream", "needs stream to be true")
+            raise PydanticCustomError("no_stream", "requires stream to be true")
         return given
 
     @property
@@ -105,7 +105,7 @@ class GenerationBody(Body, StructureFields, ExtraFields):
     def params(self, default: SamplingParams, **overrides: Any) -> SamplingParams:
         """Return the settings as in `Settings.params`. Raise InputError for a value that is not served."""
         if self.best_of not in (None, 1, self.n):
-            raise InputError(f"best_of is {self.best_of}; it is not served", param="best_of")
+            raise InputError(f"best_of is {self.best_of}; only 1 and the value of n are supported", param="best_of")
         self.check_extra(stream=bool(self.stream))
         own = {
             "min_tokens": self.same("min_tokens", "min_new_tokens"),
@@ -146,7 +146,7 @@ class ChatBody(GenerationBody):
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
-            message = f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true"
+            message = f"top_logprobs is {self.top_logprobs}, which requires logprobs to be true"
             raise InputError(message, param="top_logprobs")
         return self.params(
             default,
@@ -196,7 +196,7 @@ def offered(tools: Sequence[Any] | None, tool_choice: Any) -> None:
     """Raise InputError if `tools` is empty or invalid, or if `tool_choice` is not served or needs tools."""
     if tools is None and tool_choice == "auto":
         raise InputError(
-            "tool_choice is 'auto' and there are no tools; leave it out, or send tools", param="tool_choice"
+            "tool_choice is 'auto', but there are no tools; leave it out, or send tools", param="tool_choice"
         )
     if tools is not None and not tools:
         raise InputError("tools is an empty list; leave it out, or send at least one tool", param="tools")
@@ -215,7 +215,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[
         str | Array[str] | TokenIds | Array[TokenIds],
-        must_be("a text, a list of texts, token ids or a list of lists of token ids"),
+        must_be("a string, a list of strings, a list of token ids or a list of lists of token ids"),
     ]
     """Texts or token ids, one prompt or several."""
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
@@ -235,7 +235,7 @@ class CompletionBody(GenerationBody):
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         max_tokens = self.same("max_tokens", "max_new_tokens")
         if max_tokens == 0 and not self.echo:
-            raise InputError("max_tokens is 0, which needs echo to be true", param="max_tokens")
+            raise InputError("max_tokens is 0, which requires echo to be true", param="max_tokens")
         counts = [one for one in (self.prompt_logprobs, self.logprobs if self.echo else None) if one is not None]
         return self.params(
             default,
@@ -249,6 +249,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 def _by_id(biases: dict[str, float]) -> dict[int, float]:
     if (bad := next((token for token in biases if not _ID.fullmatch(token)), None)) is not None:
-        message = f"logit_bias has the key {bad[:40]!r}; keys must be token ids in digits, each below {2**31}"
+        message = f"logit_bias has the key {bad[:40]!r}; keys must be token ids in decimal digits, each below {2**31}"
         raise InputError(message, param="logit_bias")
     return {int(token): bias for token, bias in biases.items()}

@@ -52,39 +52,49 @@ class Metrics:
         self._http_requests = Counter(
             f"{PREFIX}http_requests", "HTTP requests.", ("handler", "method", "status"), registry=self.registry
         )
-        self._rejections = counter("admission_rejections", "HTTP requests refused for want of room: 429.").labels(
-            model_name
-        )
-        finished = counter("request_success", "Choices ended, by reason.", "finished_reason")
+        self._rejections = counter(
+            "admission_rejections", "HTTP requests refused with status 429 because the service was full."
+        ).labels(model_name)
+        finished = counter("request_success", "Finished choices, by finish reason.", "finished_reason")
         # Every series exists from the start, so that `rate` sees the first event.
         self._finished = {reason: finished.labels(model_name, reason) for reason in _REASONS}
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
-        self._generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model_name)
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens.").labels(model_name)
+        self._generation_tokens = counter("generation_tokens", "Generated tokens.").labels(model_name)
         self.first_token_s = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to a choice's first token.", _LONG_S
+            "time_to_first_token_seconds", "Time from the arrival of a request to the first token of a choice.", _LONG_S
         )
-        self.inter_token_s = histogram("inter_token_latency_seconds", "Between two steps of a choice.", _SHORT_S)
-        self.e2e_s = histogram("e2e_request_latency_seconds", "From a request's arrival to a choice's end.", _LONG_S)
-        self.tokenize_s = histogram("request_tokenize_time_seconds", "Media and text to token ids.", _LONG_S)
-        self._queue_s = histogram("request_queue_time_seconds", "Waiting to be scheduled.", _LONG_S)
-        self._prefill_s = histogram("request_prefill_time_seconds", "Scheduled to first token.", _LONG_S)
-        self._decode_s = histogram("request_decode_time_seconds", "First to last token.", _LONG_S)
-        self._inference_s = histogram("request_inference_time_seconds", "Scheduled to last token.", _LONG_S)
+        self.inter_token_s = histogram("inter_token_latency_seconds", "Time between two steps of a choice.", _SHORT_S)
+        self.e2e_s = histogram(
+            "e2e_request_latency_seconds", "Time from the arrival of a request to the end of a choice.", _LONG_S
+        )
+        self.tokenize_s = histogram(
+            "request_tokenize_time_seconds", "Time to turn text and media into token ids.", _LONG_S
+        )
+        self._queue_s = histogram("request_queue_time_seconds", "Time that a choice waited to be scheduled.", _LONG_S)
+        self._prefill_s = histogram("request_prefill_time_seconds", "Time from scheduling to the first token.", _LONG_S)
+        self._decode_s = histogram("request_decode_time_seconds", "Time from the first to the last token.", _LONG_S)
+        self._inference_s = histogram(
+            "request_inference_time_seconds", "Time from scheduling to the last token.", _LONG_S
+        )
         self._per_token_s = histogram(
-            "request_time_per_output_token_seconds", "Mean time from token to token of one choice.", _SHORT_S
+            "request_time_per_output_token_seconds", "Mean time between two tokens of a choice.", _SHORT_S
         )
-        self._tower_s = histogram("request_tower_time_seconds", "In the vision tower.", _LONG_S)
-        bad_references = counter("shm_bad_references", "Choices that failed for want of their media, by kind.", "kind")
+        self._tower_s = histogram("request_tower_time_seconds", "Time in the vision tower.", _LONG_S)
+        bad_references = counter(
+            "shm_bad_references", "Choices that failed because their media were missing or damaged, by kind.", "kind"
+        )
         self._bad_references = {
             error: bad_references.labels(model_name, kind) for error, kind in _BAD_REFERENCES.items()
         }
-        self._request_prompt_tokens = histogram("request_prompt_tokens", "Tokens of one prompt.", _TOKENS)
-        self._request_generation_tokens = histogram("request_generation_tokens", "Tokens of one choice.", _TOKENS)
-        self._longest_choice = histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest choice of one prompt.", _TOKENS
+        self._request_prompt_tokens = histogram("request_prompt_tokens", "Number of tokens of a prompt.", _TOKENS)
+        self._request_generation_tokens = histogram(
+            "request_generation_tokens", "Number of tokens of a choice.", _TOKENS
         )
-        self._params_n = histogram("request_params_n", "Choices asked for, of one prompt.", _CHOICES)
-        self._params_max_tokens = histogram("request_params_max_tokens", "max_tokens, where it is given.", _TOKENS)
+        self._longest_choice = histogram(
+            "request_max_num_generation_tokens", "Number of tokens of the longest choice of a prompt.", _TOKENS
+        )
+        self._params_n = histogram("request_params_n", "Number of choices requested for a prompt.", _CHOICES)
+        self._params_max_tokens = histogram("request_params_max_tokens", "max_tokens of requests that set it.", _TOKENS)
 
     def count_http(self, route: str, method: str, status: int) -> None:
         """Count an answered request. `route` is the path template of its route, or `none`."""
@@ -169,14 +179,14 @@ class _EngineGauges(Collector):
         gauges = (
             ("num_requests_running", "Requests in the running batch.", stats.num_running),
             ("num_requests_waiting", "Requests waiting for the batch.", stats.num_waiting),
-            ("kv_cache_usage_perc", "Used share of the KV cache, 1 is full.", stats.kv_cache_usage),
+            ("kv_cache_usage_perc", "Used fraction of the KV cache, from 0 to 1.", stats.kv_cache_usage),
         )
         counters = (
             ("mm_cache_queries", "Media items looked up in the encoder cache.", stats.encoder_cache_queries),
             ("mm_cache_hits", "Media items found in the encoder cache.", stats.encoder_cache_hits),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            ("num_preemptions", "Requests put back to make room.", stats.preemptions),
+            ("num_preemptions", "Requests preempted to free KV cache.", stats.preemptions),
         )
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, text, value in rows:
@@ -193,9 +203,13 @@ class _Processes(Collector):
     def collect(self) -> Iterator[Metric]:
         engine, tokenizers = self._worker.engine, self._worker.tokenizer_stage
         labels = ("model_name", "process")
-        alive = GaugeMetricFamily(f"{PREFIX}processes", "Processes that take requests.", labels=labels)
-        started = CounterMetricFamily(f"{PREFIX}process_restarts", "Started in place of a dead one.", labels=labels)
-        failed = CounterMetricFamily(f"{PREFIX}process_start_failures", "Tries at that which failed.", labels=labels)
+        alive = GaugeMetricFamily(f"{PREFIX}processes", "Processes that accept requests.", labels=labels)
+        started = CounterMetricFamily(
+            f"{PREFIX}process_restarts", "Processes started to replace a dead one.", labels=labels
+        )
+        failed = CounterMetricFamily(
+            f"{PREFIX}process_start_failures", "Failed attempts to start a process.", labels=labels
+        )
         for name, number, restarts in (
             ("engine", engine.num_alive, engine.restarts),
             ("tokenizer", len(tokenizers.pids), tokenizers.restarts),
@@ -212,7 +226,9 @@ class _Processes(Collector):
         remade.add_metric((self._model_name,), self._worker.media_remade)
         yield remade
         dropped = CounterMetricFamily(
-            f"{PREFIX}log_lines_dropped", "Log lines lost because nobody read stderr.", labels=("model_name",)
+            f"{PREFIX}log_lines_dropped",
+            "Log lines dropped because standard error was not read.",
+            labels=("model_name",),
         )
         dropped.add_metric((self._model_name,), dropped_lines())
         yield dropped
@@ -225,7 +241,7 @@ class _Processes(Collector):
         build = {name: version(name) for name in ("mindie_mm", "torch", "transformers")}
         build = {**build, "python": platform.python_version(), "device": info.device}
         for name, text, values in (
-            ("cache_config", "The KV cache; blocks of whichever device.", cache),
+            ("cache_config", "Configuration of the KV cache, with its number of blocks on any device.", cache),
             ("build", "Versions and device.", build),
         ):
             family = InfoMetricFamily(PREFIX + name, text, labels=("model_name",))
@@ -263,7 +279,11 @@ class _SharedMemory(Collector):
     def _filesystem(self) -> Iterator[Metric]:
         space = ShmSpace.now()
         for name, text, num_bytes in (
-            ("filesystem_bytes", "Size of /dev/shm, used by any program. +Inf without a limit.", space.total_bytes),
+            (
+                "filesystem_bytes",
+                "Size of /dev/shm, which any program may use, or +Inf if it has no limit.",
+                space.total_bytes,
+            ),
             ("filesystem_free_bytes", "Bytes of /dev/shm that are free.", space.free_bytes),
         ):
             metric = GaugeMetricFamily(f"{PREFIX}shm_{name}", text, labels=("model_name",))
@@ -272,9 +292,13 @@ class _SharedMemory(Collector):
 
     def _reclaimed(self) -> Iterator[Metric]:
         labels = ("model_name", "cause")
-        number = CounterMetricFamily(f"{PREFIX}shm_reclaimed", "Things of the dead reclaimed, by cause.", labels=labels)
+        number = CounterMetricFamily(
+            f"{PREFIX}shm_reclaimed", "Objects reclaimed from dead processes, by cause.", labels=labels
+        )
         num_bytes = CounterMetricFamily(
-            f"{PREFIX}shm_reclaimed_bytes", "Shared memory that they held, by cause.", labels=labels
+            f"{PREFIX}shm_reclaimed_bytes",
+            "Bytes of shared memory reclaimed from dead processes, by cause.",
+            labels=labels,
         )
         for cause, total in totals().items():
             number.add_metric((self._model_name, cause), total.number)
@@ -291,17 +315,21 @@ _ArenaValues = Sequence[tuple[str, str, Callable[[ArenaInfo, ArenaStats], float]
 """Metrics with a series per arena: name, description, and function for the value."""
 
 _ARENA_GAUGES: _ArenaValues = (
-    ("capacity_bytes", "Bytes for blocks.", lambda arena, _: arena.capacity_bytes),
-    ("used_bytes", "Bytes in blocks that nobody freed.", lambda arena, _: arena.used_bytes),
-    ("peak_bytes", "The most bytes that were ever in blocks.", lambda _, stats: stats.peak_bytes),
-    ("populated_ratio", "Faulted-in share, 1 is all of it.", lambda arena, _: arena.populated_fraction),
-    ("waiting_bytes", "Bytes that requests wait for.", lambda _, stats: stats.waiting_bytes),
-    ("oldest_block_age_seconds", "Age of the oldest block, 0 without one.", lambda arena, _: _oldest(arena)),
+    ("capacity_bytes", "Capacity for blocks in bytes.", lambda arena, _: arena.capacity_bytes),
+    ("used_bytes", "Bytes in blocks that are not freed.", lambda arena, _: arena.used_bytes),
+    ("peak_bytes", "Maximum number of bytes that were in blocks at once.", lambda _, stats: stats.peak_bytes),
+    (
+        "populated_ratio",
+        "Fraction of the arena that is faulted in, from 0 to 1.",
+        lambda arena, _: arena.populated_fraction,
+    ),
+    ("waiting_bytes", "Bytes that requests are waiting to allocate.", lambda _, stats: stats.waiting_bytes),
+    ("oldest_block_age_seconds", "Age of the oldest block, or 0 if there is none.", lambda arena, _: _oldest(arena)),
 )
 _ARENA_COUNTERS: _ArenaValues = (
     ("allocations", "Blocks allocated.", lambda _, stats: stats.allocations),
     ("waits", "Requests that had to wait for room.", lambda _, stats: stats.waits),
     ("waited_seconds", "Time that requests have waited for room.", lambda _, stats: stats.waited_ns / 1e9),
-    ("full", "Requests that waited in vain: ArenaFull.", lambda _, stats: stats.full),
-    ("taken_back", "Published blocks freed and taken back.", lambda _, stats: stats.taken_back),
+    ("full", "Requests that failed because no room became free (ArenaFull).", lambda _, stats: stats.full),
+    ("taken_back", "Published blocks that were freed and reclaimed by the owner.", lambda _, stats: stats.taken_back),
 )

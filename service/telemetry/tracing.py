@@ -116,7 +116,7 @@ class Tracer:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            raise InputError("otlp_endpoint is set, which needs the extra: pip install 'mindie_mm[otel]'") from error
+            raise InputError("otlp_endpoint requires the extra otel: pip install 'mindie_mm[otel]'") from error
         own = Resource.create({"service.name": "mindie_mm", "service.version": version})
         self._provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

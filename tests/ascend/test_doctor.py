@@ -45,7 +45,7 @@ def test_an_npu_whose_memory_others_use_is_a_warning(diagnose):
     one = diagnose(memory_bytes=2**30, others_bytes=2**30 - 2**27)["npu runtime"]
     assert one.status == "warning"
     assert one.found == "1 x Ascend910B1, 0.1 of 1.0 GiB free on the first"
-    assert "stop what uses it" in one.advice
+    assert "stop the processes that use it" in one.advice
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_missing_operators_of_cann_are_named(diagnose):
     one = diagnose(missing="aten::matmul")["npu runtime"]
     assert one.status == "error"
     assert one.found.startswith(
-        "CANN's operators are not installed, or not of its version: RuntimeError: aclnnMatmul or "
+        "CANN's operators are not installed, or have another version: RuntimeError: aclnnMatmul or "
     )
     assert one.advice.startswith("install the ops package")
 
@@ -87,21 +87,25 @@ def test_missing_operators_of_cann_are_named(diagnose):
 def test_a_wrong_product_is_an_error(diagnose):
     one = diagnose(idle="aten::matmul")["npu runtime"]
     assert one.status == "error"
-    assert one.found == "starting the NPU ends with status 1: the NPU multiplies wrongly: 4096 comes out as nan"
+    assert (
+        one.found
+        == "the process that starts the NPU exited with status 1: the NPU computes wrong results: a sum of products "
+        "is nan instead of 4096"
+    )
 
 
 @pytest.mark.slow
 def test_an_unknown_error_is_passed_on(diagnose):
     one = diagnose(fail="aclrtGetMemInfo=500000")["npu runtime"]
     assert one.status == "error"
-    assert one.found.startswith("starting the NPU ends with status 1: RuntimeError: GetDeviceMemories")
+    assert one.found.startswith("the process that starts the NPU exited with status 1: RuntimeError: GetDeviceMemories")
 
 
 @pytest.mark.slow
 def test_a_machine_without_visible_npus_is_an_error(diagnose):
     one = diagnose(fail="aclrtGetDeviceCount=507899")["npu runtime"]
     assert one.status == "error"
-    assert one.found == "starting the NPU ends with status 1: no NPU is visible, see npu-smi info"
+    assert one.found == "the process that starts the NPU exited with status 1: no NPU is visible; check npu-smi info"
 
 
 @pytest.mark.slow
@@ -135,4 +139,4 @@ def test_doctor_fails_if_the_chosen_npu_does_not_start(tree):
     amiss = {subject: one["status"] for subject, one in found.items() if one["status"] != "ok"}
     assert amiss == {"npu runtime": "error", "device": "error"}
     assert found["npu runtime"]["found"].startswith("the NPU does not start (507033): RuntimeError: ")
-    assert found["device"]["advice"] == "see what is said of npu below"
+    assert found["device"]["advice"] == "see the findings about npu below"

@@ -296,7 +296,7 @@ def twice() -> list[dict]:
     return [attention(4, 2, 128, 128, "bfloat16") for _ in range(2)]
 
 
-SAYS = " does not run on npu:0 in torch.{}, plain torch takes its place: "
+SAYS = " does not run on npu:0 in torch.{}; plain torch is used instead: "
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_attention_without_packed_rows_uses_the_other_layout():
     assert [one["names"] for one in found] == [[STORE + [FUSED] * calls for calls in (3, 2, 1)]] * 2
     assert max(one["worst"] for one in found) < HALF_TOLERANCE
     (line,) = lines
-    assert line.startswith(f"{FUSED} (TND) does not run on npu:0 in torch.bfloat16, its layout BSH takes its place: ")
+    assert line.startswith(f"{FUSED} (TND) does not run on npu:0 in torch.bfloat16; its layout BSH is used instead: ")
 
 
 def sizes() -> list[bool]:

@@ -52,7 +52,7 @@ def test_an_npu_is_opened_and_measured(soc, dtype):
 
 def test_an_npu_that_is_not_visible_is_refused():
     found = call(opened, fail="aclrtGetDeviceCount=507033")
-    assert found == {"error": "the device npu can't be used: no NPU is visible, see npu-smi info"}
+    assert found == {"error": "the device npu cannot be used: no NPU is visible; check npu-smi info"}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def too_large() -> str:
 
 def test_weights_that_do_not_fit_raise_a_device_error():
     message = call(too_large, memory_bytes=4 * 2**20)
-    assert "does not fit into the memory of npu:0: NPU out of memory" in message
+    assert "does not fit in the memory of npu:0: NPU out of memory" in message
 
 
 def without_torch_npu() -> str:
@@ -96,7 +96,7 @@ def without_torch_npu() -> str:
 
 def test_a_missing_torch_npu_is_named():
     release = torch.__version__.partition("+")[0]
-    assert call(without_torch_npu) == f"torch_npu is not installed: pip install torch_npu=={release} beside CANN"
+    assert call(without_torch_npu) == f"torch_npu is not installed: install CANN, then pip install torch_npu=={release}"
 
 
 def test_a_missing_cann_is_named():
@@ -113,7 +113,7 @@ def test_a_missing_cann_is_named():
         timeout=300,
         check=True,
     )
-    assert answer.stdout.startswith("the device npu can't be used: torch_npu does not load (")
+    assert answer.stdout.startswith("the device npu cannot be used: torch_npu cannot be imported (")
     assert "source CANN's set_env.sh first" in answer.stdout
 
 

@@ -305,13 +305,13 @@ OF_FORMATS: dict[str, tuple[Callable[[], bytes], str]] = {
     "jp2 of 8193x8192": (lambda: jpeg_2000_of_size(8193, 8192), "the limit of the format is 67108864"),
     "jp2 whose codestream is larger than its box": (
         lambda: jpeg_2000_of_size(8000, 8000, in_box=False),
-        "no readable image",
+        "cannot be read as an image",
     ),
     "jp2 whose box is larger than its codestream": (
         lambda: jpeg_2000_of_size(13_000, 13_000, in_codestream=False),
-        "no readable image",
+        "cannot be read as an image",
     ),
-    "jp2 of 16384 components": (lambda: jpeg_2000_of_size(64, 48, components=16_384), "no readable image"),
+    "jp2 of 16384 components": (lambda: jpeg_2000_of_size(64, 48, components=16_384), "cannot be read as an image"),
     "jp2 with many boxes": (lambda: jp2_with(b"\0\0\0\x08free" * 500_000), "boxes; the limit is 1000"),
     "jp2 with many boxes in its header": (
         lambda: jp2_with(b"", b"\0\0\0\x08free" * 500_000),
@@ -321,12 +321,12 @@ OF_FORMATS: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: avif_with(b"\0\0\0\x15infe\2\0\0\0\0\1\0\0av01\0" * 50_000),
         "bytes of tables; the limit is 131072",
     ),
-    "avif of 30000x30000": (lambda: avif_of_size(30_000, 30_000), "no readable image"),
+    "avif of 30000x30000": (lambda: avif_of_size(30_000, 30_000), "cannot be read as an image"),
     "icon with a bitmap of 30000x30000": (
         lambda: icon((0, 0, struct.pack("<IiiHHIIiiII", 40, 30_000, 60_000, 1, 1, 0, 0, 0, 0, 0, 0))),
         "the icon's bitmap has 30000x30000 pixels; the limit is 256x256",
     ),
-    "icon of 65535 pictures": (lambda: icon(*[(16, 16, b"")] * 65_535), "no readable image"),
+    "icon of 65535 pictures": (lambda: icon(*[(16, 16, b"")] * 65_535), "cannot be read as an image"),
     "pixmap with a long comment": (lambda: b"P6 #" + b"a" * 2_000_000, "a portable anymap without a valid header"),
     "pixmap with many comments": (lambda: b"P6 " + b"#\n" * 1_000_000, "a portable anymap without a valid header"),
     "pixmap with many spaces": (lambda: b"P6" + b" " * 2_000_000, "a portable anymap without a valid header"),

@@ -85,8 +85,11 @@ def test_the_limits_of_an_item_are_settings(limited: RunningService) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("image", "media item 1 (image): the request's images have 98000000 pixels or more, .*; the limit is 90000000"),
-        ("video", "media item 1 (video): of the request's videos 24576 pixels or more would .*; the limit is 20000"),
+        (
+            "image",
+            "media item 1 (image): the request's images and frames have at least 98000000 .* limit is 90000000",
+        ),
+        ("video", "media item 1 (video): at least 24576 pixels of the request's videos would .*; the limit is 20000"),
     ],
 )
 def test_the_limits_of_a_request_are_settings(kind: str, message: str, limited: RunningService) -> None:
@@ -105,7 +108,7 @@ def test_a_decoder_that_exceeds_its_memory_fails_only_its_request(limited: Runni
     expected = ask(limited, "image", good).json()["choices"]
     pid = tokenizer(limited).pid
     heavy = encoded(Image.new("RGBA", (7000, 7000)), "PNG")  # 196 MB as RGBA, plus the RGB copy
-    assert "takes more memory than the limit (--max-decode-bytes)" in error_of(limited, "image", heavy)
+    assert "needs more memory than the limit allows (--max-decode-bytes)" in error_of(limited, "image", heavy)
     assert tokenizer(limited).pid == pid
     assert ask(limited, "image", good).json()["choices"] == expected
 
@@ -122,7 +125,7 @@ def test_other_requests_are_answered_beside_pictures_that_exceed_the_memory(limi
     for one in answers[::3]:
         message = one.json()["error"]["message"]
         assert "media item 0 (image)" in message
-        assert "takes more memory than the limit (--max-decode-bytes)" in message
+        assert "needs more memory than the limit allows (--max-decode-bytes)" in message
     assert [one.json()["choices"] for one in answers[1::3]] == [expected[0]] * 3
     assert [one.json()["choices"] for one in answers[2::3]] == [expected[1]] * 3
     wait_until(lambda: len(decoders(limited)) == number)

@@ -27,7 +27,7 @@ async def test_endless_interim_answers_are_refused(interim: bytes, at_once: int)
             await asyncio.sleep(0)
 
     async with serving(answer) as url:
-        with pytest.raises(MediaError, match=f"more than {MAX_INTERIM} interim answers"):
+        with pytest.raises(MediaError, match=f"more interim responses than the limit of {MAX_INTERIM}"):
             await fetch(url, max_bytes=100, timeout_s=20, allow_private=True)
 
 

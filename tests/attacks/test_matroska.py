@@ -58,7 +58,7 @@ def test_other_tracks_are_not_unpacked(encodings: bytes, kind: int) -> None:
 
 def test_a_compressed_video_track_is_refused() -> None:
     for encodings in (compressed(), compressed(1), compressed(3, bytes(65))):
-        with pytest.raises(MediaError, match="video is compressed as in an archive"):
+        with pytest.raises(MediaError, match="compresses its video tracks with a general-purpose algorithm"):
             EncodedVideo.open(plain(matroska_track(1, b"V_VP8", encodings)))
 
 
@@ -98,5 +98,5 @@ def test_files_without_compression_are_not_copied() -> None:
 
 def test_too_many_elements_are_refused() -> None:
     for data in (b"\x16\x54\xae\x6b" * 10**6, b"\x16\x54\xae\x6b\xff" + b"\xae\x80" * 10**6):
-        with pytest.raises(LimitExceeded, match="more than 16384 elements"):
+        with pytest.raises(LimitExceeded, match="more elements than the limit of 16384"):
             without_compression(data)

@@ -32,8 +32,10 @@ def test_too_many_pixels_of_a_request_are_refused(attacked: Attacked) -> None:
     ]
     content = [with_bytes("image", data)["messages"][0]["content"][0] for data in each]
     body = {"messages": [{"role": "user", "content": content}]}
-    message = attacked.refused(body, "media item 6 (image): the request's images have 1252421632 pixels or more")
-    assert message.endswith("; the limit is 1073741824")
+    message = attacked.refused(
+        body, "media item 6 (image): the request's images and frames have at least 1252421632 pixels"
+    )
+    assert message.endswith("; the limit is 1073741824 (--max-request-pixels)")
 
 
 @pytest.mark.parametrize(("make", "message"), pictures.OF_FORMATS.values(), ids=pictures.OF_FORMATS.keys())
@@ -55,7 +57,8 @@ def test_too_many_parts_are_refused_before_decoding(attacked: Attacked, make: Ma
 @named(pictures.PACKED)
 def test_huge_compressed_metadata_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(
-        with_bytes("image", make()), "bytes are no readable image (JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF, "
+        with_bytes("image", make()),
+        "bytes cannot be read as an image (supported formats: JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF, ",
     )
 
 
@@ -66,7 +69,7 @@ def test_broken_pictures_are_refused(attacked: Attacked, make: Make) -> None:
 
 @named(pictures.OTHER_FORMATS)
 def test_other_formats_are_refused(attacked: Attacked, make: Make) -> None:
-    attacked.refused(with_bytes("image", make()), "bytes are no readable image")
+    attacked.refused(with_bytes("image", make()), "bytes cannot be read as an image")
 
 
 @named(pictures.HARMLESS)

@@ -161,7 +161,7 @@ def test_a_link_that_points_to_another_file_is_detected(tmp_path: Path) -> None:
     link.unlink()
     link.symlink_to(other)
     steps = begun.stage.run(begun.chunks[0], {})
-    with pytest.raises(StorageError, match="another file has taken its path"):
+    with pytest.raises(StorageError, match="another file replaced it"):
         next(steps)
 
 
@@ -195,7 +195,9 @@ def test_a_change_of_a_large_file_between_two_calls_is_detected(form: str, tmp_p
     path.write_bytes(original.replace(b"row 1", b"ROW 1"))
     assert Run.of(given, folder).digest == begun.run.digest
     for _ in range(2):
-        with pytest.raises(InputError, match=rf"rows\.{form} has changed since an earlier call: rows 0 to 2 are not"):
+        with pytest.raises(
+            InputError, match=rf"rows\.{form} has changed since an earlier call: rows 0 to 2 differ from"
+        ):
             run(given, folder)
     path.write_bytes(original)
     run_in_process(given, folder)
@@ -218,7 +220,7 @@ def test_a_file_that_is_cut_while_workers_read_it_ends_the_command(tmp_path: Pat
     assert done.stderr.endswith("Fix that, then run the same command again to continue\n")
     again = tokenize(*command)
     assert again.returncode == 2
-    assert f"{path} has another content than the earlier input" in again.stderr
+    assert f"the content of {path} differs from that of the earlier input" in again.stderr
     path.write_bytes(original)
     run_in_process(settings(path), tmp_path / "run")
     run_in_process(settings(path), tmp_path / "whole")
@@ -243,7 +245,7 @@ def test_a_removed_picture_of_a_listed_folder_ends_the_run(pictures: Path, tmp_p
     with pytest.raises(StorageError, match=r"2\.jpg was removed while the run read .*pictures"):
         list(steps)
     assert named_shards(folder) == []
-    with pytest.raises(InputError, match="pictures has another content than the earlier input"):
+    with pytest.raises(InputError, match="pictures differs from that of the earlier input"):
         run(given, folder)
     (pictures / "2.jpg").write_bytes(data)
     assert run_in_process(given, folder).num_errors == 0

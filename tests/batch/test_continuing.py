@@ -79,7 +79,7 @@ def test_an_input_under_another_path_continues_the_run(
 def test_a_copied_input_in_another_folder_is_another_input(name: str, place: Path, tmp_path: Path) -> None:
     shutil.copytree(place, tmp_path / "other")
     run_in_process(settings(place / name), tmp_path / "run")
-    with pytest.raises(InputError, match=rf"the input was {place / name}, now {tmp_path / 'other' / name}, which may"):
+    with pytest.raises(InputError, match=rf"the input was {place / name}, now {tmp_path / 'other' / name}\. The media"):
         run(settings(tmp_path / "other" / name), tmp_path / "run")
 
 
@@ -95,7 +95,7 @@ def test_a_linked_or_moved_file_without_its_pictures_is_another_input(how: str, 
         (other / "rows.jsonl").hardlink_to(place / "rows.jsonl")
     else:
         (place / "rows.jsonl").rename(other / "rows.jsonl")
-    with pytest.raises(InputError, match=rf"the input was {place}/rows.jsonl, now {other}/rows.jsonl, which may"):
+    with pytest.raises(InputError, match=rf"the input was {place}/rows.jsonl, now {other}/rows.jsonl\. The media"):
         run(settings(other / "rows.jsonl", shard_rows=2), folder)
 
 
@@ -137,7 +137,7 @@ def test_other_versions_do_not_continue_a_run(place: Path, tmp_path: Path, monke
     monkeypatch.setattr(settings_module, "versions", lambda: other)
     own = versions()["transformers"]
     message = (
-        rf"versions was transformers {own}, more \(none\), now transformers 4\.0\.0, more 1\. Name another folder for"
+        rf"versions was transformers {own}, more \(none\), now transformers 4\.0\.0, more 1\. Choose another folder for"
     )
     with pytest.raises(InputError, match=message):
         run(given, tmp_path / "run")
@@ -174,8 +174,8 @@ def test_an_output_that_is_a_file_is_refused(place: Path, tmp_path: Path) -> Non
     status, message = tokenize(place / "rows.jsonl", "--output", tmp_path / "file")
     assert status == 2
     assert message == (
-        f"Error: {tmp_path / 'file'} cannot be written: {tmp_path / 'file'} is no folder. "
-        "Name a folder that you may write to, or one that does not exist yet\n"
+        f"Error: {tmp_path / 'file'} cannot be written: {tmp_path / 'file'} is not a folder. Choose a folder that "
+        "you may write to, or one that does not exist yet\n"
     )
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -188,9 +188,9 @@ def test_an_input_in_the_output_folder_is_refused(place: Path, tmp_path: Path) -
     for output in (place, tmp_path / "link", place / "pictures/.."):
         status, message = tokenize(place / "input-000.jsonl", "--output", output)
         assert status == 2
-        assert f"the input {place / 'input-000.jsonl'} lies in the output folder" in message
+        assert f"the input {place / 'input-000.jsonl'} is inside the output folder" in message
     status, message = tokenize(place / "pictures", "--output", place / "pictures")
-    assert (status, "lies in the output folder" in message) == (2, True)
+    assert (status, "is inside the output folder" in message) == (2, True)
     assert sorted(path.name for path in place.iterdir()) == ["input-000.jsonl", "pictures"]
 
 
@@ -209,7 +209,7 @@ def test_an_output_on_a_read_only_file_system_is_refused(place: Path, tmp_path: 
     script = ("sh", "-c", steps, "sh", str(tmp_path / "disk"), CLI, str(place / "rows.jsonl"))
     done = subprocess.run([*own_mounts, *script], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 2, done.stderr
-    assert "disk/run cannot be written: Read-only file system. Name a folder" in done.stderr
+    assert "disk/run cannot be written: Read-only file system. Choose a folder" in done.stderr
 
 
 def test_an_output_without_write_permission_is_refused(place: Path, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_an_output_without_write_permission_is_refused(place: Path, tmp_path: Pa
     user = os.geteuid()
     os.seteuid(user or 65534)
     try:
-        with pytest.raises(InputError, match=r"closed(/run)? cannot be written: Permission denied\. Name a folder"):
+        with pytest.raises(InputError, match=r"closed(/run)? cannot be written: Permission denied\. Choose a folder"):
             run(settings(place / "rows.jsonl"), tmp_path / "closed/run")
     finally:
         os.seteuid(user)

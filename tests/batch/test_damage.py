@@ -111,7 +111,7 @@ def test_a_changed_pixel_is_detected_before_it_is_used(folder: Path, tmp_path: P
     for command, status in ((("inspect", folder, 1), 1), (generate, 3)):
         shown = invoke(*command)
         assert shown.exit_code == status
-        assert f"{ARENA} is not what the run wrote: its digest is" in shown.stderr
+        assert f"{ARENA} is not the file that the run wrote: its digest is" in shown.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
@@ -119,7 +119,7 @@ def test_an_exchanged_table_is_detected_before_it_is_used(folder: Path, tmp_path
     rewritten(folder, input_ids=elsewhere)
     shown = invoke("inspect", folder, 1, "--png", tmp_path / "row.png")
     assert shown.exit_code == 1
-    assert f"{TABLE} is not what the run wrote: its digest is" in shown.stderr
+    assert f"{TABLE} is not the file that the run wrote: its digest is" in shown.stderr
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_another_call_replaces_an_exchanged_table(
 ) -> None:
     rewritten(folder, id=lambda _: "another")
     run_in_process(settings(media / "damage.jsonl"), folder)
-    assert f"{folder / TABLE} is not what the run wrote: its digest is" in caplog.text
+    assert f"{folder / TABLE} is not the file that the run wrote: its digest is" in caplog.text
     assert content(folder) == content(whole)
 
 
@@ -167,19 +167,19 @@ def test_a_run_of_another_format_is_not_called_damaged(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["run"]["format"] = 1
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match="was written in format 1; only 2 is read"):
+    with pytest.raises(InputError, match="was written in format 1; only format 2 is supported"):
         Dataset(folder)
 
 
 def test_a_path_without_a_run_and_a_missing_row_are_refused(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no finished run"):
+    with pytest.raises(InputError, match="does not hold a finished run"):
         Dataset(tmp_path)
-    with pytest.raises(InputError, match=r"manifest.json is a file; give the folder of a finished run"):
+    with pytest.raises(InputError, match=r"manifest.json is a file. Give the folder of a finished run"):
         Dataset(whole / "manifest.json")
     shown = invoke("inspect", whole, 3)
     assert (shown.exit_code, shown.stderr.splitlines()[-1]) == (
         2,
-        f"Error: there is no row 3: {whole} has 3, numbered from 0",
+        f"Error: there is no row 3: {whole} has 3 rows, numbered from 0",
     )
 
 

@@ -175,7 +175,7 @@ def test_an_engine_that_does_not_restart_ends_the_run(
     failing(kill)
     ended = generate(folder, tmp_path / "out.jsonl")
     assert ended.exit_code == 3
-    assert "it is not back after 0.5 s. " in ended.stderr
+    assert "it was not restarted within 0.5 s. " in ended.stderr
     assert ended.stderr.endswith(" of 6 rows are answered. Fix that, then run the same command again to continue\n")
     assert whole.startswith((tmp_path / "out.jsonl").read_bytes())
 
@@ -207,6 +207,6 @@ def test_the_next_shard_is_mounted_before_the_last_one_is_answered(
     data[-9000] ^= 1
     blocks.write_bytes(data)
     ended = generate(damaged, tmp_path / "out.jsonl")
-    assert (ended.exit_code, f"{blocks} is not what the run wrote" in ended.stderr) == (3, True)
+    assert (ended.exit_code, f"{blocks} is not the file that the run wrote" in ended.stderr) == (3, True)
     assert (tmp_path / "out.jsonl").read_bytes().splitlines() == whole.splitlines()[:4]
     assert (most, mounted) == ([1, 2], [])

@@ -79,7 +79,9 @@ def test_a_run_without_locks_continues_with_a_warning(
     run_in_process(settings(rows), tmp_path / "run")
     assert [sample.error for sample in Dataset(tmp_path / "run")] == [None] * 3
     (warning,) = [record.getMessage() for record in caplog.records]
-    lacks = f"its file system has no locks (flock: {os.strerror(number)}). Do not let another call write there"
+    lacks = (
+        f"the file system does not support locks (flock: {os.strerror(number)}). Do not let another process write there"
+    )
     assert warning == f"{tmp_path / 'run'}: {lacks}"
     caplog.clear()
     origin = Origin(run="", model="", model_digest="", sampling=SamplingParams())
@@ -99,14 +101,16 @@ def test_other_lock_errors_end_a_run(rows: Path, tmp_path: Path, monkeypatch: py
 def test_a_spool_and_an_arena_need_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_to_lock(errno.ENOSYS, monkeypatch)
     with (
-        pytest.raises(SharedMemoryError, match=r"spool .* its file system has no locks \(flock: Function not impl"),
+        pytest.raises(
+            SharedMemoryError, match=r"spool .* the file system does not support locks \(flock: Function not impl"
+        ),
         request_directory(tmp_path / "spool"),
     ):
         pass
-    with pytest.raises(SharedMemoryError, match="its file system has no locks"):
+    with pytest.raises(SharedMemoryError, match="the file system does not support locks"):
         require_places(ServiceConfig(spool=tmp_path / "spool"))
     assert [*(tmp_path / "spool").iterdir()] == []
     finding = doctor._spool(ServiceConfig(spool=tmp_path / "spool"))
-    assert (finding.status, "its file system has no locks" in finding.found) == ("error", True)
+    assert (finding.status, "the file system does not support locks" in finding.found) == ("error", True)
     with pytest.raises(SharedMemoryError, match="cannot lock a file in /dev/shm: Function not implemented"):
         Arena.create(4096)

@@ -253,9 +253,9 @@ ATTACKS: Sequence[tuple[bytes, str]] = (
     (b'{"inputs": [{"image": "."}]}', "Is a directory"),
     (b'{"inputs": [{"image": "http://127.0.0.1:9/a.jpg"}]}', "address is not public"),
     (b'{"inputs": "[{]"}', "not JSON"),
-    (b'{"inputs": [], "text": "a"}', "it takes inputs, messages, or"),
-    (b'{"text": null}', "it takes inputs, messages, or"),
-    (b"{}", "it takes inputs, messages, or"),
+    (b'{"inputs": [], "text": "a"}', "it must have only one of"),
+    (b'{"text": null}', "it must have inputs, messages, or"),
+    (b"{}", "it must have inputs, messages, or"),
     (b"[null]", "must be a dict"),
 )
 
@@ -393,7 +393,7 @@ def test_rows_removed_after_counting_end_the_run(tmp_path: Path) -> None:
     for chunk, whole in zip(counted, (3, 0), strict=True):
         steps = stage.run(chunk, {})
         assert [next(steps).error for _ in range(whole)] == [None] * whole
-        with pytest.raises(StorageError, match=r"rows\.jsonl cannot be read any further: it ended early"):
+        with pytest.raises(StorageError, match=r"rows\.jsonl cannot be read to the end: it ended early"):
             next(steps)
 
 
@@ -523,16 +523,16 @@ def test_a_refused_call_leaves_no_copy_of_standard_input(tmp_path: Path, monkeyp
 
 def test_a_template_that_no_input_uses_is_refused(folder: Path, tmp_path: Path) -> None:
     rows = written(tmp_path / "rows.jsonl", [{"text": "a"}])
-    with pytest.raises(InputError, match="template is for folders of media and tars"):
+    with pytest.raises(InputError, match="template applies only to folders of media and tar files"):
         Run.of(settings(rows, template="What?"), tmp_path)
     tar = packed(tmp_path / "t.tar", [(NAMES[0], b"")])
     Run.of(settings(rows, tar, template="What?"), tmp_path)
-    with pytest.raises(InputError, match=r"template has \{media\} 2 times; the media stand"):
+    with pytest.raises(InputError, match=r"template has \{media\} 2 times; the limit is 1"):
         settings(folder, template="Describe {media} now {media}.")
 
 
 def test_standard_input_named_twice_is_refused() -> None:
-    with pytest.raises(InputError, match="standard input is named 2 times"):
+    with pytest.raises(InputError, match="standard input is given 2 times"):
         settings(Path("-"), Path("-"))
 
 

@@ -29,9 +29,9 @@ MISTAKES = {
     "PowerShell": ("\n".join(['{"text": "a"}'] * 2).encode("utf-16"), "text in UTF-16, as PowerShell's > writes it"),
     "big-endian": (b"\xfe\xff" + LINE.decode().encode("utf-16-be"), "text in UTF-16"),
     "no mark": (LINE.decode().encode("utf-16-le"), "text in UTF-16"),
-    "CR": (b"\r".join([LINE] * 3), "lines that end in CR alone"),
-    "CR at the end": (b"\r".join([LINE] * 2) + b"\r", "lines that end in CR alone"),
-    "CR, and LF at the end": (b"\r".join([LINE] * 2) + b"\n", "lines that end in CR alone"),
+    "CR": (b"\r".join([LINE] * 3), "text with CR line endings"),
+    "CR at the end": (b"\r".join([LINE] * 2) + b"\r", "text with CR line endings"),
+    "CR, and LF at the end": (b"\r".join([LINE] * 2) + b"\n", "text with CR line endings"),
     "array": (json.dumps([{"text": "a"}], indent=1).encode(), "JSON that spans several lines"),
     "object": (b"\xef\xbb\xbf\r\n" + json.dumps({"text": "a"}, indent=1).encode(), "JSON that spans several lines"),
 }
@@ -42,10 +42,10 @@ def test_a_file_in_another_format_is_refused_and_the_format_named(mistake: str, 
     data, why = MISTAKES[mistake]
     path = tmp_path / "rows.jsonl"
     path.write_bytes(data)
-    with pytest.raises(InputError, match=rf"rows\.jsonl is not JSON lines, but {why}"):
+    with pytest.raises(InputError, match=rf"rows\.jsonl is not JSON lines: it is {why}"):
         run(settings(path), tmp_path / "run")
     done = CliRunner().invoke(main, ["tokenize", "-", "--output", str(tmp_path / "run")], input=data)
-    assert (done.exit_code, f"standard input is not JSON lines, but {why}" in done.stderr) == (2, True), done
+    assert (done.exit_code, f"standard input is not JSON lines: it is {why}" in done.stderr) == (2, True), done
     assert done.stderr.startswith("Error: "), "a refused run prints no progress"
     assert [*tmp_path.iterdir()] == [path]
 
@@ -56,7 +56,7 @@ def test_a_file_in_another_format_is_refused_and_the_format_named(mistake: str, 
         (b'{"text": "a", "score": NaN}', "the row is not JSON: it has NaN, which JSON does not allow. Write null"),
         (b'{"text": "a", "score": -Infinity}', "the row is not JSON: it has -Infinity"),
         (b'{"text": "caf\xe9", "id": 1}', "the row is not JSON: byte 13 is not UTF-8"),
-        (LINE + b"\r" + LINE, "the row is not JSON: it is lines that end in CR alone"),
+        (LINE + b"\r" + LINE, "the row is not JSON: it is text with CR line endings"),
         (b"\0{", "the row is not JSON: it is text in UTF-16"),
         (b'{\n "text": "a",\n}', "the row is not JSON: byte 16 is not valid JSON"),
         (b'{"text": "NaN"', "the row is not JSON: the JSON is incomplete"),
@@ -125,16 +125,18 @@ def test_a_pipe_is_read_like_standard_input(tmp_path: Path) -> None:
 def test_standard_input_can_be_named_only_once(tmp_path: Path) -> None:
     assert {*map(input_named, ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"))} == {"-"}
     for twice in (("-", "-"), ("/dev/fd/63", "/dev/fd/63")):
-        with pytest.raises(InputError, match="is named 2 times; it can be read only once"):
+        with pytest.raises(InputError, match="is given 2 times; it can be read only once"):
             settings(*map(Path, twice))
-    with pytest.raises(InputError, match="an input is empty"):
+    with pytest.raises(InputError, match="an input is an empty string"):
         input_named("")
 
 
 def test_the_error_for_a_folder_of_tables_says_how_to_name_them(tmp_path: Path) -> None:
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables/0.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match=r"1 file \(\.parquet 1\)\. Name files of rows directly: .*/\*\.parquet"):
+    with pytest.raises(
+        InputError, match=r"1 file \(\.parquet 1\)\. If these files hold rows, give their names: .*/\*\.parquet"
+    ):
         run(settings(tmp_path / "tables"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -144,7 +146,7 @@ def test_a_run_that_has_not_begun_leaves_nothing(tmp_path: Path) -> None:
     gone = settings(tmp_path / "gone.jsonl")
     with pytest.raises(InputError, match="there is no file"):
         run(gone, tmp_path / "deep/run")
-    with pytest.raises(InputError, match="template is for folders"):
+    with pytest.raises(InputError, match="template applies only to folders"):
         run(settings(rows, template="What?"), tmp_path / "deep/run")
     assert [*tmp_path.iterdir()] == [rows]
     (tmp_path / "run").mkdir()

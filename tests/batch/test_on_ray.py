@@ -126,7 +126,7 @@ def test_a_node_with_another_input_is_refused(tmp_path):
     failed = _done_by_an_actor(run, tmp_path / "other", chunk)["failed"]
     error = msgspec.json.decode(failed, type=Failure).exception()
     assert isinstance(error, InputError)
-    assert "has other files than the run: number 1 of 1 input_digests was " in str(error)
+    assert "has files that differ from those of the run: input_digests[0] was " in str(error)
     assert complete_shards(tmp_path / "other", chunk, run.digest) is None
 
 
@@ -150,7 +150,9 @@ def test_a_mark_that_cannot_be_written_is_a_storage_error(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("deaths", "error"), [(1, None), (2, "ProcessDied: the worker ended with an unknown status")])
+@pytest.mark.parametrize(
+    ("deaths", "error"), [(1, None), (2, "ProcessDied: the worker exited twice with an unknown status")]
+)
 def test_a_killed_actor_loses_only_its_row(cluster, media, rows, tmp_path, deaths, error):
     fifo = media / f"ray-{deaths}.jpg"
     rows = [{"id": "deadly", "inputs": [{"image": fifo.name}]}, *rows[:2]]
@@ -185,5 +187,5 @@ def test_an_error_that_ends_the_run_on_a_node_keeps_its_type(cluster, tmp_path):
     data = bytearray(path.read_bytes())
     data[8:40] = b"\xff" * 32
     path.write_bytes(data)
-    with pytest.raises(StorageError, match=r"rows\.parquet cannot be read any further"):
+    with pytest.raises(StorageError, match=r"rows\.parquet cannot be read to the end"):
         run(settings(path, shard_rows=50), tmp_path / "run", ray_address=cluster.address)

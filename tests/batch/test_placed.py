@@ -59,14 +59,22 @@ def test_media_columns_fill_the_placeholders_of_the_chat(places: Any, columns: A
 @pytest.mark.parametrize(
     ("places", "columns", "why"),
     [
-        ([{"type": "image"}], {"images": ["a.png", "b.png"]}, "1 places for image, the row 2 to put there"),
-        ([{"type": "image"}] * 2, {"image": "a.png"}, "2 places for image, the row 1 to put there"),
-        ([{"type": "image"}], {}, "1 places for image, the row 0 to put there"),
-        ([{"type": "image"}], {"images": ["a.png"], "video": "b.mp4"}, "0 places for video, the row 1"),
-        ([AND], {"images": ["a.png"]}, "--select-columns chooses"),
-        ([{"type": "image"}], {"images": ["a.png"], "text": "What?"}, "--select-columns chooses"),
+        (
+            [{"type": "image"}],
+            {"images": ["a.png", "b.png"]},
+            "has 2 items of kind image, but its messages have places for 1",
+        ),
+        ([{"type": "image"}] * 2, {"image": "a.png"}, "has 1 items of kind image, but its messages have places for 2"),
+        ([{"type": "image"}], {}, "has 0 items of kind image, but its messages have places for 1"),
+        (
+            [{"type": "image"}],
+            {"images": ["a.png"], "video": "b.mp4"},
+            "has 1 items of kind video, but its messages have places for 0",
+        ),
+        ([AND], {"images": ["a.png"]}, "Choose with --select-columns"),
+        ([{"type": "image"}], {"images": ["a.png"], "text": "What?"}, "Choose with --select-columns"),
         ([{"type": "image", "url": None}, {"type": "image", "min_pixels": 9}], {"image": "a.png"}, "exactly one of"),
-        (["image"], {"images": ["a.png"]}, "--select-columns chooses"),
+        (["image"], {"images": ["a.png"]}, "Choose with --select-columns"),
     ],
 )
 def test_placeholders_and_media_that_do_not_match_are_refused(places: Any, columns: Any, why: str) -> None:

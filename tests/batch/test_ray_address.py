@@ -25,8 +25,8 @@ LIMIT_S = 240
 IMPORTED = "import ray; from mindie_mm.batch import on_ray; on_ray._join('127.0.0.1:1')"
 """Script that imports Ray first. Ray reads its limits at the import."""
 
-JOINED = "no Ray cluster can be joined at "
-OTHER = ": a run joins a cluster itself, so give the host and port"
+JOINED = "cannot join a Ray cluster at "
+OTHER = ": a run joins the cluster directly, not through a Ray client. Give the host and port"
 CASES: Mapping[str, tuple[str, Mapping[str, str], str]] = {
     "closed": ("{closed}", {}, JOINED + "{closed}: Failed to connect"),
     "silent": ("{silent}", {}, JOINED + "{silent}: Failed to connect"),
@@ -34,7 +34,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, str], str]] = {
     "unknown name": ("nowhere.invalid:6379", {}, JOINED + "nowhere.invalid:6379: Failed to connect"),
     "IPv6": ("[::1]:1", {}, JOINED + "[::1]:1: Failed to connect"),
     "no port": ("127.0.0.1", {}, JOINED + "127.0.0.1: Invalid address format"),
-    "auto": ("auto", {"RAY_ADDRESS": "127.0.0.1:1"}, JOINED + "127.0.0.1:1, which RAY_ADDRESS names: Failed"),
+    "auto": ("auto", {"RAY_ADDRESS": "127.0.0.1:1"}, JOINED + "127.0.0.1:1 (from RAY_ADDRESS): Failed"),
     "no token": ("127.0.0.1:1", {"RAY_AUTH_MODE": "token", "HOME": "/nowhere"}, "no authentication token was found"),
 }
 """Address, environment variables and text of the last line, by name of the case."""
@@ -104,7 +104,7 @@ def test_an_address_without_a_cluster_ends_the_run_with_the_reason(
     [
         ("ray://127.0.0.1:10001", "", "--ray ray://127.0.0.1:10001"),
         ("http://127.0.0.1:8265", "", "--ray http://127.0.0.1:8265"),
-        ("auto", "ray://a:1", "--ray ray://a:1, which RAY_ADDRESS names"),
+        ("auto", "ray://a:1", "--ray ray://a:1 (from RAY_ADDRESS)"),
     ],
 )
 def test_an_address_of_another_interface_is_refused(

@@ -73,7 +73,7 @@ def test_a_dataset_is_a_sequence(folder: Path) -> None:
     assert "gone.png" in dataset[2].error
     with pytest.raises(IndexError, match="row 8 of 8"):
         dataset[8]
-    with pytest.raises(InputError, match=r"holds no finished run: there is no manifest\.json"):
+    with pytest.raises(InputError, match=r"does not hold a finished run: there is no manifest\.json"):
         Dataset(folder.parent)
 
 
@@ -247,7 +247,7 @@ def test_generate_answers_every_row_in_order_and_continues(folder: Path, linked:
     output.write_bytes(whole[: whole.index(b'{"row":4')].replace(b'"id":"r3"', b'"id":"s3"'))
     refused = CliRunner().invoke(main, arguments)
     assert refused.exit_code == 2
-    assert "its row 3 is 's3', this run's 'r3'" in refused.stderr
+    assert "its row 3 has the id 's3', but the id in this run is 'r3'" in refused.stderr
 
 
 def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp_path: Path) -> None:
@@ -259,12 +259,12 @@ def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp
     run_in_process(settings(folder.parent / "rows.jsonl", shard_rows=5), tmp_path / "run")
     copy.write_text("a line without an end")
     for other, differing in (
-        (["--tokenized", str(tmp_path / "run"), *arguments], "out.jsonl has other answers: run was "),
-        (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "answers: max_tokens was 4, now 5. Name"),
-        (["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"], "was dtype auto, now dtype bfloat16. Name"),
+        (["--tokenized", str(tmp_path / "run"), *arguments], "out.jsonl has answers of another run: run was "),
+        (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "another run: max_tokens was 4, now 5. Choose"),
+        (["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"], "was dtype auto, now dtype bfloat16. Choose"),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
-        (["--tokenized", str(folder), *arguments, "--output", "-"], "answers go to a file"),
-        (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0, it must be in"),
+        (["--tokenized", str(folder), *arguments, "--output", "-"], "answers are written to a file"),
+        (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0; it must be in"),
     ):
         refused = CliRunner().invoke(main, ["generate", *other])
         assert (refused.exit_code, differing in refused.stderr) == (2, True), refused.stderr
@@ -288,7 +288,9 @@ def test_answers_of_changed_rows_need_another_file(tmp_path: Path) -> None:
     (tmp_path / "run" / failed.table).unlink()
     run_in_process(settings(rows, shard_rows=1), tmp_path / "run")
     refused = CliRunner().invoke(main, [*arguments, str(tmp_path / "out.jsonl")])
-    assert (refused.exit_code, "out.jsonl has other answers: run was " in refused.stderr) == (2, True), refused.output
+    assert (refused.exit_code, "out.jsonl has answers of another run: run was " in refused.stderr) == (2, True), (
+        refused.output
+    )
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
@@ -307,7 +309,7 @@ def test_a_changed_checkpoint_is_refused(tmp_path: Path) -> None:
     inspect = ["inspect", str(run), "0"]
     for command in (inspect, [*generate, str(tmp_path / "out.jsonl")]):
         refused = CliRunner().invoke(main, command)
-        message = f"{checkpoint} is not the checkpoint that the rows were tokenised with: the digest"
+        message = f"{checkpoint} is not the checkpoint that tokenized the rows: the digest"
         assert (refused.exit_code, message in refused.stderr) == (2, True), refused.stderr
     assert not (tmp_path / "out.jsonl").exists()
     assert CliRunner().invoke(main, ["inspect", str(run)]).exit_code == 0
@@ -344,7 +346,7 @@ def test_inspect_shows_the_run_and_the_pictures_of_a_row(
     monkeypatch.chdir(tmp_path)
     assert inspect().startswith("8 rows, 1 failed, ")
     shown = inspect(5)
-    assert "2 pictures; --png FILE writes them" in shown
+    assert "2 pictures; to write a PNG file of them, use --png FILE" in shown
     assert "Both?" in shown
     before = sorted(tmp_path.rglob("*"))
     assert "wrote 2 pictures to two.png" in inspect(5, "--png", "two.png")

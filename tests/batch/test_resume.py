@@ -85,7 +85,7 @@ def test_files_left_by_killed_actors_are_removed_at_the_end(few: Path, whole: Pa
 
 def test_a_folder_with_other_files_is_refused_and_unchanged(few: Path, tmp_path: Path) -> None:
     (tmp_path / "errors.jsonl").write_text("mine")
-    with pytest.raises(InputError, match=r"holds no run, but errors\.jsonl: name a folder that is empty"):
+    with pytest.raises(InputError, match=r"does not hold a run, but has errors\.jsonl\. Choose a folder that is empty"):
         run(settings(few), tmp_path)
     assert (tmp_path / "errors.jsonl").read_text() == "mine"
 
@@ -95,13 +95,13 @@ def test_an_output_that_is_no_folder_is_refused_with_its_path(few: Path, tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "round").symlink_to(tmp_path / "round")
     for name, why in (
-        ("file", "file is no folder"),
-        ("file/below/it", "file is no folder"),
-        ("link", "link is a link that leads nowhere"),
-        ("round", "round is a link that leads nowhere"),
+        ("file", "file is not a folder"),
+        ("file/below/it", "file is not a folder"),
+        ("link", "link is a broken symbolic link"),
+        ("round", "round is a broken symbolic link"),
         ("x" * 300, "File name too long"),
     ):
-        with pytest.raises(InputError, match=rf"cannot be written: .*{why}\. Name a folder that you may write to"):
+        with pytest.raises(InputError, match=rf"cannot be written: .*{why}\. Choose a folder that you may write to"):
             run(settings(few), tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "round"]
 
@@ -120,7 +120,7 @@ def test_a_change_in_the_middle_of_the_input_is_detected(tmp_path: Path) -> None
     path = written(tmp_path / "rows.jsonl", rows)
     run_in_process(settings(path, max_tokens=1), tmp_path / "run")
     path.write_bytes(path.read_bytes().replace(b"word 4", b"word 5"))
-    with pytest.raises(InputError, match="holds another run: number 1 of 1 input_digests was"):
+    with pytest.raises(InputError, match=r"holds another run: input_digests\[0\] was"):
         run(settings(path, max_tokens=1), tmp_path / "run")
 
 

@@ -141,14 +141,14 @@ def test_a_tar_row_prefers_the_json_and_text_files_of_its_own_name(tmp_path: Pat
     ("members", "why"),
     [
         ({"1.json": b'{"text": ["a"]}', "1.jpg": PICTURE}, "the text in 1.json is list; it must be a string"),
-        ({"1.json": b'{"text": "a", "prompt": "b"}', "1.jpg": PICTURE}, "1.json has text and prompt, of which one"),
+        ({"1.json": b'{"text": "a", "prompt": "b"}', "1.jpg": PICTURE}, "1.json has both text and prompt"),
         ({"1.json": b'{"text": "a", "documents": [1]}', "1.jpg": PICTURE}, "the row has documents, which is not"),
         ({"1.json": b'"a"', "1.jpg": PICTURE}, "the row is str; it must be an object or a list"),
         ({"1.json": b"null", "1.jpg": PICTURE}, "the row is NoneType"),
         ({"1.json": b"[", "1.jpg": PICTURE}, "1.json is not JSON"),
         ({"1.a.txt": b"a", "1.b.txt": b"b", "1.jpg": PICTURE}, r"1 has the texts \['1.a.txt', '1.b.txt'\]; one of"),
-        ({"1.txt": b"{media} {media}", "1.jpg": PICTURE}, "the text of 1 has {media} 2 times; it takes one"),
-        ({"1.meta.json": b'{"text": "a"}'}, r"1 has no medium among \['.json'\]"),
+        ({"1.txt": b"{media} {media}", "1.jpg": PICTURE}, "the text of 1 has {media} 2 times; the limit is 1"),
+        ({"1.meta.json": b'{"text": "a"}'}, r"1 has no media file, only \['.json'\]"),
     ],
 )
 def test_tar_files_that_form_no_valid_row_are_refused(members: dict[str, bytes], why: str, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_tar_files_that_form_no_valid_row_are_refused(members: dict[str, bytes],
 
 def test_repeated_names_in_a_tar_are_refused(tmp_path: Path) -> None:
     members = [("same.jpg", PICTURE), ("same.txt", b"a"), ("same.jpg", PICTURE), ("same.txt", b"b")]
-    with pytest.raises(InputError, match=r"same has several files same\.txt, one behind another"):
+    with pytest.raises(InputError, match=r"same has several files named same\.txt"):
         rows_of(packed(tmp_path / "t.tar", members))
 
 
@@ -251,16 +251,16 @@ def test_tools_of_a_table_are_the_same_without_nulls(handy: str, tmp_path: Path)
 
 
 REFUSED: Sequence[tuple[dict[str, Any], str]] = [
-    ({"tools": TOOLS}, "not served: the model's chat template has no place for tools"),
+    ({"tools": TOOLS}, "not supported: the model's chat template does not use tools"),
     ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
     ({"tools": 5}, "the row's tools: the value must be a list"),
     ({"tools": ["weigh"]}, "the row's tools: [0] must be an object"),
     ({"tools": "weigh"}, "the row's tools is not JSON"),
     ({"add_generation_prompt": 1}, "the row's add_generation_prompt: the value must be true or false"),
     ({"chat_template_kwargs": []}, "the row's chat_template_kwargs: the value must be an object"),
-    ({"chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs cannot hold 'conversation'"),
-    ({"continue_final_message": True}, "the row has continue_final_message, which is not served"),
-    ({"functions": TOOLS}, "the row has functions, which is not served"),
+    ({"chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs must not contain 'conversation'"),
+    ({"continue_final_message": True}, "the row has continue_final_message, which is not supported"),
+    ({"functions": TOOLS}, "the row has functions, which is not supported"),
 ]
 
 
@@ -272,7 +272,10 @@ def test_variables_that_a_prompt_cannot_use_are_refused(tmp_path: Path) -> None:
     rows = [{"text": "a", "add_generation_prompt": False}, {"text": "a", "add_generation_prompt": True}]
     run_in_process(settings(written(tmp_path / "bare.jsonl", rows), chat=False), tmp_path / "bare")
     errors = [sample.error for sample in Dataset(tmp_path / "bare")]
-    assert errors == ["InputError: there are variables of a chat template, and the prompt goes through none", None]
+    assert errors == [
+        "InputError: chat template variables were given, but the prompt does not use a chat template; leave them out",
+        None,
+    ]
 
 
 def parsed(row: Any) -> Row:
@@ -286,14 +289,15 @@ def test_fields_that_would_change_the_prompt_are_refused(name: str, harmless: tu
     for row in rows:
         for off in harmless:
             assert parsed(row | {name: off}) == parsed(row)
-        with pytest.raises(InputError, match=f"the row has {name}, which is not served"):
+        with pytest.raises(InputError, match=f"the row has {name}, which is not supported"):
             parsed(row | {name: {"a": 1}})
 
 
 def test_a_row_with_several_sources_of_a_prompt_is_refused() -> None:
     for row in ({"prompt": "Q?", "text": "A."}, {"prompt": "Q?", "messages": MESSAGES}, {"inputs": [], "images": []}):
         with pytest.raises(
-            InputError, match=r"the row has .*; it takes inputs, messages, or .*--select-columns chooses"
+            InputError,
+            match=r"the row has .*; it must have only one of inputs, messages, and .*Choose with --select-columns",
         ):
             parsed(row)
     assert parsed({"prompt": "Q?", "text": None}) == parsed({"text": "Q?"})
@@ -386,11 +390,11 @@ def test_an_empty_medium_is_refused(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"id": 1, "image": "0.jpg", "conversations": []}, r"no text, and \['conversations'\].* id,image chooses"),
-        ({"images": ["0.jpg"], "texts": [{"user": "q"}]}, r"media, no text, and \['texts'\], which is passed over"),
+        ({"id": 1, "image": "0.jpg", "conversations": []}, r"no text, and \['conversations'\].* id,image to read"),
+        ({"images": ["0.jpg"], "texts": [{"user": "q"}]}, r"media, no text, and \['texts'\], which would be ignored"),
         ({"video": "0.mp4", "question": "q", "answers": []}, r"media, no text, and \['answers', 'question'\]"),
-        ({"file_name": "0.jpg", "text": "q"}, r"a text, no medium, and \['file_name'\].* text chooses"),
-        ({"prompt": "q", "image_path": "0.jpg", "source": "web"}, r"no medium, and \['image_path'\].* prompt chooses"),
+        ({"file_name": "0.jpg", "text": "q"}, r"a text, no media, and \['file_name'\].* text to read"),
+        ({"prompt": "q", "image_path": "0.jpg", "source": "web"}, r"no media, and \['image_path'\].* prompt to read"),
     ],
 )
 def test_half_a_prompt_is_refused_unless_its_columns_are_selected(
@@ -434,7 +438,7 @@ def test_a_selected_column_that_no_line_has_is_refused(tmp_path: Path) -> None:
     rows = written(tmp_path / "rows.jsonl", [{"image": "0.jpg"}, {"image": "1.jpg", "text": "q"}])
     written(tmp_path / "none.jsonl", [])
     for columns, wrong in ((("txt", "image"), "txt"), (("text", "img"), "img")):
-        with pytest.raises(InputError, match=f"rows.jsonl has no row with '{wrong}', which --select-columns names"):
+        with pytest.raises(InputError, match=rf"rows.jsonl has no row with '{wrong}'\. Correct --select-columns"):
             run_in_process(settings(rows, columns=columns), tmp_path / "refused")
     for path in (rows, tmp_path / "none.jsonl"):
         Run.of(settings(path, columns=("text", "image")), tmp_path)
@@ -462,6 +466,6 @@ def test_a_repeated_column_name_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "twice.parquet"
     pq.write_table(pa.table([["a"], ["b"], [1]], names=["text", "text", "id"]), path)
     for columns in ((), ("text",)):
-        with pytest.raises(InputError, match=r"twice\.parquet has several columns of the name 'text'"):
+        with pytest.raises(InputError, match=r"twice\.parquet has several columns named 'text'"):
             run_in_process(settings(path, columns=columns), tmp_path / "run")
     assert [*open_source(path, ("id",)).records(0, 1)] == [{"id": 1}]

@@ -47,7 +47,7 @@ def test_a_partial_line_is_reported_and_removed_by_the_next_call(tmp_path: Path)
 
 
 def test_a_second_call_cannot_write_the_same_file(tmp_path: Path) -> None:
-    with continued(tmp_path / "out.jsonl", ORIGIN), pytest.raises(InputError, match="another call writes"):
+    with continued(tmp_path / "out.jsonl", ORIGIN), pytest.raises(InputError, match="another process is writing"):
         answer(tmp_path / "out.jsonl", 0)
 
 
@@ -68,7 +68,9 @@ def test_answers_of_another_origin_are_refused(part: str, value: object, message
         value = {**getattr(first, part), **value}
     other = msgspec.structs.replace(first, **{part: value})
     with (
-        pytest.raises(InputError, match=rf"out\.jsonl has other answers: {message}\. Name another file for --output"),
+        pytest.raises(
+            InputError, match=rf"out\.jsonl has answers of another run: {message}\. Choose another file for --output"
+        ),
         continued(tmp_path / "out.jsonl", other),
     ):
         pass
@@ -81,6 +83,6 @@ def test_answers_of_another_device_are_refused(tmp_path: Path) -> None:
     answer(tmp_path / "out.jsonl", 0)
     ORIGIN.require_device(tmp_path / "out.jsonl", "npu:0")
     ORIGIN.require_device(tmp_path / "out.jsonl", "npu:1")
-    with pytest.raises(InputError, match="has other answers: device was npu, now cpu"):
+    with pytest.raises(InputError, match="has answers of another run: device was npu, now cpu"):
         ORIGIN.require_device(tmp_path / "out.jsonl", "cpu")
     assert answer(tmp_path / "out.jsonl", 1) == [1, 0, None]

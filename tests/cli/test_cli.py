@@ -84,7 +84,11 @@ def test_mistakes_are_reported_in_one_line(random_checkpoint):
 def test_ask_checks_its_files_before_it_loads_the_model(option, tmp_path):
     """Report the file's error although the checkpoint does not exist, which loading would report first."""
     asked = ["ask", "What?", "--model", str(tmp_path / "none"), option]
-    for path, output in ((tmp_path / "none.png", "does not exist"), (tmp_path, "is a directory"), ("", "it is empty")):
+    for path, output in (
+        (tmp_path / "none.png", "does not exist"),
+        (tmp_path, "is a directory"),
+        ("", "the value is empty"),
+    ):
         refused = CliRunner().invoke(main, [*asked, str(path)])
         assert refused.exit_code == 2
         assert f"'{option}'" in refused.stderr
@@ -98,7 +102,7 @@ def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, t
     assert (refused.exit_code, "temperature is -1" in refused.stderr) == (2, True)
     sound.touch()
     output = run_warm("ask", "What?", "--model", folder, "--audio", sound, status=2)
-    assert output == f"Error: --audio: {folder} takes no audio, only image, video\n"
+    assert output == f"Error: --audio: {folder} does not accept audio inputs; it accepts image, video\n"
 
 
 def test_ask_logs_only_warnings_by_default(random_checkpoint):
@@ -150,9 +154,9 @@ def test_a_family_can_be_chosen_by_name(random_checkpoint, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "other"}))
     asked = ("ask", "What?", "--model", folder, "--max-tokens", 2)
     assert "model_type 'other'" in run_warm(*asked, status=2)
-    assert "there are" in run_warm(*asked, "--family", "nothing", status=2)
+    assert "the families are" in run_warm(*asked, "--family", "nothing", status=2)
     run_warm(*asked, "--family", "qwen2_vl")
-    assert "there are" in run_warm("serve", folder, "--port", 0, "--family", "nothing", status=2)
+    assert "the families are" in run_warm("serve", folder, "--port", 0, "--family", "nothing", status=2)
     found = json.loads(run_warm("doctor", folder, "--json", MINDIE_MM_FAMILY="qwen2_vl"))
     assert {finding["status"] for finding in found if finding["subject"] in SUBJECTS} == {"ok"}
 
@@ -163,5 +167,5 @@ def test_tower_and_projector_have_their_own_precision_and_device(random_checkpoi
     Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)
     asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 2)
     run_warm(*asked, MINDIE_MM_VISION_BITS="16", MINDIE_MM_PROJECTOR_BITS="32", MINDIE_MM_PROJECTOR_DEVICE="cpu")
-    assert "vision_bits is 8, it must be 16 or 32" in run_warm(*asked, status=2, MINDIE_MM_VISION_BITS="8")
+    assert "vision_bits is 8; it must be 16 or 32" in run_warm(*asked, status=2, MINDIE_MM_VISION_BITS="8")
     assert "device is 'tpu'" in run_warm("serve", random_checkpoint, "--port", 0, "--vision-device", "tpu", status=2)

@@ -26,7 +26,7 @@ def test_usable_folders_are_ok(tmp_path):
     spool, file = tmp_path / "new" / "spool", tmp_path / "settings.toml"
     file.write_text(f'spool = "{spool}"\nallowed_media_dir = "{tmp_path}"\n')
     found = doctor(file, MINDIE_MM_MAX_IMAGE="a-value")
-    assert (found["spool"]["status"], found["spool"]["found"]) == ("ok", f"{spool} can be made")
+    assert (found["spool"]["status"], found["spool"]["found"]) == ("ok", f"{spool} can be created")
     assert not spool.parent.exists()
     assert found["media folder"]["status"] == "ok"
     assert found["settings"]["status"] == "warning"
@@ -43,7 +43,7 @@ def test_unusable_folders_are_errors(tmp_path):
     nothing = tmp_path / "nothing"
     for spool, why in (
         ("/proc/x", "cannot be written: "),
-        (file, "is no directory"),
+        (file, "is not a directory"),
         (file / "x", "cannot be written: Not a directory"),
     ):
         file.write_text(f'spool = "{spool}"\nallowed_media_dir = "{nothing}"\n')
@@ -51,7 +51,7 @@ def test_unusable_folders_are_errors(tmp_path):
         assert found["spool"]["status"] == found["media folder"]["status"] == "error"
         assert str(spool) in found["spool"]["found"]
         assert why in found["spool"]["found"]
-        assert found["media folder"]["found"] == f"allowed_media_dir is {nothing}, which is no folder"
+        assert found["media folder"]["found"] == f"allowed_media_dir is {nothing}, which is not a folder"
 
 
 def _lacks_a_shard(folder):
@@ -74,7 +74,10 @@ def _quantised_for_mindie(folder):
     ("spoil", "message"),
     [
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
-        (_lacks_a_shard, "lacks 1 of 2 files of weights, first model-2.safetensors"),
+        (
+            _lacks_a_shard,
+            "lacks 1 of the 2 weight files that model.safetensors.index.json lists; the first is model-2.safetensors",
+        ),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
         (_resizes_nothing, "do_resize"),
         (_quantised_for_mindie, "quantize is 'w8a8'"),

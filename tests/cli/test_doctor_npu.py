@@ -111,14 +111,14 @@ def test_a_container_without_the_drivers_files_gets_advice_to_mount_them(tree):
     assert only(tree).status == "warning"
     tree.remove("/usr/local/Ascend/driver/lib64/driver/libascend_hal.so")
     assert only(tree).status == "error"
-    assert only(tree).found == "the driver is loaded, but /usr/local/Ascend/driver/version.info can't be read"
+    assert only(tree).found == "the driver is loaded, but /usr/local/Ascend/driver/version.info cannot be read"
     assert "-v /usr/local/Ascend/driver/lib64" in only(tree).advice
 
 
 def test_a_container_without_the_drivers_libraries_is_an_error(tree):
     shutil.rmtree(tree.at("/usr/local/Ascend/driver/lib64"))
     assert only(tree).status == "error"
-    assert only(tree).found == "25.5.1, but /usr/local/Ascend/driver/lib64 is not there"
+    assert only(tree).found == "25.5.1, but /usr/local/Ascend/driver/lib64 does not exist"
     assert "-v /usr/local/Ascend/driver" in only(tree).advice
 
 
@@ -143,7 +143,7 @@ def test_a_driver_installed_elsewhere_is_found(tree):
 @pytest.mark.parametrize("node", ["davinci_manager", "devmm_svm", "hisi_hdc"])
 def test_a_missing_device_file_is_an_error(tree, node):
     tree.remove(f"/dev/{node}")
-    assert (only(tree).status, only(tree).found) == ("error", f"/dev/{node}: not there")
+    assert (only(tree).status, only(tree).found) == ("error", f"/dev/{node}: missing")
     assert f"--device /dev/{node}" in only(tree).advice
 
 
@@ -239,7 +239,7 @@ def test_the_version_of_cann_is_read_from_version_info(tree):
 
 def test_variables_of_a_removed_cann_are_reported(tree, monkeypatch):
     monkeypatch.setenv("ASCEND_HOME_PATH", "/usr/local/Ascend/cann-8.5.0")
-    assert only(tree).found == "ASCEND_HOME_PATH is /usr/local/Ascend/cann-8.5.0, which is not there"
+    assert only(tree).found == "ASCEND_HOME_PATH is /usr/local/Ascend/cann-8.5.0, which does not exist"
 
 
 # Versions
@@ -281,7 +281,7 @@ def test_a_driver_too_old_for_cann_is_a_warning(tree):
     assert subject not in paired(tree, cann="9.0.0")
     one = paired(tree, cann="9.1.0")[subject]
     assert one.status == "warning"
-    assert "release notes of this CANN name the drivers 25.2" in one.found
+    assert "release notes of this CANN list the drivers 25.2" in one.found
     # For a CANN outside the tables, its own list of drivers decides. The list has single versions and ranges.
     assert subject not in paired(tree, cann="10.0.0", drivers="[V100R001C15],[V100R001C19,V100R001C23]")
     assert paired(tree, cann="10.0.0", drivers="[V100R001C22],[V100R002C21]")[subject].status == "warning"
@@ -292,7 +292,7 @@ def test_a_driver_too_old_for_cann_is_a_warning(tree):
 
 def test_a_cuda_build_of_torch_beside_torch_npu_is_an_error(tree):
     one = paired(tree, torch="2.13.0", accelerator="CUDA 13.0")["torch build"]
-    assert (one.status, one.found) == ("error", "2.13.0 is built for CUDA 13.0; torch_npu wants the CPU build")
+    assert (one.status, one.found) == ("error", "2.13.0 is built for CUDA 13.0; torch_npu needs the CPU build")
     assert "download.pytorch.org/whl/cpu" in one.advice
     assert "aarch64" not in one.advice
     assert (
@@ -325,16 +325,16 @@ def test_an_npu_in_use_by_other_processes_is_a_warning(tree):
     assert only(tree).found == (
         "NPU 0 chip 0: 24.0 of 64.0 GiB free, process 1333928 has 37709 MiB, process 1333929 python has 132 MiB"
     )
-    assert "1 idle, ASCEND_RT_VISIBLE_DEVICES=1;" in only(tree).advice
+    assert "1 are idle, ASCEND_RT_VISIBLE_DEVICES=1;" in only(tree).advice
     tree.npu_smi(smi_table(used=(41000, 3395), first=4))
     assert only(tree).found.startswith("NPU 4 chip 0")
-    assert "1 idle, ASCEND_RT_VISIBLE_DEVICES=1;" in only(tree).advice, "a place, and no card's number"
+    assert "1 are idle, ASCEND_RT_VISIBLE_DEVICES=1;" in only(tree).advice, "a place, and no card's number"
 
 
 def test_memory_used_by_no_visible_process_is_reported(tree):
     tree.npu_smi(smi_table(used=(60000, 60000)))
     assert "5.4 of 64.0 GiB free" in only(tree).found
-    assert only(tree).advice.startswith("a process of another container has it, or a dead one")
+    assert only(tree).advice.startswith("a process in another container or a dead process holds the memory")
 
 
 def test_memory_that_npu_smi_does_not_report_is_left_out(tree):
@@ -347,7 +347,7 @@ def test_memory_that_npu_smi_does_not_report_is_left_out(tree):
     assert found["npu use"].found == "no other process, 60.7 GiB free on each"
     tree.npu_smi(unreported.replace("0    / 0          3397 / 65536", "NA   / NA         NA   / NA   "))
     found = {one.subject: one for one in findings(tree.root)}
-    assert found["npu use"].found == "no other process, npu-smi does not say how much memory is free"
+    assert found["npu use"].found == "no other process, npu-smi does not report free memory"
 
 
 def test_both_chips_of_an_a3_are_parsed():
@@ -389,13 +389,13 @@ def test_a_missing_npu_smi_is_a_warning(tree, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "status", "words"),
     [
-        ("2", "error", "which leaves none of 2"),
-        ("", "error", "which leaves none of 2"),
-        ("7,0", "error", "which leaves none of 2"),
-        ("npu0", "error", "which leaves none of 2"),
+        ("2", "error", "which selects none of the 2 NPUs"),
+        ("", "error", "which selects none of the 2 NPUs"),
+        ("7,0", "error", "which selects none of the 2 NPUs"),
+        ("npu0", "error", "which selects none of the 2 NPUs"),
         ("0, 1", "warning", "CANN reads only 0"),
         ("0,1,7", "warning", "CANN reads only 0, 1"),
-        ("1,0", "warning", "not in rising order"),
+        ("1,0", "warning", "not in ascending order"),
     ],
 )
 def test_invalid_visible_devices_are_reported(tree, monkeypatch, value, status, words):
@@ -415,7 +415,7 @@ def test_hccl_ports_in_use_are_reported(tree):
     tree.write("/proc/net/tcp", TCP_HEAD + line.format(60001) + line.format(8000))
     line6 = line.replace("0100007F", "0" * 32).replace("00000000:0000 0A", f"{'0' * 32}:0000 0A")
     tree.write("/proc/net/tcp6", TCP_HEAD + line6.format(60031))
-    assert only(tree).found.startswith("60001, 60031 of 60000-60031 in use")
+    assert only(tree).found.startswith("60001, 60031 of 60000-60031 are in use")
     assert "HCCL_HOST_SOCKET_PORT_RANGE=auto" in only(tree).advice
 
 
@@ -477,7 +477,7 @@ NO_MESSAGES = (
             "RuntimeError: Two accelerators cannot be used at the same time in PyTorch: npu and cuda.",
             "another accelerator",
         ),
-        ("ImportError: libtorch_npu.so: undefined symbol: _ZN3c1017RegisterOperators", "different versions"),
+        ("ImportError: libtorch_npu.so: undefined symbol: _ZN3c1017RegisterOperators", "incompatible versions"),
         # vllm-ascend#4284, with the lines below the error in the trace
         ("NPU function error: c10_npu::SetDevice(device_id_), error code is 507033", "does not start"),
         ("SetDevice, error code is 507033\nE30006: Failed to verify the OPP\nPossible Cause: 1.The OPP", "operators"),
@@ -486,13 +486,16 @@ NO_MESSAGES = (
         ("EL0005: The resources are busy.\nPossible Cause: 1. The resources have been occupied.", "in use"),
         ("EL0020: Device0 is occupied by multiple containers.", "another container"),
         ("dcmi model initialized failed, because the device is used. ret is -8020", "in use"),
-        ("EL0004: Failed to allocate memory. error code is 207001", "memory is used up"),
+        ("EL0004: Failed to allocate memory. error code is 207001", "memory of the NPU is used up"),
         ("Bind_Failed(EJ0003): Failed to bind the IP port. Reason: The IP address and port have been bound", "a port"),
-        ("EI0006: Getting socket times out. Reason: ...", "did not come"),
-        ("error code is 107001: Invalid device ID", "no NPU of that number"),
-        ("EL0002: The device ID is invalid.", "no NPU of that number"),
+        ("EI0006: Getting socket times out. Reason: ...", "did not connect"),
+        ("error code is 107001: Invalid device ID", "no NPU with this number"),
+        ("EL0002: The device ID is invalid.", "no NPU with this number"),
         # CANN's page on EE1001
-        ("EE1001: The argument is invalid.Reason: Invalid device ID 8. The valid device range is [0, 7).", "no NPU of"),
+        (
+            "EE1001: The argument is invalid.Reason: Invalid device ID 8. The valid device range is [0, 7).",
+            "no NPU with",
+        ),
     ],
 )
 @pytest.mark.parametrize("beside", ["{}", "{}\n{ARGUMENT}", "{ARGUMENT}\n{}", "{NO_MESSAGES}\n{}"])
@@ -503,7 +506,7 @@ def test_known_errors_are_explained(text, words, beside):
 
 
 def test_an_argument_that_cann_refuses_is_explained():
-    assert explain(ARGUMENT).meaning == explain(f"{NO_MESSAGES}\n{ARGUMENT}").meaning == "an argument that CANN refuses"
+    assert explain(ARGUMENT).meaning == explain(f"{NO_MESSAGES}\n{ARGUMENT}").meaning == "CANN refuses an argument"
     assert explain(f"error code is 207004\n{NO_MESSAGES}") is None, "which says nothing of what failed"
 
 
@@ -537,7 +540,9 @@ def test_doctor_works_when_torch_npu_breaks_the_import_of_torch(tree, monkeypatc
     found = doctor(tree, code)
     assert found["device"]["status"] == found["CANN"]["status"] == found["npu runtime"]["status"] == "warning"
     assert found["device"]["found"].startswith("cpu, ")
-    assert found["device"]["advice"] == "--device cpu if it is meant; else see what is said of npu below"
+    assert (
+        found["device"]["advice"] == "use --device cpu if this is intended; otherwise see the findings about npu below"
+    )
 
 
 def test_a_torch_npu_for_another_torch_falls_back_to_the_cpu(tree):
@@ -552,13 +557,16 @@ def test_a_torch_npu_for_another_torch_falls_back_to_the_cpu(tree):
         check=False,
     )
     assert ended.stdout == "cpu\n"
-    assert "DeviceError: the device npu can't be used: torch_npu does not load (module 'torch.storage'" in ended.stderr
+    assert (
+        "DeviceError: the device npu cannot be used: torch_npu cannot be imported (module 'torch.storage'"
+        in ended.stderr
+    )
 
 
 @pytest.mark.slow
 def test_doctor_survives_a_library_that_crashes(tree):
     found = doctor(tree, f"import os\nos.kill(os.getpid(), {signal.SIGSEGV:d})", "--device", "npu", status=1)
-    assert found["npu runtime"]["found"].startswith("starting the NPU ends with signal 11")
+    assert found["npu runtime"]["found"].startswith("the process that starts the NPU exited with signal 11")
     assert found["device"]["found"].startswith("no npu: see below")
 
 
@@ -579,7 +587,7 @@ def started(tree, monkeypatch):
 
 def test_a_start_that_ends_without_a_report_is_explained(started):
     one = started("import os\nos._exit(0)")
-    assert one.found == "starting the NPU ends without an error, and without a word of it"
+    assert one.found == "the process that starts the NPU exited without an error and without a result"
     assert "python -m mindie_mm.device.npu.doctor.probe" in one.advice
 
 
@@ -589,20 +597,20 @@ def test_the_decisive_error_of_several_is_reported(started):
         return started(f"raise RuntimeError({chr(10).join(lines)!r})").found
 
     memory = "EL0004: Failed to allocate memory."
-    assert found("SetDevice failed", ARGUMENT, memory, NO_MESSAGES) == f"its memory is used up: {memory}"
-    assert found("SetDevice failed", NO_MESSAGES, ARGUMENT).startswith(f"an argument that CANN refuses: {ARGUMENT}")
+    assert found("SetDevice failed", ARGUMENT, memory, NO_MESSAGES) == f"the memory of the NPU is used up: {memory}"
+    assert found("SetDevice failed", NO_MESSAGES, ARGUMENT).startswith(f"CANN refuses an argument: {ARGUMENT}")
 
 
 def test_an_npu_that_does_not_answer_is_an_error():
     one = runtime.finding(SOFTWARE, timeout_s=0.1)
-    assert (one.status, one.found) == ("error", "the NPU does not answer within 0 s")
+    assert (one.status, one.found) == ("error", "the NPU did not respond within 0 s")
 
 
 def test_an_npu_smi_that_does_not_answer_is_an_error(tree):
     tree.write("/bin/npu-smi", f"#!/bin/sh\necho $$ > {tree.root}/pid\nexec sleep 100\n").chmod(0o755)
     one, *_ = smi.findings(Machine.here(tree.root), None, timeout_s=2)
-    assert (one.status, one.found) == ("error", "npu-smi info gives no answer within 2 s")
+    assert (one.status, one.found) == ("error", "npu-smi info did not respond within 2 s")
     assert not Path("/proc", tree.at("/pid").read_text().strip()).exists()
     tree.write("/bin/npu-smi", "\x7fELF").chmod(0o755)
     one, *_ = smi.findings(Machine.here(tree.root), None)
-    assert one.found.startswith("npu-smi can't be run: ")
+    assert one.found.startswith("npu-smi cannot be run: ")

@@ -142,7 +142,7 @@ def test_free_frees_nothing_if_one_target_is_wrong(arena, path_file):
     ref = publish(arena, path_file)
     printed = run("shm", "free", path_file, "nothing-here", status=2)
     assert printed.splitlines() == [
-        "Error: nothing-here: neither a block of `mindie-mm shm list -b` nor a path file: No such file or directory"
+        "Error: nothing-here: neither a block from `mindie-mm shm list -b` nor a path file: No such file or directory"
     ]
     attach(ref).verify()
 
@@ -152,7 +152,7 @@ def test_the_valid_lines_of_a_damaged_path_file_are_freed(arena, path_file):
         publish(arena, path_file)
         with path_file.open("a") as file:
             file.write("mindie_mm-12")
-        assert "no reference" in run("shm", *command, path_file, status=1)
+        assert "not references" in run("shm", *command, path_file, status=1)
         assert listed(arena)["blocks"] == []
         path_file.unlink()
 
@@ -202,14 +202,14 @@ def test_gc_reports_a_request_that_it_cannot_reclaim(tmp_path):
     path_file.unlink()
     os.mkfifo(path_file)
     (error,) = run("shm", "gc", "--spool", spool, status=1).splitlines()
-    assert "no regular file" in error
+    assert "not a regular file" in error
 
 
 def test_an_unsafe_default_spool_does_not_stop_gc_elsewhere(dead_arena, tmp_path):
     spool = tmp_path / "spool"
     spool.mkdir()
     spool.chmod(0o777)
-    assert "others may write it" in run("shm", "gc", "--spool", spool, status=2)
+    assert "other users can write to it" in run("shm", "gc", "--spool", spool, status=2)
     assert dead_arena.exists()
     assert gc(status=1, MINDIE_MM_SPOOL=str(spool))[str(dead_arena)] == "owner_dead"
 
@@ -217,13 +217,16 @@ def test_an_unsafe_default_spool_does_not_stop_gc_elsewhere(dead_arena, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [
-        (("gc", "--spool", "{tmp}/none"), "no spool: No such file"),
-        (("gc", "--spool", "{tmp}/file"), "is no directory"),
-        (("gc", "--spool", "{tmp}/data"), "data/samples is no request directory (mode 1700): {tmp}/data is no spool"),
-        (("gc", "--path-file", "{tmp}/none"), "no path file: No such file"),
-        (("gc", "--path-file", "{tmp}/data"), "no path file: not a regular file"),
-        (("gc", "--path-file", "{tmp}/pipe"), "no path file: not a regular file"),
-        (("gc", "--path-file", "{tmp}/link"), "no path file: not a regular file"),
+        (("gc", "--spool", "{tmp}/none"), "not a spool: No such file"),
+        (("gc", "--spool", "{tmp}/file"), "is not a directory"),
+        (
+            ("gc", "--spool", "{tmp}/data"),
+            "data/samples is not a request directory (mode 1700), so {tmp}/data is not a spool",
+        ),
+        (("gc", "--path-file", "{tmp}/none"), "not a path file: No such file"),
+        (("gc", "--path-file", "{tmp}/data"), "not a path file: not a regular file"),
+        (("gc", "--path-file", "{tmp}/pipe"), "not a path file: not a regular file"),
+        (("gc", "--path-file", "{tmp}/link"), "not a path file: not a regular file"),
         (("free", "{tmp}/pipe"), "not a regular file"),
         (("free", "mindie_mm-0000:99999"), "there is no arena mindie_mm-0000"),
     ],

@@ -188,11 +188,11 @@ def test_videos_with_a_wrong_packet_count_are_planned_again(pair: Pair) -> None:
     ("bad", "message"),
     [
         ({"image": "/no/such.jpg"}, "media item 1 (image): there is no file /no/such.jpg"),
-        ({"image": b"junk"}, "media item 1 (image): the 4 bytes are no readable image"),
+        ({"image": b"junk"}, "media item 1 (image): the 4 bytes cannot be read as an image"),
         ({"image": encoded(CAT)[:3000]}, "media item 1 (image): the JPEG image of 150x120 pixels is broken"),
-        ({"image": encoded(photograph(size=(401, 2)))}, "media item 1 (image): 401x2 pixels"),
-        ({"video": [encoded(CAT), b"junk"]}, "media item 1 (video): frame 1: the 4 bytes are no readable image"),
-        ({"audio": b"sound"}, "takes no audio"),
+        ({"image": encoded(photograph(size=(401, 2)))}, "media item 1 (image): the size is 401x2 pixels"),
+        ({"video": [encoded(CAT), b"junk"]}, "media item 1 (video): frame 1: the 4 bytes cannot be read as an image"),
+        ({"audio": b"sound"}, "does not accept audio"),
         ({"image": encoded(CAT), "num_frames": 3}, ""),
     ],
     ids=str,
@@ -211,7 +211,10 @@ def test_pixels_are_limited_over_a_whole_request(random_checkpoint: Path, tmp_pa
         alone, decoded = pair.errors(*[{"image": encoded(CAT)}] * (number + 1))
         assert isinstance(decoded, LimitExceeded)
         assert str(decoded) == str(alone)
-        assert f"media item {number} (image): the request's images have {(number + 1) * pixels} pixels" in str(decoded)
+        assert (
+            f"media item {number} (image): the request's images and frames have at least {(number + 1) * pixels} "
+            "pixels" in str(decoded)
+        )
 
 
 def test_a_file_truncated_after_it_was_opened_is_a_media_error(
@@ -227,6 +230,6 @@ def test_a_file_truncated_after_it_was_opened_is_a_media_error(
         return parcel
 
     monkeypatch.setattr(decoded, "pack_file", truncated)
-    with pytest.raises(MediaError, match=r"media item 0 \(image\): the file cannot be read, or has changed"):
+    with pytest.raises(MediaError, match=r"media item 0 \(image\): the file cannot be read or has changed"):
         pair.prompt(pair.decoded, {"image": str(path)})
     assert pair.arena.num_blocks == 0

@@ -69,9 +69,9 @@ async def test_an_item_is_written_again_when_its_decoder_is_killed_while_writing
 @pytest.mark.parametrize(
     ("number", "error", "message"),
     [
-        (signal.SIGKILL, ProcessDied, "two decoders died while they decoded it, the last with status -9"),
-        (signal.SIGSEGV, MediaError, "it has ended two decoders, the last with SIGSEGV"),
-        (signal.SIGABRT, MediaError, "it has ended two decoders, the last with SIGABRT"),
+        (signal.SIGKILL, ProcessDied, "two decoders died while decoding the item, the last with status -9"),
+        (signal.SIGSEGV, MediaError, "the item crashed two decoders, the last with SIGSEGV"),
+        (signal.SIGABRT, MediaError, "the item crashed two decoders, the last with SIGABRT"),
     ],
 )
 async def test_an_item_that_ends_two_decoders_fails_alone(
@@ -330,9 +330,9 @@ async def test_items_fail_at_once_while_decoders_cannot_be_started(
             patch.setattr(bench.decoders._nursery, "_setup", msgspec.json.encode(gone).decode())
             bench.nursery.kill()
             for item in waiting:
-                with pytest.raises(NoProcess, match=f"{tmp_path}/gone is no checkpoint directory"):
+                with pytest.raises(NoProcess, match=f"{tmp_path}/gone is not a checkpoint directory"):
                     await item
-            with pytest.raises(NoProcess, match=f"{tmp_path}/gone is no checkpoint directory"):
+            with pytest.raises(NoProcess, match=f"{tmp_path}/gone is not a checkpoint directory"):
                 await bench.plan(SMALL)
     await bench.whole()
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))

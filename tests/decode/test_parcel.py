@@ -125,7 +125,7 @@ def test_a_file_truncated_after_packing_is_refused(tmp_path: Path, length: int) 
     path.write_bytes(DATA)
     with packed(Media("image", str(path))) as parcel:
         os.truncate(path, length)
-        with pytest.raises(ValueError, match=f"ends at {length}"):
+        with pytest.raises(ValueError, match=f"ends at byte {length}"):
             unpacked(parcel.descriptor, parcel.parts, is_list=False)
         with pytest.raises(MediaError, match="truncated"):
             parcel_digest("", parcel)

@@ -26,4 +26,4 @@ def test_the_message_of_the_driver_is_passed_on(monkeypatch):
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert CUDA.missing().startswith(f"{OLD}; see nvidia-smi")
+    assert CUDA.missing().startswith(f"{OLD}; check nvidia-smi")

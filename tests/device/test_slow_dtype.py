@@ -39,7 +39,7 @@ def test_an_engine_and_doctor_warn_about_a_slow_dtype():
     assert ended.stdout.splitlines() == [
         f"['warning {warning}; --dtype float32']",
         "[]",
-        f"{warning}; --dtype float32, or 32 bits for that part, is faster",
+        f"{warning}. Use --dtype float32, or 32 bits for this part",
     ]
 
 

@@ -40,7 +40,7 @@ def test_end_tokens_come_from_the_configured_folder(random_checkpoint, tmp_path)
 @pytest.mark.parametrize("stated", ["2", [1, "2"], [True]], ids=str)
 def test_end_tokens_that_are_not_integers_are_refused(stated, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
-    with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is .*, it must be an integer or"):
+    with pytest.raises(InputError, match=r"generation_config\.json: eos_token_id is .*; it must be an integer or"):
         stated_end_tokens(str(tmp_path))
 
 
@@ -70,7 +70,7 @@ def test_the_parameters_that_vllm_reads_are_read(
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"temperature": -1}, r"temperature is -1, it must be in \[0, 100\]"),
+        ({"temperature": -1}, r"temperature is -1; it must be in \[0, 100\]"),
         ({"top_p": 0}, "top_p is 0"),
         ({"top_k": 2.5}, "top_k is 2.5"),
         ({"repetition_penalty": "high"}, "repetition_penalty is 'high'"),
@@ -112,5 +112,5 @@ def test_a_default_length_is_cut_to_the_context(tmp_path: Path) -> None:
         (output,) = llm.generate(["What is in the picture?"], msgspec.structs.replace(default, ignore_eos=True))
         assert output.finish_reason == "length"
         assert 0 < len(output.token_ids) < 64
-        with pytest.raises(ContextLengthExceeded, match="64 to generate"):
+        with pytest.raises(ContextLengthExceeded, match="needs 64 output tokens"):
             llm.generate(["What is in the picture?"], default.stating(max_tokens=64))

@@ -98,8 +98,13 @@ async def test_a_stop_token_id_ends_the_answer(engine):
 @pytest.mark.parametrize(
     ("ids", "params", "error", "words"),
     [
-        (np.arange(250), GREEDY, ContextLengthExceeded, "length is 256 tokens; 250 prompt tokens and 16 to generate"),
-        (np.array([], np.int64), GREEDY, ContextLengthExceeded, "0 prompt tokens"),
+        (
+            np.arange(250),
+            GREEDY,
+            ContextLengthExceeded,
+            "length is 256 tokens; the prompt has 250 tokens and the request needs 16 output tokens",
+        ),
+        (np.array([], np.int64), GREEDY, ContextLengthExceeded, "the prompt has 0 tokens"),
         (np.array([10**6]), GREEDY, TokenOutOfRange, r"1000000 is not in \[0, 328\)"),
         (np.array([5, -7]), GREEDY, CorruptReference, "slot 1 holds -7"),
         (PROMPT, SamplingParams(temperature=-1), InputError, "temperature is -1"),
@@ -163,7 +168,7 @@ async def test_requests_fail_at_once_while_the_engine_cannot_restart(engine, tmp
     async with asyncio.timeout(0.9 * RESTART_WAIT_S):
         for request_id in ("waits", "comes later"):
             with pytest.raises(
-                NoProcess, match=f"the engine did not start: {tmp_path}/gone is no checkpoint directory"
+                NoProcess, match=f"the engine did not start: {tmp_path}/gone is not a checkpoint directory"
             ):
                 await tokens(engine, request_id)
         monkeypatch.setattr(engine, "_start", start)
@@ -181,7 +186,7 @@ async def test_a_killed_engine_fails_running_requests_and_restarts(random_checkp
     with pytest.raises(ProcessDied, match=f"engine process {before} died with status -9"):
         async for _ in stream:
             pass
-    with pytest.raises(ProcessDied, match="the engine process died, another is being started"):
+    with pytest.raises(ProcessDied, match="the engine process died, and another one is being started"):
         engine.check()
     asked = time.monotonic()
     up = asyncio.create_task(waited(engine, asked))
@@ -221,7 +226,7 @@ async def test_an_engine_that_hangs_is_restarted(random_checkpoint, device, capl
         await periods.passed(3)
         assert engine.pid == before, "at rest it makes no step, and need not"
         os.kill(before, signal.SIGSTOP)
-        message = f"engine process {before} made no step for {STEP_TIMEOUT_S:g} s, and was ended"
+        message = f"engine process {before} made no step for {STEP_TIMEOUT_S:g} s and was stopped"
         hung = asyncio.create_task(tokens(engine, "hung"))
         await periods.passed(2)
         with pytest.raises(ProcessDied, match=message):

@@ -149,5 +149,5 @@ def test_an_invalid_schema_is_refused(grammars: Grammars, schema: str) -> None:
 
 def test_a_tokenizer_of_an_unsupported_kind_is_refused() -> None:
     unfit = Grammars(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")), [0])
-    with pytest.raises(InputError, match="tokenizer takes no structured outputs"):
+    with pytest.raises(InputError, match="structured outputs cannot be used with this checkpoint's tokenizer"):
         unfit.constraint(fits("{}"))

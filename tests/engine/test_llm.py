@@ -91,11 +91,11 @@ def test_an_unexpected_exception_does_not_fail_the_others(llm, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"temperature": -1}, "temperature is -1, it must be in"),
+        ({"temperature": -1}, "temperature is -1; it must be in"),
         ({"max_tokens": "5"}, "max_tokens is '5': it must be an integer, not a string"),
         ({"stop": None}, "stop must be a list, not null"),
         ({"stop": (1,)}, r"stop\[0\] must be a string, not an integer"),
-        ({"stop_token_ids": (10**6,)}, "stop_token_ids names token 1000000"),
+        ({"stop_token_ids": (10**6,)}, "stop_token_ids has token id 1000000"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_any_input_is_read(llm, wrong, message):
@@ -145,7 +145,7 @@ def test_a_chat_passes_template_options_except_reserved_names(llm):
     plain = llm.chat(messages, GREEDY).token_ids
     for change in ({"add_generation_prompt": False}, {"continue_final_message": True}):
         assert llm.chat(messages, GREEDY, **change).token_ids != plain
-    with pytest.raises(InputError, match="cannot hold 'messages'"):
+    with pytest.raises(InputError, match="must not contain 'messages'"):
         llm.chat(messages, GREEDY, chat_template_kwargs={"messages": []})
 
 
@@ -246,11 +246,11 @@ def test_a_tuple_works_like_a_list(llm, picture):
     [
         (
             [{"image": "a.png"}, {"text": "What?"}],
-            r"inputs\[0\] is one item of a prompt, wrap it in a list: one list per",
+            r"inputs\[0\] is one item of a prompt; wrap it in a list: one list per",
         ),
-        ({"text": "What?"}, "inputs is a dict, wrap it in a list: one list per prompt"),
-        ("Hello", "inputs is a str, wrap it in a list: one list per prompt"),
-        ([[{"text": "a"}], 5], r"inputs\[1\] is a int, wrap it in a list"),
+        ({"text": "What?"}, "inputs is a dict; wrap it in a list: one list per prompt"),
+        ("Hello", "inputs is a str; wrap it in a list: one list per prompt"),
+        ([[{"text": "a"}], 5], r"inputs\[1\] is a int; wrap it in a list"),
     ],
 )
 def test_inputs_that_are_not_wrapped_in_a_list_are_refused(llm, inputs, message):

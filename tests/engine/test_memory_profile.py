@@ -162,8 +162,8 @@ def test_a_context_that_exceeds_the_cache_is_refused_if_configured_and_otherwise
         return Engine(model, EngineConfig(**settings), num_tokens * size)
 
     advice = "Raise kv_cache_bytes, or lower max_model_len" if asked else "Raise memory_share, lower .* max_model_len"
-    message = rf"a context of 145 tokens takes {160 * size} bytes of KV cache, which has {144 * size}, for 144 tokens"
-    with pytest.raises(DeviceError, match=rf"^{message}. {advice}"):
+    message = rf"a context of 145 tokens needs {160 * size} bytes of KV cache; the cache has {144 * size} bytes"
+    with pytest.raises(DeviceError, match=rf"^{message}, for 144 tokens. {advice}"):
         engine(159, max_model_len=145)
     assert not caplog.records
     assert engine(159, max_model_len=144).ready.max_model_len == 144
@@ -173,7 +173,7 @@ def test_a_context_that_exceeds_the_cache_is_refused_if_configured_and_otherwise
     caplog.clear()
     assert engine(159).ready.max_model_len == 144
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert f"a context of {own} tokens takes {own * size} bytes of KV cache, which has {144 * size}" in caplog.text
+    assert f"a context of {own} tokens needs {own * size} bytes of KV cache; the cache has {144 * size}" in caplog.text
     assert "; the context length is 144" in caplog.text
     assert engine(2 * own, max_model_len=2 * own).ready.max_model_len == own, "the checkpoint's own is not refused"
 
@@ -181,7 +181,7 @@ def test_a_context_that_exceeds_the_cache_is_refused_if_configured_and_otherwise
 @pytest.mark.usefixtures("copied_workers")
 def test_the_library_refuses_a_context_that_exceeds_the_cache(random_checkpoint):
     engine = EngineConfig(device="cpu", max_model_len=512, kv_cache_bytes=10_000)
-    with pytest.raises(DeviceError, match="a context of 512 tokens takes"):
+    with pytest.raises(DeviceError, match="a context of 512 tokens needs"):
         LLM(random_checkpoint, WorkerConfig(engine=engine))
 
 
@@ -189,7 +189,7 @@ def test_the_log_states_free_memory_and_the_size_of_the_cache(small_pictures, ca
     caplog.set_level("INFO")
     room(small_pictures, kv_cache_bytes=5 * MiB)
     assert "cpu has 4096 MiB free after loading the weights" in caplog.text
-    assert "the KV cache 5 MiB (kv_cache_bytes)" in caplog.text
+    assert "the KV cache takes 5 MiB (kv_cache_bytes)" in caplog.text
     caplog.clear()
     room(small_pictures, max_num_seqs=1)
     assert "cpu has 4096 MiB free after loading the weights" in caplog.text

@@ -53,7 +53,7 @@ def test_a_request_with_nan_logits_fails_alone_and_shares_no_prefix(model, promp
     assert engine.add(Add("other", prompts[0].numpy().tobytes(), params)) is None
     news = engine.step().progress
     assert {one.request_id: one.error for one in news if one.error} == {
-        "lost": Failure("OperationalError", "the model gives no numbers for this request")
+        "lost": Failure("OperationalError", "the model returned non-finite logits for this request")
     }
     assert [one.token_ids for one in news if one.request_id == "other" and one.token_ids]
     while engine.has_work():
@@ -114,9 +114,9 @@ def test_non_finite_logits_fail_only_their_own_rows(model, number):
 @pytest.mark.parametrize(
     ("array", "grid", "message"),
     [
-        (torch.full((2, 3), torch.nan).numpy(), (), "hold numbers that are not finite"),
-        (torch.full((2, 3), torch.inf).numpy(), (), "hold numbers that are not finite"),
-        (torch.zeros(2, 3).numpy(), (1.0, 2, 2), r"grid \(1.0, 2, 2\) must consist of integers"),
+        (torch.full((2, 3), torch.nan).numpy(), (), "contain non-finite values"),
+        (torch.full((2, 3), torch.inf).numpy(), (), "contain non-finite values"),
+        (torch.zeros(2, 3).numpy(), (1.0, 2, 2), r"grid is \(1.0, 2, 2\); it must contain only integers"),
         (torch.zeros(2, 3), (), "must be a numpy array"),
     ],
 )

@@ -94,7 +94,7 @@ async def test_lost_blocks_are_rebuilt_once():
     assert await outputs(source, engine) == ["a"]
     assert engine.seen == [FIRST, SECOND]
     (source,) = await tokenized(Script(FIRST, SECOND), [TokenizeRequest(text="a")])
-    with pytest.raises(ProcessDied, match="no third try"):
+    with pytest.raises(ProcessDied, match="were lost twice"):
         await outputs(source, Script([LOST], [LOST]))
 
 
@@ -247,7 +247,7 @@ async def test_blocks_lost_while_another_answer_holds_them_are_rebuilt_once(aren
         await use.take()
     assert await uses[0].renew() is stage.prompts[1]
     assert await uses[1].renew() is stage.prompts[1]
-    with pytest.raises(ProcessDied, match="no third try"):
+    with pytest.raises(ProcessDied, match="were lost twice"):
         await uses[0].renew()
 
 
@@ -290,7 +290,7 @@ async def test_prompts_lost_with_a_tokenizer_are_rebuilt_together_once():
     assert stage.seen == [requests[0], *requests]
     assert [source.prompt for source in sources] == [FIRST, SECOND]
     for source in sources:
-        with pytest.raises(ProcessDied, match="no third try"):
+        with pytest.raises(ProcessDied, match="were lost twice"):
             await lost(source)
 
 

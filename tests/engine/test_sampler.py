@@ -299,26 +299,26 @@ def test_logprobs_come_from_the_raw_distribution():
     [
         ({"temperature": -1}, "temperature is -1"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_p": 0}, "top_p is 0, it must be above 0"),
-        ({"repetition_penalty": 0}, r"repetition_penalty is 0, it must be in \[0.01, 100\]"),
+        ({"top_p": 0}, "top_p is 0; it must be above 0"),
+        ({"repetition_penalty": 0}, r"repetition_penalty is 0; it must be in \[0.01, 100\]"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"max_tokens": -1}, "max_tokens is -1"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5"),
         ({"logprobs": 21}, "logprobs is 21"),
         ({"stop": ("",)}, "stop string 0 of 1 is empty"),
         ({"stop": ("a",) * 17}, "17 stop strings"),
-        ({"stop_token_ids": (50,)}, "token 50"),
-        ({"logit_bias": {-1: 1.0}}, "token -1"),
+        ({"stop_token_ids": (50,)}, "token id 50"),
+        ({"logit_bias": {-1: 1.0}}, "token id -1"),
         ({"logit_bias": {1: 101.0}}, "101"),
         ({"presence_penalty": 3}, "presence_penalty is 3"),
-        ({"stop_token_ids": (2**64,)}, rf"names token {2**64}, ids are in \[0, {VOCABULARY}\)"),
-        ({"logit_bias": {2**64: 1.0}}, rf"names token {2**64}, ids are in \[0, {VOCABULARY}\)"),
-        ({"stop_token_ids": (10**5000,)}, "token an integer of 16610 bits"),
+        ({"stop_token_ids": (2**64,)}, rf"has token id {2**64}; it must be in \[0, {VOCABULARY}\)"),
+        ({"logit_bias": {2**64: 1.0}}, rf"has token id {2**64}; it must be in \[0, {VOCABULARY}\)"),
+        ({"stop_token_ids": (10**5000,)}, "token id an integer of 16610 bits"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias is nan"),
         ({"logit_bias": {1: 10**400}}, "is outside its range"),
-        ({"seed": 2**64}, f"seed is {2**64}, it must be in"),
-        ({"seed": float("inf")}, "seed is inf, it must be in"),
-        ({"max_tokens": 1e300}, r"max_tokens is 1e\+300, it must be in"),
+        ({"seed": 2**64}, f"seed is {2**64}; it must be in"),
+        ({"seed": float("inf")}, "seed is inf; it must be in"),
+        ({"max_tokens": 1e300}, r"max_tokens is 1e\+300; it must be in"),
         ({"max_tokens": 1.5}, "max_tokens is 1.5: it must be an integer"),
         ({"max_tokens": True}, "max_tokens is True: it must be an integer"),
         ({"temperature": 10**400}, "temperature is an integer of 1329 bits"),
@@ -330,7 +330,7 @@ def test_the_error_names_the_setting_that_is_out_of_range(settings, words):
 
 
 def test_token_ids_are_limited_before_the_model_is_loaded():
-    with pytest.raises(InputError, match=rf"names token {2**64}, ids are in \[0, {2**31}\)"):
+    with pytest.raises(InputError, match=rf"has token id {2**64}; it must be in \[0, {2**31}\)"):
         SamplingParams(stop_token_ids=(2**64,)).check(np.inf)
 
 

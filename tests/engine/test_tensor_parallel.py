@@ -170,7 +170,7 @@ async def test_an_item_that_fails_on_one_rank_fails_only_its_request(engine, ran
         release(tmp_path / "wrong")
     assert len(good) == NUM_TOKENS
     assert isinstance(bad, BadReference)
-    assert "128 wide, the model's 64" in str(bad)
+    assert "have width 128; the model needs 64" in str(bad)
 
 
 async def test_leaving_the_stream_early_aborts_on_all_ranks(engine):
@@ -385,5 +385,5 @@ async def test_a_cache_that_is_too_small_is_logged_once_and_refused_on_both(rand
     assert log.count(f"the KV cache holds 80 tokens in {num_bytes} bytes; the context length is 80") == 1
     assert log.count("Longer requests are refused") == 1
     async with asyncio.timeout(200):
-        with pytest.raises(DeviceError, match="a context of 81 tokens takes"):
+        with pytest.raises(DeviceError, match="a context of 81 tokens needs"):
             await AsyncEngine.start(random_checkpoint, dataclasses.replace(small, max_model_len=81))

@@ -176,5 +176,5 @@ def test_a_service_without_room_in_shm_ends_with_advice(tmp_path: Path) -> None:
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
-    for words in (f"free of {32 * MiB}", "the arena needs 67", "--shm-size", "emptyDir"):
+    for words in (f"of {32 * MiB} bytes free", "the arena needs 67", "--shm-size", "emptyDir"):
         assert words in last

@@ -56,14 +56,14 @@ def lacking(name: str, number: int) -> tuple[Locks, bool, str, str]:
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
-        (errno.ENOSYS, "this kernel does not have it"),
-        (errno.EOPNOTSUPP, "it is switched off at boot"),
+        (errno.ENOSYS, "this kernel does not support it"),
+        (errno.EOPNOTSUPP, "it is disabled at boot"),
         (errno.EPERM, "the container forbids it"),
     ],
 )
 def test_without_landlock_the_other_locks_stay(number, reason):
     locks, same, calls, files = lacking("landlock_create_ruleset", number)
-    assert str(locks) == f"decoders are locked in by seccomp and resource limits; Landlock is missing: {reason}"
+    assert str(locks) == f"decoders are sandboxed by seccomp and resource limits; Landlock is missing: {reason}"
     assert (same, calls, files) == (True, "refused", "refused")
 
 
@@ -71,13 +71,13 @@ def test_without_landlock_the_other_locks_stay(number, reason):
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.EPERM])
 def test_without_seccomp_the_other_locks_stay(number):
     locks, same, calls, files = lacking("seccomp", number)
-    assert str(locks).startswith("decoders are locked in by Landlock (ABI ")
+    assert str(locks).startswith("decoders are sandboxed by Landlock (ABI ")
     assert "and resource limits; seccomp is missing: " in str(locks)
     assert (same, calls, files) == (True, "made", "refused")
 
 
 def test_the_report_says_when_resource_limits_are_the_only_lock():
-    assert str(Locks(("resource limits",), ("a", "b"))) == "decoders are locked in by resource limits alone; a; b"
+    assert str(Locks(("resource limits",), ("a", "b"))) == "decoders are sandboxed by resource limits only; a; b"
 
 
 def test_the_kernel_confirms_the_locks():

@@ -224,7 +224,7 @@ def test_the_default_track_is_decoded():
 @pytest.mark.parametrize("channels", [1, 2])
 def test_samples_beyond_float32_are_refused_without_a_warning(channels, sample):
     data = encode_sound(np.full((100, channels), sample), RATE, "WAV", "DOUBLE")
-    with pytest.raises(MediaError, match="the clip has samples of"):
+    with pytest.raises(MediaError, match="the audio clip has a sample of amplitude"):
         decode(data)
 
 
@@ -265,7 +265,7 @@ def test_a_stream_without_a_container_continues_after_damage(container, codec, f
 def test_a_damaged_file_in_a_container_is_refused():
     data = bytearray(encode_with_ffmpeg(tone(2.0, 48_000), 48_000, "mp4", "aac"))
     data[9000:9200] = b"junk" * 50
-    with pytest.raises(MediaError, match=r"the sound is broken: [0-9]+ samples can be decoded"):
+    with pytest.raises(MediaError, match=r"the audio clip is broken: only [0-9]+ samples could be decoded"):
         decode(bytes(data))
 
 
@@ -274,7 +274,7 @@ def test_given_samples_are_resampled_from_their_rate():
     assert np.array_equal(open_audio(samples).decode(RATE, 500), samples[:500])
     data = encode_sound(samples, 48_000, "WAV", "FLOAT")
     assert np.array_equal(open_audio(samples, 48_000).decode(RATE, 60 * RATE), reference(data))
-    with pytest.raises(InputError, match="sampling_rate 16000 is given of an encoded clip"):
+    with pytest.raises(InputError, match="sampling_rate is 16000, but an encoded clip has its own rate"):
         open_audio(data, 16_000)
 
 
@@ -284,7 +284,7 @@ def test_only_one_dimensional_float_arrays_are_samples():
     assert media.options.sampling_rate == 8000
     assert read_source(media).dtype == np.float32
     for wrong in (np.zeros((2, 5), np.float32), np.zeros(5, np.int16), np.zeros(0, np.float32)):
-        with pytest.raises(InputError, match=r"audio samples are .*; they must be float \[samples\]"):
+        with pytest.raises(InputError, match=r"audio samples have .*; they must be float \[samples\]"):
             read_source(Media("audio", wrong))
 
 
@@ -296,7 +296,7 @@ def test_caps_are_checked_before_decoding():
     ):
         EncodedAudio.open(data)
     for rate in (999, 768_001):
-        with pytest.raises(LimitExceeded, match=f"{rate} samples a second; the limits are 1000 and 768000"):
+        with pytest.raises(LimitExceeded, match=f"sampling rate of {rate} Hz; it must be from 1000 to 768000"):
             open_audio(wav_header(rate, 1) + bytes(100))
     with pytest.raises(LimitExceeded, match="65 channels; the limit is 64"):
         open_audio(wav_header(RATE, 65) + bytes(65 * 200))
@@ -313,7 +313,7 @@ def test_caps_are_checked_before_decoding():
 )
 def test_sound_without_a_sampling_rate_is_refused(data: bytes, rate: bytes):
     assert rate in data
-    with pytest.raises(MediaError, match=r"sound states no rate, how many samples a second it has"):
+    with pytest.raises(MediaError, match=r"audio stream of the file has no sampling rate"):
         open_audio(data.replace(rate, bytes(len(rate))))
 
 
@@ -330,7 +330,10 @@ def test_a_small_file_that_claims_hours_of_sound_is_refused():
 
 
 def test_decoding_stops_at_the_cap_of_samples():
-    with under(MediaCaps(max_audio_samples=RATE)), pytest.raises(LimitExceeded, match="more than 16000 samples"):
+    with (
+        under(MediaCaps(max_audio_samples=RATE)),
+        pytest.raises(LimitExceeded, match="more samples than the limit of 16000"),
+    ):
         decode(encode_sound(tone(3.0), RATE))
 
 
@@ -354,9 +357,9 @@ def test_a_clip_is_decoded_under_the_caps_it_was_opened_with(monkeypatch):
 def test_samples_that_overflow_are_refused(value):
     samples = tone(0.5)
     samples[77] = value
-    with pytest.raises(MediaError, match=r"has samples of (nan|inf|9999.*); the limit is 1e\+09"):
+    with pytest.raises(MediaError, match=r"has a sample of amplitude (nan|inf|9999.*); the limit is 1e\+09"):
         decode(encode_sound(samples, RATE, "WAV", "FLOAT"))
-    with pytest.raises(MediaError, match="has samples of"):
+    with pytest.raises(MediaError, match="has a sample of amplitude"):
         open_audio(samples).decode(RATE, RATE)
 
 
@@ -382,7 +385,7 @@ def test_an_unknown_codec_is_refused():
     data = bytearray(encode_sound(tone(0.1), RATE))
     at = data.index(b"fmt ") + 8
     data[at : at + 2] = b"\x99\x99"
-    with pytest.raises(MediaError, match=r"codec that is not known|no readable"):
+    with pytest.raises(MediaError, match=r"unknown codec|no readable"):
         open_audio(bytes(data))
 
 

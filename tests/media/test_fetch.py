@@ -166,7 +166,7 @@ async def test_follows_three_redirects(server: str) -> None:
 
 
 async def test_refuses_a_fourth_redirect(server: str) -> None:
-    with pytest.raises(MediaError, match="more than 3 times"):
+    with pytest.raises(MediaError, match="more often than the limit of 3 times"):
         await get(f"{server}/redirect/3")
 
 
@@ -185,17 +185,17 @@ async def test_checks_a_redirect_like_the_first_url(server: str, url: str) -> No
 
 async def test_checks_a_redirect_against_the_domain_list(server: str) -> None:
     url = server.replace("127.0.0.1", "localhost")
-    with pytest.raises(MediaError, match="localhost is none of the allowed"):
+    with pytest.raises(MediaError, match="localhost is not one of the allowed"):
         await get(f"{server}/to?url={url}/media", allowed_domains=("127.0.0.1",))
 
 
 async def test_stops_reading_at_the_limit(server: str) -> None:
-    with pytest.raises(LimitExceeded, match="limit for one item"):
+    with pytest.raises(LimitExceeded, match="limit of 1000 for one item"):
         await get(f"{server}/endless", max_bytes=1000)
 
 
 async def test_refuses_an_announced_length_above_the_limit(server: str) -> None:
-    with pytest.raises(LimitExceeded, match="announces 10240 bytes"):
+    with pytest.raises(LimitExceeded, match="announced 10240 bytes"):
         await get(f"{server}/media", max_bytes=10_239)
     assert await get(f"{server}/media", max_bytes=10_240) == BODY
 
@@ -252,17 +252,17 @@ async def test_decodes_the_named_content_encodings(server: str, name: str) -> No
     [
         ("invalid gzip", "not valid gzip"),
         ("invalid deflate", "not valid deflate"),
-        ("gzip cut off", "not valid gzip, or is truncated"),
-        ("gzip without its length", "not valid gzip, or is truncated"),
-        ("gzip with a second member cut off", "not valid gzip, or is truncated"),
-        ("deflate cut off", "not valid deflate, or is truncated"),
+        ("gzip cut off", "not valid gzip or is truncated"),
+        ("gzip without its length", "not valid gzip or is truncated"),
+        ("gzip with a second member cut off", "not valid gzip or is truncated"),
+        ("deflate cut off", "not valid deflate or is truncated"),
         ("br", "content encoding br; only gzip and deflate are supported"),
         ("gzip, zstd", "content encoding zstd"),
-        ("too often", "4 content encodings, the limit is 3"),
-        ("a gzip bomb", "gzip that decodes to more than 1048576 bytes, the limit for one item"),
-        ("a deflate bomb", "deflate that decodes to more than 1048576 bytes, the limit for one item"),
-        ("a nested gzip bomb", "gzip that decodes to more than 1048576 bytes, the limit for one item"),
-        ("a bomb that decodes to little", "deflate that decodes to more than 1048576 bytes, the limit for one item"),
+        ("too often", "4 content encodings; the limit is 3"),
+        ("a gzip bomb", "gzip that decodes to more bytes than the limit of 1048576 for one item"),
+        ("a deflate bomb", "deflate that decodes to more bytes than the limit of 1048576 for one item"),
+        ("a nested gzip bomb", "gzip that decodes to more bytes than the limit of 1048576 for one item"),
+        ("a bomb that decodes to little", "deflate that decodes to more bytes than the limit of 1048576 for one item"),
         ("a gzip of empty members", f"gzip body has {MAX_MEMBERS + 1} members; the limit is {MAX_MEMBERS}"),
     ],
 )
@@ -284,7 +284,7 @@ async def test_spend_counts_the_bytes_that_decoding_adds(server: str) -> None:
 
 
 async def test_refuses_a_closed_port() -> None:
-    with pytest.raises(MediaError, match="no connection"):
+    with pytest.raises(MediaError, match="the connection failed"):
         await get("http://127.0.0.1:1/")
 
 
@@ -294,7 +294,7 @@ async def test_the_domain_list_includes_subdomains(server: str, domain: str) -> 
 
 
 async def test_the_domain_list_does_not_match_part_of_a_label(server: str) -> None:
-    with pytest.raises(MediaError, match="none of the allowed"):
+    with pytest.raises(MediaError, match="not one of the allowed"):
         await get(f"{server}/media", allowed_domains=("7.0.0.1",))
 
 
@@ -302,7 +302,7 @@ async def test_the_domain_list_does_not_match_part_of_a_label(server: str) -> No
 @pytest.mark.parametrize("host", ["bücher.example", "XN--BCHER-KVA.example.", "a.bücher.example"])
 def test_the_domain_list_matches_unicode_and_punycode_names(domain: str, host: str) -> None:
     assert checked_url(f"http://{host}/a", [domain]).raw_path == "/a"
-    with pytest.raises(MediaError, match="none of the allowed"):
+    with pytest.raises(MediaError, match="not one of the allowed"):
         checked_url("http://a-bücher.example/a", [domain])
 
 
@@ -321,7 +321,7 @@ def test_valid_domains_are_accepted(domain: str) -> None:
     ],
 )
 def test_invalid_domains_are_refused(domain: str) -> None:
-    message = f"allowed_media_domains holds {re.escape(repr(domain))}; it must be a host name"
+    message = f"allowed_media_domains has {re.escape(repr(domain))}; it must be a host name"
     with pytest.raises(InputError, match=message):
         encoded_domain(domain)
 

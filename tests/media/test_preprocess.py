@@ -29,14 +29,16 @@ def test_output_size_is_known_if_all_pictures_become_one_size(steps, expected):
     assert sizes == {expected} if expected else len(sizes) == 2
 
 
-@pytest.mark.parametrize(("size", "named"), [(None, "of several sizes"), ((20, 30), r"\(20, 30\), the tower takes 20")])
+@pytest.mark.parametrize(
+    ("size", "named"), [(None, "several sizes"), ((20, 30), r"\(20, 30\), but the tower takes squares of 20")]
+)
 def test_an_output_size_other_than_the_towers_is_refused(size, named):
     check_output_size((20, 20), 20, "here")
-    with pytest.raises(UnsupportedCheckpoint, match=rf"here: images become {named}"):
+    with pytest.raises(UnsupportedCheckpoint, match=rf"here: images are resized to {named}"):
         check_output_size(size, 20, "here")
 
 
 def test_a_setting_with_an_unsupported_value_is_refused():
     check_settings({"stated": 1, "null": None}, {"stated": 1, "null": 2, "left out": 3, "none": None}, "here")
-    with pytest.raises(UnsupportedCheckpoint, match="here: stated is 0, only 1 is served"):
+    with pytest.raises(UnsupportedCheckpoint, match="here: stated is 0; only 1 is supported"):
         check_settings({"stated": 0}, {"stated": 1}, "here")

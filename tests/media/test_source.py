@@ -150,14 +150,14 @@ async def test_urls_are_checked_inside_an_event_loop_too():
         ("/", "cannot be read: Is a directory"),
         ("a\0b", "cannot be read: not a valid path"),
         ("x." * 2500, "File name too long"),
-        ("data:image/png;base64", "not of the form"),
-        ("data:,a%20b%00", "not of the form"),
-        (f"data:{300 * ';'}base64,QUJD", "not of the form"),
-        ("data:image/png;base64,####", "base64 is not valid"),
-        ("data:image/png;base64,QUJ", "base64 is not valid"),
+        ("data:image/png;base64", "must have the form"),
+        ("data:,a%20b%00", "must have the form"),
+        (f"data:{300 * ';'}base64,QUJD", "must have the form"),
+        ("data:image/png;base64,####", "base64 of the data: URL is not valid"),
+        ("data:image/png;base64,QUJ", "base64 of the data: URL is not valid"),
         ("data:image/png;base64,", "empty"),
-        ("file://elsewhere/a.png", "a file: URL with a host, 'elsewhere'"),
-        ("file://[elsewhere/a.png", "a file: URL that is not valid"),
+        ("file://elsewhere/a.png", "the file: URL has the host 'elsewhere'"),
+        ("file://[elsewhere/a.png", "the file: URL is not valid"),
     ],
 )
 def test_a_bad_source_is_refused(source, message):
@@ -213,7 +213,7 @@ def test_reading_a_silent_source_stops_when_its_request_is_aborted(kind, pipe, s
 
 def test_reading_a_stalled_pipe_stops_at_the_timeout(pipe, monkeypatch):
     monkeypatch.setattr("mindie_mm.media.source.FETCH_TIMEOUT_S", 0.1)
-    with pytest.raises(MediaError, match=f"{pipe} is no file, and did not end within 0.1 s"):
+    with pytest.raises(MediaError, match=f"{pipe} is a pipe or a device that did not end within 0.1 s"):
         read_source(Media("image", str(pipe)))
     with pipe.open("r+b", buffering=0) as writer:
         writer.write(DATA)
@@ -245,7 +245,7 @@ def test_each_frame_is_read_as_an_image(tmp_path):
     [
         ("/no/such/file.jpg", "frame 1: there is no file /no/such/file.jpg"),
         ("http://127.0.0.1:9/a.jpg", "frame 1: .*not public"),
-        (np.zeros((30, 40), np.uint8), r"frame 1: image pixels are uint8 of shape \(30, 40\)"),
+        (np.zeros((30, 40), np.uint8), r"frame 1: image pixels have dtype uint8 and shape \(30, 40\)"),
         ("data:image/jpeg;base64,", "frame 1: the source is empty"),
     ],
     ids=str,
@@ -258,5 +258,5 @@ def test_a_bad_frame_is_named(frame, message):
 def test_the_bytes_of_all_frames_are_capped_together(monkeypatch):
     monkeypatch.setattr("mindie_mm.media.source.MAX_SOURCE_BYTES", 3 * len(DATA))
     assert len(read_source(Media("video", (DATA,) * 3))) == 3
-    with pytest.raises(LimitExceeded, match=f"the video's frames take more than {3 * len(DATA)} bytes"):
+    with pytest.raises(LimitExceeded, match=f"the video's frames have more bytes than the limit of {3 * len(DATA)}"):
         read_source(Media("video", (DATA,) * 4))

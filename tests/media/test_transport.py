@@ -14,7 +14,7 @@ from mindie_mm.media.video.encoded_video import CONTAINERS, EncodedVideo
 from tests.media_samples import encode_video, moving_frames
 from tests.transport_samples import EMPTY, PACKET_BYTES, begun, listed, lists, spaced
 
-MESSAGE = f"^the container lists its programs anew more than {MAX_LISTS} times, the limit$"
+MESSAGE = f"^the container repeats its program list more often than the limit of {MAX_LISTS} times$"
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,6 @@ def test_program_lists_inside_other_packets_do_not_count(clip: bytes) -> None:
 
 def test_streams_that_appear_late_are_counted(clip: bytes) -> None:
     with pytest.raises(
-        LimitExceeded, match=r"^the container has more than 64 streams, the limit, or takes more memory"
+        LimitExceeded, match=r"^the container has more streams than the limit of 64, or needs more memory"
     ):
         EncodedVideo.open(clip + 60_000 * EMPTY + begun(70))

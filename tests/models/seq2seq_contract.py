@@ -143,14 +143,16 @@ class Seq2SeqContract(FamilyContract):
     def test_lengths_beyond_the_cache_are_refused_if_requested_and_lowered_otherwise(self, model, caplog):
         caplog.set_level("INFO")
         each, own = model.prompt_token_bytes + model.spec.kv_token_bytes, model.spec.max_model_len
-        with pytest.raises(DeviceError, match=f"a context of 10 tokens takes {10 * each} bytes .* for 9 tokens"):
+        with pytest.raises(DeviceError, match=f"a context of 10 tokens needs {10 * each} bytes .* for 9 tokens"):
             self.engine(model, kv_cache_bytes=10 * each - 1, max_model_len=10, max_num_seqs=2)
         ready = self.engine(model, kv_cache_bytes=10 * each, max_model_len=10).ready
         assert (ready.max_model_len, ready.max_output_len) == (10, 10)
         assert "holds 10 tokens in" in caplog.text
         assert "WARNING" not in caplog.text
         ready = self.engine(model, kv_cache_bytes=2 * each).ready
-        assert f"a context of {own} tokens takes {own * each} bytes of KV cache, which has {2 * each}" in caplog.text
+        assert (
+            f"a context of {own} tokens needs {own * each} bytes of KV cache; the cache has {2 * each}" in caplog.text
+        )
         # Less of one length leaves room for more of the other.
         assert ready.max_model_len == 2 + model.spec.kv_token_bytes // model.prompt_token_bytes
         assert ready.max_output_len == 2 + model.prompt_token_bytes // model.spec.kv_token_bytes

@@ -195,7 +195,7 @@ PROJECTION = "model.transformer.blocks.0.att_proj"
         ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda _: None, "quant_state"),
         ("nf4", "weight", lambda numbers: numbers[:-4].clone(), "its numbers are"),
         ("nf4", "weight.absmax", lambda scales: scales[:-1].clone(), "its absmax are"),
-        ("nf4", "weight", lambda _: None, f"lacks 1 weights, the first is {PROJECTION}.weight"),
+        ("nf4", "weight", lambda _: None, f"lacks 1 weights; the first is {PROJECTION}.weight"),
         ("int8", "SCB", lambda scales: scales[:-1].clone(), "scales for"),
         ("int8", "weight_format", lambda _: torch.tensor(2, dtype=torch.uint8), "weight_format is 2"),
         ("int8", "weight", lambda numbers: numbers[:-1].clone(), "scales for"),

@@ -67,7 +67,7 @@ def test_missing_weights_are_named(copy):
 def test_unexpected_weights_are_named(copy):
     rewrite(copy, lambda weights: weights.update({"model.adapter.weight": torch.zeros(2), "zeta": torch.zeros(2)}))
     message = refused(copy)
-    assert "2 weights that its model does not know" in message
+    assert "2 weights that its model does not have" in message
     assert "model.adapter.weight" in message
 
 
@@ -111,7 +111,13 @@ def test_a_truncated_weights_file_is_refused(copy):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "not JSON"), ("{", "not JSON"), ("[]", "no JSON object"), ("{}", "no model_type"), (None, "no config.json")],
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[]", "not contain a JSON object"),
+        ("{}", "no model_type"),
+        (None, "no config.json"),
+    ],
 )
 def test_an_unreadable_config_json_is_refused(copy, content, message):
     file = copy / "config.json"
@@ -152,7 +158,7 @@ def test_an_unknown_dtype_is_refused(copy):
 def test_a_modality_that_the_family_lacks_is_refused(copy, tmp_path):
     with (
         Tokenizer.from_pretrained(copy) as tokenizer,
-        pytest.raises(InputError, match="takes no audio; it takes image, video"),
+        pytest.raises(InputError, match="does not accept audio inputs; it accepts image, video"),
     ):
         tokenizer.tokenize([{"audio": b"RIFF"}], tmp_path / "shm_name.txt")
 
@@ -194,20 +200,20 @@ def test_quantised_weights_are_refused_if_the_package_is_missing(random_checkpoi
     command = [sys.executable, "-c", LOAD_WITHOUT_PACKAGES, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     for message, (method, _) in zip(done.stdout.splitlines(), cases, strict=True):
-        assert f"quantised with '{method}', which cannot be run here" in message, message
+        assert f"quantised with '{method}', which cannot run here" in message, message
         assert any(name in message for name in NO_PACKAGE[method][1].split("|")), message
 
 
 def test_an_unknown_quantisation_is_refused(copy):
     reconfigure(copy, quantization_config={"quant_method": "abacus"})
     message = refused(copy)
-    assert "quantised with 'abacus', which transformers does not load; it loads aqlm" in message
+    assert "quantised with 'abacus', which transformers does not support; it supports aqlm" in message
 
 
 def test_families_with_their_own_layers_refuse_quantised_weights(copy):
     refuse_quantized(Checkpoint.open(copy))
     reconfigure(copy, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(UnsupportedCheckpoint, match="only plain weights are served"):
+    with pytest.raises(UnsupportedCheckpoint, match="supports only unquantised weights"):
         refuse_quantized(Checkpoint.open(copy))
 
 

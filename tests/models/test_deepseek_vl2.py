@@ -162,7 +162,7 @@ class TestDeepseekVL2(DeepseekVL2Contract):
             assert llm.generate([[{"text": "a"}]], params)[0].text == "<|det|><|det|>"
 
     def test_a_picture_too_long_for_any_view_is_refused(self, tokenizer, path_file):
-        with pytest.raises(LimitExceeded, match="800x1 pixels: one side is more than 768 times"):
+        with pytest.raises(LimitExceeded, match="800x1 pixels; the longer side must be at most 768 times"):
             tokenizer.tokenize([{"image": picture(1, 800)}], path_file)
         assert len(tokenizer.tokenize([{"image": picture(1, 760)}], path_file)) > 200
 
@@ -190,7 +190,7 @@ class TestDeepseekVL2(DeepseekVL2Contract):
             (lambda w: w.update({"language.model.layers.0.mlp.gate.weight": torch.zeros(2)}), r"0\.mlp\.gate\.weight"),
             (lambda w: w.update({"image_newline": torch.zeros(3)}), r"image_newline: \[3\], not \[128\]"),
         ],
-        ids=["missing", "unknown", "of another shape"],
+        ids=["missing", "unknown", "whose shape does not match"],
     )
     def test_weights_that_do_not_fit_are_refused_by_name(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)

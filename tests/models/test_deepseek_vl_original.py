@@ -247,7 +247,7 @@ class TestDeepseekVLOriginal(OriginalContract):
         config = json.loads((path / "config.json").read_text())
         config["vision_config"]["params"] |= {"pixel_mean": [0.5, 0.4, 0.3], "pixel_std": [0.5, 0.5, 0.5]}
         other = changed(path, tmp_path / "other", "config", config)
-        self.assert_refused(other, "do_normalize is True .* pixel_mean is stated by 1 of 1 towers")
+        self.assert_refused(other, "do_normalize is True .* 1 of 1 towers have a pixel_mean")
         other = changed(other, tmp_path / "third", "preprocessor_config", {"do_normalize": False})
         self.assert_same(other, reference, path_file)
         other = changed(other, tmp_path / "fourth", "preprocessor_config", {"image_mean": [0.1, 0.2, 0.3]})
@@ -262,8 +262,8 @@ class TestDeepseekVLOriginal(OriginalContract):
             ({"vision_config.params.ignore_head": False}, "ignore_head is False"),
             ({"aligner_config.params.depth": 3}, "params.depth is 3"),
             ({"aligner_config.params.projector_type": "linear"}, "projector_type is 'linear'"),
-            ({"aligner_config.params.n_embed": 64}, "n_embed is 64, it must be 48"),
-            ({"aligner_config.params.input_dim": 64}, "input_dim is 64, it must be 32"),
+            ({"aligner_config.params.n_embed": 64}, "n_embed is 64; it must be 48"),
+            ({"aligner_config.params.input_dim": 64}, "input_dim is 64; it must be 32"),
             ({"language_config.model_type": "qwen2"}, "language_config.model_type is 'qwen2'"),
         ],
         ids=str,
@@ -295,19 +295,19 @@ class TestDeepseekVLOriginal(OriginalContract):
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            (lambda w: w.pop("aligner.layers.2.bias"), "lacks 1 weights, the first is aligner.layers.2.bias"),
+            (lambda w: w.pop("aligner.layers.2.bias"), "lacks 1 weights; the first is aligner.layers.2.bias"),
             (
                 lambda w: w.pop("vision_model.vision_tower.blocks.1.attn.qkv.bias"),
-                "lacks 1 weights, the first is vision_model.vision_tower.blocks.1.attn.qkv.bias",
+                "lacks 1 weights; the first is vision_model.vision_tower.blocks.1.attn.qkv.bias",
             ),
             (lambda w: w.pop("language_model.lm_head.weight"), "the first is language_model.lm_head.weight"),
-            (lambda w: w.update(answer=torch.zeros(2)), "does not know, the first is answer"),
+            (lambda w: w.update(answer=torch.zeros(2)), "does not have; the first is answer"),
             (
                 lambda w: w.update({"vision_model.vision_tower.blocks.1.attn.qkv.bias": torch.zeros(95)}),
                 r"vision_model.vision_tower.blocks.1.attn.qkv.bias: \[95\], not \[96\]",
             ),
         ],
-        ids=["projector", "qkv", "untied", "unknown", "another shape"],
+        ids=["projector", "qkv", "untied", "unknown", "shape does not match"],
     )
     def test_bad_weights_are_refused_by_their_published_names(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)
@@ -448,9 +448,9 @@ class TestDeepseekVLHybridOriginal(OriginalContract):
             ({"vision_config.params.concat_type": "add"}, "concat_type is 'add'"),
             (
                 {"vision_config.params.high_res_cfg.model_name": "sam_vit_l"},
-                "tower is 'sam_vit_l', only sam_b_downsample",
+                "tower is 'sam_vit_l'; only sam_b_downsample",
             ),
-            ({"vision_config.params.low_res_cfg.pixel_mean": None}, "pixel_mean is stated by 1 of 2 towers"),
+            ({"vision_config.params.low_res_cfg.pixel_mean": None}, "1 of 2 towers have a pixel_mean"),
             ({"aligner_config.params.projector_type": "mlp_gelu"}, "projector_type is 'mlp_gelu'"),
         ],
         ids=str,

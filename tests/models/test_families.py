@@ -89,15 +89,19 @@ def test_a_named_family_overrides_the_config(renamed):
 @pytest.mark.usefixtures("copied_workers")
 @pytest.mark.parametrize("name", ["nothing", "", "../qwen2_vl", "__init__", "os"])
 def test_an_unknown_family_is_refused_by_name(random_checkpoint, name):
-    with pytest.raises(InputError, match=r"there are .*qwen2_vl"):
+    with pytest.raises(InputError, match=r"the families are .*qwen2_vl"):
         family_of(Checkpoint.open(random_checkpoint), name)
-    with pytest.raises(InputError, match=r"there are .*qwen2_vl" if name else "family is '', which holds no value"):
+    with pytest.raises(InputError, match=r"the families are .*qwen2_vl" if name else "family is '', which is empty"):
         LLM(random_checkpoint, family=name)
 
 
 @pytest.mark.parametrize(
     ("module", "message"),
-    [("raise OSError('no luck')", "does not load: no luck"), ("Mine = 5", "gives 5, not a Family"), (None, "not load")],
+    [
+        ("raise OSError('no luck')", "cannot be loaded: no luck"),
+        ("Mine = 5", "is 5; it must be a Family"),
+        (None, "cannot be loaded"),
+    ],
 )
 def test_an_entry_point_that_is_not_a_family_is_named(tmp_path, monkeypatch, module, message):
     info = tmp_path / "broken-1.dist-info"
@@ -118,7 +122,7 @@ def test_an_entry_point_that_is_not_a_family_is_named(tmp_path, monkeypatch, mod
     ("module", "message"),
     [
         ("", "defines 0 Family classes"),
-        ("from mindie_mm.nothing import x", "does not load: ModuleNotFoundError"),
+        ("from mindie_mm.nothing import x", "cannot be imported: ModuleNotFoundError"),
         (
             "from mindie_mm.nn.family import Family\nclass A(Family): ...\nclass B(Family): ...",
             "defines 2 Family classes",

@@ -120,7 +120,7 @@ class TestFlorence2(Seq2SeqContract):
             tokenizer.tokenize([{"image": picture(30, 30)}] * 2, path_file)
 
     def test_a_task_token_with_other_text_is_refused(self, tokenizer, path_file):
-        with pytest.raises(InputError, match="<OD> takes no other text"):
+        with pytest.raises(InputError, match="<OD> does not accept further text"):
             tokenizer.tokenize([{"image": picture(30, 30)}, {"text": "<OD> of cats"}], path_file)
 
     def test_a_chat_of_more_than_one_message_is_refused(self, tokenizer, path_file):
@@ -153,14 +153,14 @@ class TestFlorence2(Seq2SeqContract):
 
     def test_beams_are_ignored_with_a_warning(self, path, tmp_path, caplog):
         load_model(changed(path, tmp_path / "other", "generation_config", {"num_beams": 3}), device="cpu")
-        assert "num_beams 3; answers are decoded without beams" in caplog.text
+        assert "num_beams 3; outputs are decoded without beam search" in caplog.text
 
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"image_seq_length": 577}, "image_seq_length is 577, only 10 is served"),
-            ({"size": {"shortest_edge": 96}}, "images of several sizes"),
-            ({"size": {"height": 1632, "width": 96}, "image_seq_length": 154}, "positions for 50 a side"),
+            ({"image_seq_length": 577}, "image_seq_length is 577; only 10 is supported"),
+            ({"size": {"shortest_edge": 96}}, "images to several sizes"),
+            ({"size": {"height": 1632, "width": 96}, "image_seq_length": 154}, "positions for 50 per side"),
         ],
     )
     def test_preprocessing_that_does_not_fit_the_tower_is_refused(self, path, tmp_path, changes, message):
@@ -202,7 +202,9 @@ class TestFlorence2(Seq2SeqContract):
             ):
                 with pytest.raises(openai.BadRequestError, match=error):
                     ask(messages=messages, max_tokens=3)
-            with pytest.raises(openai.BadRequestError, match="length is 1024 tokens; 1025 to generate"):
+            with pytest.raises(
+                openai.BadRequestError, match="length is 1024 tokens; the request needs 1025 output tokens"
+            ):
                 asked(max_tokens=1025)
             with asked(max_tokens=1024, stream=True, extra_body={"ignore_eos": True}) as stream:
                 next(iter(stream))

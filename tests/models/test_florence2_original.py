@@ -215,7 +215,7 @@ class TestFlorence2Original(Seq2SeqContract):
     def test_a_tower_of_another_kind_is_refused_by_name(self, tmp_path):
         write(tmp_path)
         save_json(tmp_path, config=read("04rr", "config"))
-        self.assert_refused(tmp_path, "microsoft/swinv2-large.*only the tower davit is served")
+        self.assert_refused(tmp_path, "microsoft/swinv2-large.*supported only with the tower davit")
 
     @pytest.mark.parametrize(
         ("part", "change", "named"),
@@ -225,7 +225,7 @@ class TestFlorence2Original(Seq2SeqContract):
             ("vision_config", {"image_pos_embed": None}, "image_pos_embed.type is 'none'"),
             ("vision_config", {"visual_temporal_embedding": {"type": "LEARNED"}}, "visual_temporal_embedding.type is"),
             ("text_config", {"model_type": "t5"}, "text_config.model_type is 't5'"),
-            ("vision_config", {"projection_dim": 48}, "projection_dim is 48, it must be text_config.d_model, 32"),
+            ("vision_config", {"projection_dim": 48}, "projection_dim is 48; it must equal text_config.d_model, 32"),
         ],
         ids=str,
     )
@@ -242,7 +242,7 @@ class TestFlorence2Original(Seq2SeqContract):
     def test_quantised_weights_are_refused(self, path, tmp_path):
         settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
         other = changed(path, tmp_path / "other", "config", {"quantization_config": settings})
-        with pytest.raises(UnsupportedCheckpoint, match=r"is quantised, .* in transformers' layout only"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"is quantised, .* only in transformers' layout"):
             load_model(other, device="cpu")
 
     def test_a_missing_tokenizer_is_named(self, path, tmp_path):
@@ -253,18 +253,18 @@ class TestFlorence2Original(Seq2SeqContract):
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            (lambda weights: weights.pop("image_proj_norm.bias"), "lacks 1 weights, the first is image_proj_norm.bias"),
+            (lambda weights: weights.pop("image_proj_norm.bias"), "lacks 1 weights; the first is image_proj_norm.bias"),
             (
                 lambda weights: weights.pop("vision_tower.blocks.2.1.channel_block.channel_attn.fn.qkv.weight"),
                 "the first is vision_tower.blocks.2.1.channel_block.channel_attn.fn.qkv.weight",
             ),
-            (lambda weights: weights.update(answer=torch.zeros(2)), "does not know, the first is answer"),
+            (lambda weights: weights.update(answer=torch.zeros(2)), "does not have; the first is answer"),
             (
                 lambda weights: weights.update(image_projection=torch.zeros(5, 32)),
                 r"the first is image_projection: \[5, 32\], not \[32, 32\]",
             ),
         ],
-        ids=["a norm", "a block's", "unknown", "another shape"],
+        ids=["a norm", "a block's", "unknown", "shape does not match"],
     )
     def test_bad_weights_are_refused_by_their_published_names(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)

@@ -130,8 +130,8 @@ class TestFuyu(ExtremeShapes, FamilyContract):
             ({"do_pad": False}, "do_pad is False"),
             ({"padding_mode": "reflect"}, "padding_mode is 'reflect'"),
             ({"resample": 0}, "resample is 0"),
-            ({"patch_size": {"height": 8, "width": 4}}, "patch_size {'height': 8, 'width': 4}"),
-            ({"patch_size": {"height": 4, "width": 4}}, "squares of 8 pixels"),
+            ({"patch_size": {"height": 8, "width": 4}}, "patch_size is {'height': 8, 'width': 4}"),
+            ({"patch_size": {"height": 4, "width": 4}}, "must be 8 pixels square"),
             ({"size": {"shortest_edge": 48}}, "size is {'shortest_edge': 48}"),
             ({"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
             ({"size": {"height": 50, "width": 80}}, "50x80"),
@@ -142,5 +142,5 @@ class TestFuyu(ExtremeShapes, FamilyContract):
         self.assert_refused(changed(path, tmp_path / "other", "preprocessor_config", change), named)
 
     def test_embeddings_without_rows_and_columns_are_refused(self, tokenizer, path_file):
-        with pytest.raises(InputError, match=r"no image of 12 features that has the grid \(3, 5\)"):
+        with pytest.raises(InputError, match=r"no image of this model has 12 features and the grid \(3, 5\)"):
             tokenizer.tokenize([{"image": Embeddings(np.zeros((12, 64), np.float32), (3, 5))}], path_file)

@@ -262,19 +262,19 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            (lambda w: w.pop("mlp1.3.bias"), "lacks 1 weights, the first is mlp1.3.bias"),
+            (lambda w: w.pop("mlp1.3.bias"), "lacks 1 weights; the first is mlp1.3.bias"),
             (
                 lambda w: w.pop("vision_model.encoder.layers.1.attn.qkv.bias"),
-                "lacks 1 weights, the first is vision_model.encoder.layers.1.attn.qkv.bias",
+                "lacks 1 weights; the first is vision_model.encoder.layers.1.attn.qkv.bias",
             ),
             (lambda w: w.pop("language_model.lm_head.weight"), "the first is language_model.lm_head.weight"),
-            (lambda w: w.update(answer=torch.zeros(2)), "does not know, the first is answer"),
+            (lambda w: w.update(answer=torch.zeros(2)), "does not have; the first is answer"),
             (
                 lambda w: w.update({"vision_model.encoder.layers.1.attn.qkv.bias": torch.zeros(95)}),
                 r"vision_model.encoder.layers.1.attn.qkv.bias: \[95\], not \[96\]",
             ),
         ],
-        ids=["projector", "qkv", "untied", "unknown", "another shape"],
+        ids=["projector", "qkv", "untied", "unknown", "shape does not match"],
     )
     def test_bad_weights_are_refused_by_their_published_names(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)
@@ -339,8 +339,11 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
             ({"use_llm_lora": 16}, "use_llm_lora is 16"),
             ({"template": "phi3-chat"}, "template is 'phi3-chat'"),
             ({"template": None}, "template is None"),
-            ({"llm_config": {"architectures": ["Phi3ForCausalLM"]}}, "llm_config is of Phi3ForCausalLM"),
-            ({"llm_config": None}, "llm_config is of None"),
+            (
+                {"llm_config": {"architectures": ["Phi3ForCausalLM"]}},
+                "the architecture in llm_config is Phi3ForCausalLM",
+            ),
+            ({"llm_config": None}, "the architecture in llm_config is None"),
             ({"vision_config": {"model_type": "siglip"}}, "vision_config.model_type is 'siglip'"),
         ],
         ids=str,
@@ -358,14 +361,14 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
             (
                 "Qwen2Tokenizer",
                 "merges.txt",
-                r"has no tokenizer\.json, nor vocab\.json and merges\.txt; take the missing files",
+                r"has no tokenizer\.json, nor vocab\.json and merges\.txt; copy the missing files",
             ),
             (
                 "InternLM2Tokenizer",
                 "vocab.json",
-                r"has no tokenizer\.json, which its tokenizer, InternLM2Tokenizer, needs; take",
+                r"has no tokenizer\.json, which its tokenizer class, InternLM2Tokenizer, requires; copy",
             ),
-            (None, "vocab.json", r"has no tokenizer\.json, and no tokenizer_config\.json with a tokenizer_class; take"),
+            (None, "vocab.json", r"has no tokenizer\.json, and no tokenizer_config\.json with a tokenizer_class; copy"),
         ],
     )
     def test_a_missing_tokenizer_is_named(self, name, gone, named, path, tmp_path):
@@ -391,5 +394,5 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
     def test_quantised_weights_are_refused(self, path, tmp_path):
         settings = {"quant_method": "awq", "bits": 4}
         other = changed(path, tmp_path / "other", "config", {"quantization_config": settings})
-        with pytest.raises(UnsupportedCheckpoint, match=r"is quantised, .* in transformers' layout only"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"is quantised, .* only in transformers' layout"):
             load_model(other, device="cpu")

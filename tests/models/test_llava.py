@@ -135,7 +135,7 @@ class TestLlava(FamilyContract):
             ("preprocessor_config", {"do_resize": False}, "do_resize is False"),
             ("preprocessor_config", {"resample": 0}, "resample is 0"),
             ("preprocessor_config", {"size": {"max_height": 28, "max_width": 28}}, "max_height"),
-            ("preprocessor_config", {"crop_size": {"height": 14, "width": 28}}, r"images become \(14, 28\)"),
+            ("preprocessor_config", {"crop_size": {"height": 14, "width": 28}}, r"images are resized to \(14, 28\)"),
             ("preprocessor_config", {"do_center_crop": False}, "several sizes"),
             ("preprocessor_config", {"image_processor_type": "PixtralImageProcessor"}, "PixtralImageProcessor"),
             ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor", "do_pad": True}, "do_pad is True"),

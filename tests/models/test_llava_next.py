@@ -102,8 +102,8 @@ class TestLlavaNext(ExtremeShapes, FamilyContract):
             ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
             ("preprocessor_config", {"size": {"shortest_edge": 56}}, "size is"),
             ("preprocessor_config", {"crop_size": {"height": 56, "width": 56}}, "crop_size is"),
-            ("preprocessor_config", {"image_grid_pinpoints": PINPOINTS[:2]}, "image_grid_pinpoints are"),
-            ("config", {"vision_feature_select_strategy": "full"}, "leaves 17 tokens of a tile"),
+            ("preprocessor_config", {"image_grid_pinpoints": PINPOINTS[:2]}, "image_grid_pinpoints is"),
+            ("config", {"vision_feature_select_strategy": "full"}, "gives 17 tokens per tile"),
         ],
         ids=str,
     )
@@ -114,5 +114,5 @@ class TestLlavaNext(ExtremeShapes, FamilyContract):
         canvases = {"image_grid_pinpoints": [[28, 30]]}
         other = changed(path, tmp_path / "first", "config", canvases)
         self.assert_refused(
-            changed(other, tmp_path / "other", "preprocessor_config", canvases), "no whole number of tiles"
+            changed(other, tmp_path / "other", "preprocessor_config", canvases), "not a multiple of the tile size"
         )

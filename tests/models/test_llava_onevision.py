@@ -134,8 +134,8 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
         ("frames", "options", "error", "named"),
         [
             (1500, {}, LimitExceeded, "1500 frames .* limit is 1023"),
-            (3, {"num_frames": 4}, InputError, "num_frames 4 .* 3 frames"),
-            (3, {"fps": 2.0}, InputError, "without a rate"),
+            (3, {"num_frames": 4}, InputError, "num_frames is 4; .* 3 frames"),
+            (3, {"fps": 2.0}, InputError, "frames have no rate"),
         ],
         ids=str,
     )
@@ -150,7 +150,7 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
             ("config", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio is 'anyres'"),
             ("processor_config", {"num_image_tokens": 17}, "num_image_tokens is 17"),
             ("processor_config", {"vision_aspect_ratio": "anyres_max_9"}, "is 'anyres_max_9'"),
-            ("video_preprocessor_config", {"size": {"shortest_edge": 28}}, "become of several"),
+            ("video_preprocessor_config", {"size": {"shortest_edge": 28}}, "resized to several"),
             ("video_preprocessor_config", {"do_resize": False}, "do_resize is False"),
             ("video_preprocessor_config", {"video_processor_type": "Other"}, "video_processor_type is 'Other'"),
         ],

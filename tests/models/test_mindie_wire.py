@@ -349,12 +349,14 @@ def test_words_that_do_not_belong_to_the_family_are_refused(model, mindie, path_
     for other in (changed(0, shape), changed(0, grid), changed(1, name), changed(0, -1), changed(0, -2)):
         with pytest.raises((CorruptReference, LimitExceeded)):
             model.read(other)
-    with pytest.raises(CorruptReference, match=r"a run has 2 words of MindIE's wire; items of this model have 3 or 5"):
+    with pytest.raises(
+        CorruptReference, match=r"an item has 2 words of MindIE's wire format; items of this model have 3 or 5"
+    ):
         model.read(changed(2, pad))
     for wrong in ((2 * rows, width // 2), (rows // 2, 2 * width), (rows * width,)):
-        with pytest.raises(CorruptReference, match=r"the segment holds .* bytes, the image's grid makes"):
+        with pytest.raises(CorruptReference, match=r"the segment has the shape .*, but the grid of the image needs"):
             model.read(changed(1, encode_shape_to_int64(wrong)))
-    with pytest.raises(CorruptReference, match="names psm_abCD123"):
+    with pytest.raises(CorruptReference, match="is the name psm_abCD123"):
         get_data_from_shm(encode_shm_name_to_int64("abCD123"), shape, np.uint8)
     with pytest.raises(CorruptReference, match="which is neither a token id nor a name word"):
         model.read(changed(0, encode_shm_name_to_int64("abCD123")))
@@ -381,7 +383,7 @@ def test_an_item_with_fewer_features_than_words_is_refused(random_checkpoint, de
     with Tokenizer.from_pretrained(path, wire="mindie") as tokenizer:
         with pytest.raises(
             LimitExceeded,
-            match=rf"media item 1 \({kind}\): the {kind} has {features} features, MindIE's wire needs {needed} of them",
+            match=rf"media item 1 \({kind}\): the {kind} has {features} features; MindIE's wire format needs at least",
         ):
             tokenizer.tokenize([{"image": IMAGE}, {kind: pixels}], tmp_path / "shm_name.txt")
         exact = {"image": np.zeros((28, 84, 3), np.uint8), "video": np.zeros((2, 28, 140, 3), np.uint8)}[kind]
@@ -408,7 +410,7 @@ def test_a_failed_prompt_leaves_no_segments(mindie, tmp_path):
 
 
 def test_an_unknown_wire_is_refused(random_checkpoint):
-    with pytest.raises(InputError, match="wire is 'psm', it must be one of native, mindie"):
+    with pytest.raises(InputError, match="wire is 'psm'; it must be one of native, mindie"):
         Tokenizer.from_pretrained(random_checkpoint, wire="psm")
-    with Arena.create(1 << 16) as arena, pytest.raises(InputError, match="an arena was given"):
+    with Arena.create(1 << 16) as arena, pytest.raises(InputError, match="arena is given"):
         Tokenizer.from_pretrained(random_checkpoint, wire="mindie", arena=arena)

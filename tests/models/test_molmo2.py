@@ -289,11 +289,11 @@ class TestMolmo2(FamilyContract):
     @pytest.mark.parametrize(
         ("items", "error", "named"),
         [
-            ([{"video": clip(1, 8, 8)}, {"image": picture(8, 8)}], InputError, "takes one or the other"),
-            ([{"image": picture(8, 8)}, {"video": clip(1, 8, 8)}], InputError, "takes one or the other"),
+            ([{"video": clip(1, 8, 8)}, {"image": picture(8, 8)}], InputError, "accepts only one kind per prompt"),
+            ([{"image": picture(8, 8)}, {"video": clip(1, 8, 8)}], InputError, "accepts only one kind per prompt"),
             ([{"video": clip(1, 8, 8)}, {"video": clip(2, 8, 8)}], LimitExceeded, "limit is 1"),
             ([{"video": clip(9, 8, 8)}], LimitExceeded, "9 frames .* limit is 6"),
-            ([{"audio": np.zeros(100, np.float32)}], InputError, "takes no audio"),
+            ([{"audio": np.zeros(100, np.float32)}], InputError, "does not accept audio"),
         ],
         ids=str,
     )
@@ -312,7 +312,7 @@ class TestMolmo2(FamilyContract):
         features = np.zeros((4, processor.feature_width), np.float32)
         items = [{"image": picture(8, 8)}, {"video": Embeddings(features, (0,))}]
         for given in (items, items[::-1]):
-            with pytest.raises(InputError, match="takes one or the other"):
+            with pytest.raises(InputError, match="accepts only one kind per prompt"):
                 tokenizer.tokenize(given, path_file)
 
     @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ class TestMolmo2(FamilyContract):
             ("preprocessor_config", {"size": {"height": 20, "width": 40}}, "the tower takes"),
             ("preprocessor_config", {"patch_size": 5}, "patches of 5"),
             ("preprocessor_config", {"resample": 3}, "resample is 3"),
-            ("preprocessor_config", {"overlap_margins": [3, 2]}, r"overlap_margins \(3, 2\) do not go"),
+            ("preprocessor_config", {"overlap_margins": [3, 2]}, r"overlap_margins \(3, 2\) do not fit"),
             ("preprocessor_config", {"image_processor_type": "Other"}, "image_processor_type is 'Other'"),
             ("video_preprocessor_config", {"do_sample_frames": False}, "do_sample_frames is False"),
             ("video_preprocessor_config", {"fps": 2}, "fps is 2"),

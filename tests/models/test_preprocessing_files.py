@@ -73,9 +73,9 @@ def test_image_settings_of_another_class_are_refused_for_videos(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"patch_size": 14}, "patch_size is 14, the tower of config.json takes 16"),
-        ({"merge_size": 4}, "merge_size is 4, the tower of config.json takes 2"),
-        ({"temporal_patch_size": 1}, "temporal_patch_size is 1, the tower of config.json takes 2"),
+        ({"patch_size": 14}, "patch_size is 14, but the tower in config.json takes 16"),
+        ({"merge_size": 4}, "merge_size is 4, but the tower in config.json takes 2"),
+        ({"temporal_patch_size": 1}, "temporal_patch_size is 1, but the tower in config.json takes 2"),
     ],
     ids=str,
 )
@@ -89,14 +89,14 @@ def test_settings_of_another_model_are_refused(folder):
     """Refuse Qwen2-VL's settings in a Qwen3-VL checkpoint, although both name the same image class."""
     other = {"preprocessor_config": published("qwen2_vl_ain", IMAGE)}
     video = {"video_preprocessor_config": published("qwen3_vl_cosmos2", VIDEO)}
-    refused(folder("qwen3_vl_cosmos2", **other, **video), "patch_size is 14, the tower of config.json takes 16")
+    refused(folder("qwen3_vl_cosmos2", **other, **video), "patch_size is 14, but the tower in config.json takes 16")
     refused(folder("qwen2_vl_ain", preprocessor_config=published("llava_next", IMAGE)), "'LlavaNextImageProcessorFast'")
     refused(folder("llava_next", preprocessor_config=published("qwen2_vl_ain", IMAGE)), "'Qwen2VLImageProcessor'")
 
 
 def test_size_limits_under_other_names_are_refused(folder):
     path = folder("qwen2_vl_ain", preprocessor_config={"size": {"max_pixels": 5000, "min_pixels": 4000}})
-    refused(path, "only shortest_edge and longest_edge are served")
+    refused(path, "it must have shortest_edge and longest_edge")
 
 
 def test_an_earlier_name_of_an_image_processor_is_accepted(folder):
@@ -109,7 +109,7 @@ def test_spectrograms_that_do_not_fit_the_tower_are_refused(stated, tmp_path):
     config = {"model_type": "qwen2_audio", "audio_config": {"num_mel_bins": 128}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / IMAGE).write_text(json.dumps({"feature_extractor_type": "WhisperFeatureExtractor", **stated}))
-    with pytest.raises(UnsupportedCheckpoint, match=r"feature_size is (64|80), only 128 is served"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"feature_size is (64|80); only 128 is supported"):
         family_named("qwen2_audio").processor(Checkpoint.open(tmp_path))
 
 

@@ -172,7 +172,9 @@ def test_given_frames_are_all_used(processor):
     )
     normalized = normalize_patches(arrays["pixel_values_videos"], processor.video.mean, processor.video.std)
     assert torch.equal(normalized, expected["pixel_values_videos"])
-    with pytest.raises(LimitExceeded, match="769 frames; the limit is 768: num_frames or max_frames can ask for fewer"):
+    with pytest.raises(
+        LimitExceeded, match=r"769 frames; the limit is 768\. Ask for fewer with num_frames or max_frames"
+    ):
         preprocess(processor, "video", np.broadcast_to(frames[:1], (769, *frames.shape[1:])))
     many = np.broadcast_to(frames[:1, :28, :28], (769, 28, 28, 3))
     plan = processor.plan(Media("video", many, MediaOptions(max_frames=768)), many, {"video": 1})
@@ -208,11 +210,11 @@ def test_limit_errors_name_the_value_and_the_limit(processor):
     for kind, data, options, message in (
         ("image", image, {"max_pixels": 2_000_000}, "max_pixels is 2000000; the checkpoint's limit is 1003520"),
         ("video", video, {"num_frames": 769}, "num_frames is 769; the checkpoint's limit is 768"),
-        ("image", encoded(photograph(size=(401, 2))), {}, "401x2 pixels: one side is more than 200 times"),
+        ("image", encoded(photograph(size=(401, 2))), {}, "401x2 pixels; the longer side must be at most 200 times"),
     ):
         with pytest.raises(LimitExceeded, match=message):
             preprocess(processor, kind, data, **options)
-    with pytest.raises(InputError, match="num_frames 20 is more than the video's 8 frames"):
+    with pytest.raises(InputError, match="num_frames is 20; the video has only 8 frames"):
         preprocess(processor, "video", video, num_frames=20)
     with pytest.raises(MediaError):
         preprocess(processor, "image", b"junk")

@@ -186,7 +186,7 @@ class TestQwenVL(FamilyContract):
             (lambda w: w.update({"transformer.extra": torch.zeros(2)}), "transformer.extra"),
             (lambda w: w.update({"transformer.visual.proj": torch.zeros(3, 3)}), r"visual\.proj: \[3, 3\], not"),
         ],
-        ids=["missing", "unknown", "of another shape"],
+        ids=["missing", "unknown", "whose shape does not match"],
     )
     def test_weights_that_do_not_fit_are_refused_by_name(self, change, named, path, tmp_path):
         self.assert_weights_refused(path, tmp_path, change, named)

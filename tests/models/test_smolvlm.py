@@ -177,7 +177,7 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
 
     @pytest.mark.parametrize(
         ("frames", "options", "error", "named"),
-        [(600, {}, LimitExceeded, r"600 frames .* limit is 585"), (3, {"fps": 2.0}, InputError, "without a rate")],
+        [(600, {}, LimitExceeded, r"600 frames .* limit is 585"), (3, {"fps": 2.0}, InputError, "frames have no rate")],
         ids=str,
     )
     def test_frames_that_cannot_be_taken_are_refused(self, frames, options, error, named, processor):
@@ -192,7 +192,7 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
         ("file", "change", "named"),
         [
             ("video_preprocessor_config", {"do_resize": False}, "do_resize is False"),
-            ("video_preprocessor_config", {"max_image_size": {"longest_edge": 56}}, "frames are of 56 pixels"),
+            ("video_preprocessor_config", {"max_image_size": {"longest_edge": 56}}, "frames have 56 pixels"),
             ("video_preprocessor_config", {"video_processor_type": "Other"}, "video_processor_type is 'Other'"),
         ],
         ids=str,

@@ -118,5 +118,5 @@ def test_unsupported_changes_of_the_scores_are_refused(further):
     layer.layer_idx = 0
     states = torch.zeros(1, 2, 3, 16)
     batch = PagedBatch([Chunk(0, 3, ())], None, torch.device("cpu"))
-    with pytest.raises(UnsupportedCheckpoint, match="sinks or capped scores"):
+    with pytest.raises(UnsupportedCheckpoint, match="sinks or softcapped scores"):
         attend(layer, states, states, states, None, scaling=1.0, paged=batch, **further)

@@ -64,8 +64,8 @@ def test_a_checkpoint_without_an_end_token_is_logged_as_a_warning(
         assert read_end_tokens(tmp_path, **files) == ()
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path} names no end-of-sequence token, in generation_config.json, config.json or tokenizer_config.json: "
-        "answers end at max_tokens"
+        f"{tmp_path} has no end-of-sequence token in generation_config.json, config.json or "
+        "tokenizer_config.json; outputs end only at max_tokens"
     )
 
 
@@ -79,7 +79,7 @@ def test_a_family_may_have_a_default_end_token(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.parametrize("value", ["</s>", 2.0, True, [1, "2"]])
 def test_an_end_token_of_another_type_is_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(UnsupportedCheckpoint, match=r"eos_token_id is .*, it must be an integer or a list of integers"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"eos_token_id is .*; it must be an integer or a list of integers"):
         read_end_tokens(tmp_path, config={"eos_token_id": value})
 
 

@@ -63,14 +63,14 @@ def test_a_32_bit_tower_is_more_exact_in_a_16_bit_model(random_checkpoint, ids):
 @pytest.mark.parametrize("name", ["vision", "projector"])
 @pytest.mark.parametrize("bits", [4, 8, 0, 64])
 def test_other_precisions_are_refused_by_name(name, bits):
-    with pytest.raises(InputError, match=f"{name}_bits is {bits}, it must be 16 or 32"):
+    with pytest.raises(InputError, match=f"{name}_bits is {bits}; it must be 16 or 32"):
         EngineConfig(**{f"{name}_bits": bits})
 
 
 def test_a_missing_device_is_refused(random_checkpoint):
     absent = [kind.name for kind in KINDS if kind.missing()]
     for device in absent:
-        with pytest.raises(DeviceError, match=f"the device {device} can't be used"):
+        with pytest.raises(DeviceError, match=f"the device {device} cannot be used"):
             load_model(random_checkpoint, device="cpu", vision=Placement(device))
     with pytest.raises(InputError, match="device is 'tpu'"):
         load_model(random_checkpoint, device="cpu", projector=Placement("tpu"))
@@ -86,7 +86,7 @@ class Bare:
 
 
 def test_a_model_without_the_part_is_refused():
-    with pytest.raises(InputError, match=re.escape("vision_device or vision_bits is given, but this model has no")):
+    with pytest.raises(InputError, match=re.escape("vision_device or vision_bits is set, but this model has no")):
         place(Bare(text=nn.Linear(2, 2)), Placement(bits=16), Placement())
 
 

@@ -120,7 +120,7 @@ async def test_a_busy_worker_ends_with_its_channel_and_removes_its_files(tmp_pat
 
 @pytest.mark.parametrize(
     ("how", "error"),
-    [("fails", ArenaFull("no room")), ("ends", ProcessDied(f"it exited with 3 before it was ready; {BY}"))],
+    [("fails", ArenaFull("no room")), ("ends", ProcessDied(f"it exited with status 3 before it was ready; {BY}"))],
 )
 async def test_an_error_during_the_startup_of_a_worker_is_raised(how: str, error: MindieMMError) -> None:
     child = await Child.start("tests.starting_worker", "begins")
@@ -135,11 +135,11 @@ async def test_an_error_during_the_startup_of_a_worker_is_raised(how: str, error
 @pytest.mark.parametrize(
     ("executable", "message"),
     [
-        (None, "no worker process can be started: sys.executable is None, as in a program that embeds Python"),
+        (None, "no worker process can be started: sys.executable is None, as in some programs that embed Python"),
         ("", "no worker process can be started: sys.executable is ''"),
-        ("/no/python", "with sys.executable, /no/python: No such file or directory"),
-        ("/dev/null", "with sys.executable, /dev/null: Permission denied"),
-        ("/bin/false", "it exited with 1 before it was ready; it was started with sys.executable, /bin/false"),
+        ("/no/python", r"with sys.executable \(/no/python\): No such file or directory"),
+        ("/dev/null", r"with sys.executable \(/dev/null\): Permission denied"),
+        ("/bin/false", "it exited with status 1 before it was ready; it was started with sys.executable, /bin/false"),
     ],
 )
 async def test_an_executable_that_is_not_python_is_named_in_the_error(
@@ -157,7 +157,7 @@ async def test_a_process_that_cannot_be_started_raises_process_died():
     try:
         with pytest.raises(
             ProcessDied,
-            match=r"^tests\.starting_worker cannot be started with sys.executable, .*: Too many open files$",
+            match=r"^tests\.starting_worker cannot be started with sys.executable \(.*\): Too many open files$",
         ):
             await Child.start("tests.starting_worker", "begins")
     finally:

@@ -70,12 +70,12 @@ BASES: Mapping[str, str] = {"llava15_lora": "llava15", "qwen3_vl_8b_lora": "qwen
 """Checkpoints whose config.json completes a folder that holds only an adapter and its processor files."""
 REFUSED: Mapping[str, str] = {
     "internvl_chat_2b": r"no tokenizer\.json, which .* InternLM2Tokenizer, needs.*OpenGVLab/InternVL3-1B-hf",
-    "deepseek_ocr2": r"DeepseekOCR2ForCausalLM.*not served.*deepseek-ai/deepseek-vl2-tiny",
+    "deepseek_ocr2": r"DeepseekOCR2ForCausalLM.*not supported.*deepseek-ai/deepseek-vl2-tiny",
     "llava15_lora": r"no config\.json.*adapter.*merge",
-    "llava_next_video": r"'llava_next_video' \(LlavaNextVideoFor.*no family serves.*llava_next, such as llava-hf/",
+    "llava_next_video": r"'llava_next_video' \(LlavaNextVideoFor.*no family supports.*llava_next, .* such as llava-hf/",
     "qwen3_vl_8b_lora": r"no config\.json.*adapter.*merge",
-    "unlimited_ocr": r"'unlimited-ocr' \(UnlimitedOCRForCausalLM\).*no family serves.*docs/families\.md",
-    "videollama3_cogstream": r"'videollama3_qwen2' \(Videollama3Qwen2For.*no family serves.*docs/families\.md",
+    "unlimited_ocr": r"'unlimited-ocr' \(UnlimitedOCRForCausalLM\).*no family supports.*docs/families\.md",
+    "videollama3_cogstream": r"'videollama3_qwen2' \(Videollama3Qwen2For.*no family supports.*docs/families\.md",
 }
 """Error messages of published folders that are refused unchanged. To serve one, move it to SIZES."""
 ELSEWHERE: Mapping[str, str] = {

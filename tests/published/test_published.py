@@ -119,7 +119,7 @@ def test_a_model_without_a_head_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for file in (FOLDER / "qwen3_vl_embedding").glob("*preprocessor_config.json"):
         shutil.copyfile(file, tmp_path / file.name)
-    with pytest.raises(UnsupportedCheckpoint, match=r"lacks 1 weights, the first is lm_head\.weight.*embeddings"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"lacks 1 weights; the first is lm_head\.weight.*embeddings"):
         load_model(tmp_path, device="cpu")
 
 
@@ -133,5 +133,5 @@ def test_weights_with_an_adapter_in_place_are_refused(random_checkpoint, tmp_pat
     plain = next(name for name in weights if name.endswith("layers.0.self_attn.q_proj.weight"))
     weights[wrapped.replace("N", "0")] = weights.pop(plain)
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(UnsupportedCheckpoint, match=r"adapter in place.*q_proj\.base_layer\.weight.*merge"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"active adapter.*q_proj\.base_layer\.weight.*merge"):
         load_model(tmp_path / "other", device="cpu")

@@ -168,7 +168,7 @@ def test_log_probabilities_of_the_whole_vocabulary(client: openai.OpenAI, http: 
     body = {"prompt": "Hello", "max_tokens": 1, "temperature": 0, "logprobs": -1, "return_tokens_as_token_ids": True}
     (found,) = http.post("/v1/completions", json=body).json()["choices"]
     assert len(found["logprobs"]["top_logprobs"][0]) == VOCABULARY
-    assert "log-probabilities" in refusal(http, logprobs=True, top_logprobs=-1, max_tokens=3000)["message"]
+    assert "log probabilities" in refusal(http, logprobs=True, top_logprobs=-1, max_tokens=3000)["message"]
 
 
 def test_log_probabilities_of_named_tokens(client: openai.OpenAI) -> None:
@@ -270,7 +270,7 @@ def test_other_names_of_the_token_limits(client: openai.OpenAI, http: Any) -> No
     assert http.post("/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] == 3
     text_body = {"prompt": "Hello", "max_new_tokens": 2, "ignore_eos": True}
     assert http.post("/v1/completions", json=text_body).json()["usage"]["completion_tokens"] == 2
-    assert "max_new_tokens 6; give one" in refusal(http, max_tokens=5, max_new_tokens=6)["message"]
+    assert "max_new_tokens is 6; give only one" in refusal(http, max_tokens=5, max_new_tokens=6)["message"]
 
 
 # --- the page and the service

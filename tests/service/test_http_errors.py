@@ -101,7 +101,7 @@ def test_unsupported_fields_that_would_change_the_answer_are_refused(http: Any, 
     body = {"messages": HELLO, "prompt": "Hello!", "max_tokens": 2} | field
     (name,) = field
     error = check(http.post(path, json=body), 400)
-    assert f"{name} is not served" in error["message"]
+    assert f"{name} is not supported" in error["message"]
     assert error["param"] == name
     for off in (None, False, [], {}):
         assert http.post(path, json=body | {name: off}).status_code == 200
@@ -110,33 +110,33 @@ def test_unsupported_fields_that_would_change_the_answer_are_refused(http: Any, 
 @pytest.mark.parametrize(
     ("path", "field", "harmless"),
     [
-        (CHAT, {"best_of": 3}, "not served"),
-        (CHAT, {"detokenize": False}, "not served, except true"),
-        (CHAT, {"modalities": ["text", "audio"]}, 'not served, except ["text"]'),
-        (CHAT, {"function_call": {"name": "weigh"}}, 'not served, except "none" or "auto"'),
-        (CHAT, {"web_search_options": {}}, "not served"),
-        (CHAT, {"guidance_scale": 3}, "not served, except 1"),
-        (CHAT, {"mirostat_mode": 2}, "not served"),
-        (CHAT, {"grammar_string": 'root ::= "a"'}, "not served; use grammar"),
-        (CHAT, {"repeat_penalty": 1.3}, "not served, except 1; use repetition_penalty"),
-        (CHAT, {"n_predict": 5}, "not served; use max_tokens"),
-        (CHAT, {"n_predict": -1}, "not served; use max_tokens"),
-        (CHAT, {"enable_thinking": False}, "not served; use chat_template_kwargs"),
-        (CHAT, {"thinking": {"type": "enabled"}}, "not served; use chat_template_kwargs"),
-        (CHAT, {"format": "json"}, "not served; use response_format"),
-        (CHAT, {"system": "Be brief."}, "not served; use a message with the role system"),
-        (CHAT, {"top_n_tokens": 3}, "not served"),
-        (CHAT, {"truncate": 3}, "not served"),
-        (CHAT, {"num_beams": 4}, "not served, except 1"),
-        ("/v1/completions", {"repeat_penalty": 1.3}, "not served, except 1; use repetition_penalty"),
-        ("/v1/completions", {"n_predict": 5}, "not served; use max_tokens"),
-        ("/v1/completions", {"raw": True}, "not served"),
-        (CHAT, {"typical_p": 0.1}, "not served, except 1"),
-        ("/v1/completions", {"do_sample": False}, "not served, except true"),
-        ("/v1/completions", {"dry_multiplier": 0.8}, "not served"),
-        ("/v1/completions", {"prompt_embeds": "AAAA"}, "not served"),
-        ("/v1/completions", {"suffix": "x"}, "not served"),
-        ("/v1/completions", {"tools": [{"type": "function"}]}, "not served"),
+        (CHAT, {"best_of": 3}, "1 and the value of n are supported"),
+        (CHAT, {"detokenize": False}, "not supported, except true"),
+        (CHAT, {"modalities": ["text", "audio"]}, 'not supported, except ["text"]'),
+        (CHAT, {"function_call": {"name": "weigh"}}, 'not supported, except "none" or "auto"'),
+        (CHAT, {"web_search_options": {}}, "not supported"),
+        (CHAT, {"guidance_scale": 3}, "not supported, except 1"),
+        (CHAT, {"mirostat_mode": 2}, "not supported"),
+        (CHAT, {"grammar_string": 'root ::= "a"'}, "not supported; use grammar"),
+        (CHAT, {"repeat_penalty": 1.3}, "not supported, except 1; use repetition_penalty"),
+        (CHAT, {"n_predict": 5}, "not supported; use max_tokens"),
+        (CHAT, {"n_predict": -1}, "not supported; use max_tokens"),
+        (CHAT, {"enable_thinking": False}, "not supported; use chat_template_kwargs"),
+        (CHAT, {"thinking": {"type": "enabled"}}, "not supported; use chat_template_kwargs"),
+        (CHAT, {"format": "json"}, "not supported; use response_format"),
+        (CHAT, {"system": "Be brief."}, "not supported; use a message with the role system"),
+        (CHAT, {"top_n_tokens": 3}, "not supported"),
+        (CHAT, {"truncate": 3}, "not supported"),
+        (CHAT, {"num_beams": 4}, "not supported, except 1"),
+        ("/v1/completions", {"repeat_penalty": 1.3}, "not supported, except 1; use repetition_penalty"),
+        ("/v1/completions", {"n_predict": 5}, "not supported; use max_tokens"),
+        ("/v1/completions", {"raw": True}, "not supported"),
+        (CHAT, {"typical_p": 0.1}, "not supported, except 1"),
+        ("/v1/completions", {"do_sample": False}, "not supported, except true"),
+        ("/v1/completions", {"dry_multiplier": 0.8}, "not supported"),
+        ("/v1/completions", {"prompt_embeds": "AAAA"}, "not supported"),
+        ("/v1/completions", {"suffix": "x"}, "not supported"),
+        ("/v1/completions", {"tools": [{"type": "function"}]}, "not supported"),
     ],
 )
 def test_a_refusal_states_the_accepted_value_or_field(http: Any, path: str, field: Any, harmless: str) -> None:
@@ -219,11 +219,11 @@ def test_a_number_outside_its_range_is_named_with_its_limit(http: Any, stream: b
         ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"stop": "x" * 1025}, "1025 characters"),
-        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias names 1025 tokens"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias has 1025 tokens"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
         ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "no place for tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "not use tools"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"x": 10**30}}, "64 bits"),
     ],
@@ -245,12 +245,12 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
         (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has the key 'x'; keys must be token ids"),
         (CHAT, {"logit_bias": {"1": 101}}, "logit_bias", "logit_bias is 101"),
         (CHAT, {"stop": ["a", ""]}, "stop", "stop string 1 of 2 is empty"),
-        (CHAT, {"stop_token_ids": [10**8]}, "stop_token_ids", "stop_token_ids names token 100000000"),
+        (CHAT, {"stop_token_ids": [10**8]}, "stop_token_ids", "stop_token_ids has token id 100000000"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "top_logprobs is 2"),
         (CHAT, {"best_of": 3}, "best_of", "best_of is 3"),
         (CHAT, {"response_format": NO_SCHEMA}, "response_format", "not"),
-        (CHAT, {"stop_token_ids": [2**64]}, "stop_token_ids", f"names token {2**64}, ids are in [0, "),
-        (CHAT, {"logit_bias": {str(2**64): 1}}, "logit_bias", f"names token {2**64}, ids are in [0, "),
+        (CHAT, {"stop_token_ids": [2**64]}, "stop_token_ids", f"has token id {2**64}; it must be in [0, "),
+        (CHAT, {"logit_bias": {str(2**64): 1}}, "logit_bias", f"has token id {2**64}; it must be in [0, "),
         (CHAT, {"logit_bias": {"1" * 50: 1}}, "logit_bias", "each below 2147483648"),
         (CHAT, {"logit_bias": {"1": 10**400}}, "logit_bias", "logit_bias"),
         (CHAT, {"seed": 2**64}, "seed", f"not {2**64}"),
@@ -280,31 +280,31 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools[0].function is missing"),
         (CHAT, {"tools": [NAMELESS]}, "tools", "tools[0].function.name is missing"),
         ("/tokenize", {"tools": [NAMELESS]}, "tools", "tools[0].function.name is missing"),
-        (CHAT, {"tools": [NAMED]}, "tools", "no place for tools"),
-        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "no place for reasoning_effort"),
-        (CHAT, {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "cannot hold 'tokenize'"),
-        (CHAT, {"messages": [CALL, *HELLO]}, "messages", "no place for tool_calls"),
+        (CHAT, {"tools": [NAMED]}, "tools", "not use tools"),
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "not use reasoning_effort"),
+        (CHAT, {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "must not contain 'tokenize'"),
+        (CHAT, {"messages": [CALL, *HELLO]}, "messages", "not use tool_calls"),
         (CHAT, {"messages": [{"role": "me", "content": ""}]}, "messages", "messages[0].role is 'me'"),
-        ("/generate", {"inputs": "a", "stream": True}, "stream", "ask /generate_stream"),
+        ("/generate", {"inputs": "a", "stream": True}, "stream", "use /generate_stream"),
         ("/generate", {"inputs": [{"image": "a", "fps": 2}]}, "inputs", "unknown key 'fps'"),
         ("/infer", {"inputs": "a", "parameters": {"stop": [""]}}, "parameters", "stop string 0 of 1 is empty"),
         (
             "/generate",
             {"inputs": [{"text": "a"}], "parameters": {"return_full_text": True}},
             "parameters",
-            "needs inputs",
+            "requires inputs",
         ),
-        ("/infer", {"inputs": "a", "parameters": {"logprobs": True}}, "parameters", "logprobs is not served"),
-        ("/infer", {"inputs": "a", "parameters": {"grammar": "a"}}, "parameters", "grammar is not served"),
-        ("/infer", {"inputs": "a", "parameters": {"truncate": 5}}, "parameters", "truncate is not served"),
+        ("/infer", {"inputs": "a", "parameters": {"logprobs": True}}, "parameters", "logprobs is not supported"),
+        ("/infer", {"inputs": "a", "parameters": {"grammar": "a"}}, "parameters", "grammar is not supported"),
+        ("/infer", {"inputs": "a", "parameters": {"truncate": 5}}, "parameters", "truncate is not supported"),
         (
             "/generate",
             {"inputs": "a", "parameters": {"repeat_penalty": 2}},
             "parameters",
-            "repeat_penalty is not served",
+            "repeat_penalty is not supported",
         ),
-        ("/generate", {"inputs": "a", "repeat_penalty": 2}, "repeat_penalty", "repeat_penalty is not served"),
-        ("/tokenize", {"prompt": "a", "n_predict": 2}, "n_predict", "n_predict is not served"),
+        ("/generate", {"inputs": "a", "repeat_penalty": 2}, "repeat_penalty", "repeat_penalty is not supported"),
+        ("/tokenize", {"prompt": "a", "n_predict": 2}, "n_predict", "n_predict is not supported"),
     ],
 )
 def test_errors_name_the_field_and_the_value(http: Any, path: str, change: Any, param: str, message: str) -> None:
@@ -324,7 +324,7 @@ def test_an_unreadable_picture_is_an_error_of_messages(http: Any) -> None:
 def test_a_body_without_a_json_content_type_is_refused(http: Any, path: str, kind: str | None) -> None:
     headers = {"Content-Type": kind} if kind else {}
     error = check(http.post(path, content=json.dumps({"messages": HELLO}).encode(), headers=headers), 400)
-    assert error["message"] == "body: the request needs the header Content-Type: application/json"
+    assert error["message"] == "body: the request must have the header Content-Type: application/json"
 
 
 @pytest.mark.parametrize("name", ["Content-Encoding", "Transfer-Encoding"])
@@ -342,16 +342,16 @@ def test_a_compressed_body_is_415(service: RunningService, name: str) -> None:
             answer = file.read()
     assert answer.startswith(b"HTTP/1.1 415 ")
     assert b"accept-encoding: identity\r\n" in answer.lower()
-    assert f"the request's body has {name}: gzip" in answer.decode()
+    assert f"the request body has {name}: gzip" in answer.decode()
 
 
 @pytest.mark.parametrize(
     ("kwargs", "reason"),
     [
-        ({"self": 1}, "chat_template_kwargs cannot hold 'self'"),
-        ({"continue_final_message": True}, "chat_template_kwargs cannot hold 'continue_final_message'"),
-        ({"documents": [{"text": "a"}]}, "chat_template_kwargs cannot hold 'documents'"),
-        ({"conversations": 1}, "chat_template_kwargs cannot hold 'conversations'"),
+        ({"self": 1}, "chat_template_kwargs must not contain 'self'"),
+        ({"continue_final_message": True}, "chat_template_kwargs must not contain 'continue_final_message'"),
+        ({"documents": [{"text": "a"}]}, "chat_template_kwargs must not contain 'documents'"),
+        ({"conversations": 1}, "chat_template_kwargs must not contain 'conversations'"),
         ({"a": json.loads("[" * 900 + "]" * 900)}, "nest"),
     ],
 )
@@ -402,14 +402,17 @@ def test_a_trailing_slash_is_404_without_a_redirect(http: Any) -> None:
 
 
 def test_an_error_about_a_union_is_one_sentence(http: Any) -> None:
-    message = "prompt: must be a text, a list of texts, token ids or a list of lists of token ids"
+    message = "prompt: must be a string, a list of strings, a list of token ids or a list of lists of token ids"
     for prompt in (None, 1, ["a", 1], [[1], "a"], [1.5]):
         error = check(http.post("/v1/completions", json={"prompt": prompt}), 400)
         assert (error["message"].removesuffix(f", not {prompt}"), error["param"]) == (message, "prompt")
     error = check(http.post(CHAT, json={"messages": HELLO, "stop": ["a", 1]}), 400)
-    assert (error["message"], error["param"]) == ("stop: must be a text or a list of texts", "stop")
+    assert (error["message"], error["param"]) == ("stop: must be a string or a list of strings", "stop")
     error = check(http.post("/infer", json={"inputs": [1, 2]}), 400)
-    assert (error["message"], error["param"]) == ("inputs: must be a text, or a list of dicts, each an item", "inputs")
+    assert (error["message"], error["param"]) == (
+        "inputs: must be a string, or a list of dicts with one item each",
+        "inputs",
+    )
 
 
 def test_a_prompt_too_long_has_its_own_error_code(client: openai.OpenAI, http: Any) -> None:
@@ -419,14 +422,26 @@ def test_a_prompt_too_long_has_its_own_error_code(client: openai.OpenAI, http: A
         (
             CHAT,
             {"messages": [{"role": "user", "content": "red square " * limit}]},
-            "1 to generate and the prompt do not",
+            "the request needs 1 output tokens, and the prompt does not",
         ),
         (CHAT, {"messages": [{"role": "user", "content": "q" * 10**6}]}, "the prompt has 1000015 characters"),
-        (CHAT, {"messages": hello, "max_tokens": limit - 4}, f"{limit - 4} to generate and the prompt do not fit"),
-        ("/v1/completions", {"prompt": "red", "max_tokens": limit}, f"{limit} to generate and a prompt do not fit"),
-        ("/v1/completions", {"prompt": [1] * (limit + 1), "max_tokens": 1}, f"{limit + 1} prompt tokens and 1 to"),
-        ("/v1/completions", {"prompt": [1] * (limit - 4), "max_tokens": 5}, f"{limit - 4} prompt tokens and 5 to"),
-        ("/infer", {"inputs": "red", "parameters": {"max_new_tokens": limit}}, f"{limit} to generate"),
+        (CHAT, {"messages": hello, "max_tokens": limit - 4}, f"{limit - 4} output tokens, and the prompt does not fit"),
+        (
+            "/v1/completions",
+            {"prompt": "red", "max_tokens": limit},
+            f"{limit} output tokens, which leaves no room for a prompt",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": [1] * (limit + 1), "max_tokens": 1},
+            f"the prompt has {limit + 1} tokens and the request needs 1 output",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": [1] * (limit - 4), "max_tokens": 5},
+            f"the prompt has {limit - 4} tokens and the request needs 5 output",
+        ),
+        ("/infer", {"inputs": "red", "parameters": {"max_new_tokens": limit}}, f"{limit} output tokens"),
     ):
         answer = http.post(path, json=body)
         error = answer.json()["error"]
@@ -442,7 +457,7 @@ def test_a_body_too_large_is_413(service: RunningService, client: openai.OpenAI,
     with pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * (9 << 20)}])
     assert caught.value.status_code == 413
-    assert "limit of 8388608 bytes" in caught.value.message
+    assert "the limit is 8388608" in caught.value.message
     assert http.get("/health").status_code == 200
 
 
@@ -460,30 +475,30 @@ def test_a_chunked_body_that_grows_too_large_is_413(service: RunningService) -> 
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("/etc/passwd", "no such file under the allowed media folder"),
-        ("file:///etc/passwd", "no such file under the allowed media folder"),
-        ("file:///proc/self/environ", "no such file under"),
-        ("file://host/x.png", "a file: URL with a host"),
-        ("{media}/../../etc/passwd", "no such file under"),
-        ("{media}/missing.png", "no such file under"),
-        ("{media}/link.png", "no such file under"),
-        ("{media}", "no such file under"),
+        ("/etc/passwd", "there is no such file in the allowed media folder"),
+        ("file:///etc/passwd", "there is no such file in the allowed media folder"),
+        ("file:///proc/self/environ", "no such file in"),
+        ("file://host/x.png", "the file: URL has the host"),
+        ("{media}/../../etc/passwd", "no such file in"),
+        ("{media}/missing.png", "no such file in"),
+        ("{media}/link.png", "no such file in"),
+        ("{media}", "no such file in"),
         ("{media}/pipe", "not a regular file"),
         ("{media}/large.png", "limit for one item is 4194304"),
-        ("relative.png", "neither a path, a URL nor valid base64"),
-        (f"{JPEG}A=", ": the 71 bytes are no readable image"),
-        (f"{JPEG}A", "nor valid base64. Look for missing padding (=)"),
-        (f"{JPEG}\nA=", ": the 71 bytes are no readable image"),
-        (f"{JPEG}.jpg", "no such file under the allowed media folder"),
+        ("relative.png", "the source is not a path, a URL or valid base64"),
+        (f"{JPEG}A=", ": the 71 bytes cannot be read as an image"),
+        (f"{JPEG}A", "or valid base64. Look for missing padding (=)"),
+        (f"{JPEG}\nA=", ": the 71 bytes cannot be read as an image"),
+        (f"{JPEG}.jpg", "there is no such file in the allowed media folder"),
         ("http://127.0.0.1:1/x.png", "not public"),
         ("http://localhost/x.png", "not public"),
         ("http://169.254.169.254/latest", "not public"),
         ("ftp://example.org/x.png", "scheme 'ftp'"),
         ("javascript:alert(1)", "scheme 'javascript'"),
         ("data:image/png,abc", "data:"),
-        ("data:image/png;base64,####", "a data: URL whose base64 is not valid"),
-        ("data:image/png;base64,abc", "a data: URL whose base64 is not valid"),
-        ("data:image/png;base64,QUJD\n", "the 3 bytes are no readable image"),
+        ("data:image/png;base64,####", "the base64 of the data: URL is not valid"),
+        ("data:image/png;base64,abc", "the base64 of the data: URL is not valid"),
+        ("data:image/png;base64,QUJD\n", "the 3 bytes cannot be read as an image"),
         ("data:image/png;base64,", "media item 0 (image)"),
         ("data:image/png;base64,aGVsbG8gd29ybGQ=", "media item 0 (image)"),
         ("data:image/png;base64,\ud800", "lone surrogate at character 22"),
@@ -520,10 +535,10 @@ def test_a_truncated_image_is_refused(http: Any, media_dir: Path) -> None:
 
 def test_too_many_items_or_bytes_are_refused(http: Any, red_square: str) -> None:
     items = [{"image": red_square}] * 5 + [{"text": "?"}]
-    assert "5 media items, the limit is 4" in check(http.post("/infer", json={"inputs": items}), 400)["message"]
+    assert "5 media items; the limit is 4" in check(http.post("/infer", json={"inputs": items}), 400)["message"]
     big = base64.b64encode(bytes(2_900_000)).decode()
     message = check(http.post("/infer", json={"inputs": [{"image": big}] * 2}), 400)["message"]
-    assert "5800000 bytes, the limit is 5242880" in message
+    assert "5800000 bytes; the limit is 5242880" in message
 
 
 def test_audio_is_refused_by_this_family(http: Any) -> None:

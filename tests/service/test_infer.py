@@ -95,7 +95,7 @@ def test_unsupported_parameters_that_would_change_the_answer_are_refused(http: A
     ):
         answer = ask(**{name: value})
         assert answer.status_code == 400
-        assert f"{name} is not served" in answer.json()["error"]["message"]
+        assert f"{name} is not supported" in answer.json()["error"]["message"]
     harmless = {"grammar": None, "best_of": 1, "top_n_tokens": 0, "frequency_penalty": 0.0, "skip_special_tokens": True}
     ignored = {"typical_p": 0.5, "watermark": True, "priority": 3}
     assert ask(**harmless, **ignored).status_code == 200
@@ -106,7 +106,7 @@ def test_a_parameter_outside_parameters_is_refused(http: Any, path: str) -> None
     for field in ({"max_new_tokens": 3}, {"do_sample": True}, {"stop": "x"}):
         answer = http.post(path, json={"inputs": "What colour"} | field)
         assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == f"body: {min(field)} must stand in parameters"
+        assert answer.json()["error"]["message"] == f"body: {min(field)} must be inside parameters"
     harmless = {"max_new_tokens": None, "max_tokens": None, "n": 1, "ignore_eos": False, "chat_template": True}
     whole = {"inputs": "What colour", "parameters": {"max_new_tokens": 2}} | harmless
     assert http.post(path, json=whole).status_code == 200
@@ -127,7 +127,7 @@ def test_a_parameter_outside_parameters_is_refused(http: Any, path: str) -> None
 def test_an_unsupported_field_outside_parameters_is_refused(http: Any, path: str, field: dict[str, Any]) -> None:
     answer = http.post(path, json={"inputs": "What colour"} | field)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(f"body: {min(field)} is not served")
+    assert answer.json()["error"]["message"].startswith(f"body: {min(field)} is not supported")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_an_unsupported_field_outside_parameters_is_refused(http: Any, path: str
     [
         ([], "empty"),
         ("", "empty"),
-        ([{"image": "/etc/passwd"}], r"media item 0 \(image\): no such file"),
+        ([{"image": "/etc/passwd"}], r"media item 0 \(image\): there is no such file"),
         ([{"image": "x", "text": "y"}], r"inputs\[0\]"),
         ([{"text": 5}], r"inputs\[0\].text"),
         ([{"audio": "data:audio/wav;base64,UklGRiQAAABXQVZF"}, {"text": "?"}], "audio"),

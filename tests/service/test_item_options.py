@@ -59,14 +59,20 @@ def test_a_video_may_be_a_list_of_frames(http: Any, red_square: str, media_dir: 
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ({"video": ["/etc/hostname"]}, "media item 0 (video): frame 0: no such file under the allowed media folder"),
+        (
+            {"video": ["/etc/hostname"]},
+            "media item 0 (video): frame 0: there is no such file in the allowed media folder",
+        ),
         ({"video": ["http://127.0.0.1:9/a.jpg"]}, "frame 0: could not fetch from 127.0.0.1: its address is not public"),
-        ({"video": ["RED", "data:image/png;base64,AAAA"]}, "frame 1: the 3 bytes are no readable image"),
-        ({"video": ["RED", "STAR"]}, "the frames of a video are of one size"),
-        ({"video": ["RED"] * 4, "fps": 1}, "fps 1 is asked of frames handed in without a rate: sample_fps"),
+        ({"video": ["RED", "data:image/png;base64,AAAA"]}, "frame 1: the 3 bytes cannot be read as an image"),
+        ({"video": ["RED", "STAR"]}, "all frames of a video must have the same size"),
+        (
+            {"video": ["RED"] * 4, "fps": 1},
+            "fps is 1, but the frames have no rate; give the rate at which they were sampled as sample_fps",
+        ),
         ({"video": ["RED"] * 4, "sample_fps": 2e-6}, "the video lasts"),
         ({"video": []}, "video is an empty list"),
-        ({"video": "MOVIE", "sample_fps": 2}, "sample_fps 2 is given of an encoded video, which states its own rate"),
+        ({"video": "MOVIE", "sample_fps": 2}, "sample_fps is 2, but an encoded video has its own rate"),
     ],
     ids=str,
 )

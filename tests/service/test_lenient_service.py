@@ -75,7 +75,7 @@ def test_priorities_are_accepted(lenient: RunningService, service: RunningServic
     body = chat([], "Hello!", priority=-5)
     assert post(lenient, CHAT, body)["usage"]["completion_tokens"] == 4
     message = post(service, CHAT, body, 400)["error"]["message"]
-    assert message == "priority is -5, it must be 0 unless --scheduling-policy priority is set"
+    assert message == "priority is -5; it must be 0 unless --scheduling-policy priority is set"
 
 
 def test_json_objects_may_have_other_properties(lenient: RunningService, service: RunningService) -> None:
@@ -113,7 +113,9 @@ def test_a_prompt_too_long_is_truncated(service: RunningService, lenient: Runnin
     limit = service.get("/v1/models")["data"][0]["max_model_len"]
     text = "red square " * limit
     message = post(service, CHAT, chat([red_square], text), 400)["error"]["message"]
-    assert message.startswith(f"This model's maximum context length is {limit} tokens; 4 to generate and the prompt")
+    assert message.startswith(
+        f"This model's maximum context length is {limit} tokens; the request needs 4 output tokens, and the prompt"
+    )
     assert message.endswith(f"the limit is {limit - 4}")
     answer = post(lenient, CHAT, chat([red_square], text))
     assert answer["usage"]["prompt_tokens"] == limit - 4

@@ -179,9 +179,9 @@ def test_a_stream_ends_with_a_504_event_at_its_timeout(hasty: RunningService, re
     if response.status == 200:
         assert text.endswith("data: [DONE]\n\n")
         why = "RequestTimeout: the request took longer than the limit of 2 s"
-        warning = f"the answer broke off: {why} [{id_of(response)}]"
+        warning = f"the response was aborted: {why} [{id_of(response)}]"
         wait_until(lambda: warning in hasty.log.read_text())
-        line = re.compile(rf"POST {CHAT} 200 [\d.]+ s, broken off: RequestTimeout \[{id_of(response)}\]")
+        line = re.compile(rf"POST {CHAT} 200 [\d.]+ s, aborted: RequestTimeout \[{id_of(response)}\]")
         wait_until(lambda: line.search(hasty.log.read_text()) is not None)  # written once the client has the answer
     assert unfinished(hasty) == before + Counter(error=8), "its client did not leave"
     assert hasty.wait_until_free()["blocks"] == 0

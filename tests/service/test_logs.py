@@ -199,12 +199,12 @@ def test_interrupted_streams_are_logged_and_counted(settings: dict[str, object],
     assert [(line["request_id"], line["status"], line["error"]) for line in lines] == [
         (one, 200, name) for one, name in zip(ids, names, strict=True)
     ]
-    assert [line["message"].rpartition(", ")[2] for line in lines] == [f"broken off: {name}" for name in names]
+    assert [line["message"].rpartition(", ")[2] for line in lines] == [f"aborted: {name}" for name in names]
     breaks = [
         (line["level"], line["request_id"], line["message"])
         for line in logged
         if line["logger"] == "service.request.admitted"
     ]
     assert [one[:2] for one in breaks] == [("warning", ids[1]), ("warning", ids[2])], "one line each; clients may leave"
-    assert re.search(r"broke off: ProcessDied: the engine process \d+ died", breaks[0][2])
-    assert "broke off: ServiceStopping: the service stopped before the request was finished" in breaks[1][2]
+    assert re.search(r"was aborted: ProcessDied: the engine process \d+ died", breaks[0][2])
+    assert "was aborted: ServiceStopping: the service stopped before the request was finished" in breaks[1][2]

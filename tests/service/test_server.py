@@ -342,8 +342,8 @@ def test_a_process_that_dies_repeatedly_is_restarted_with_backoff_while_the_serv
         assert service.stop() == 0
     log = (tmp_path / "log").read_text()
     for pause_s in ("0.5", "1.0", "2.0"):
-        assert f"{role} process is started again in {pause_s} s" in log
-    assert "was started again (restart 1)" in log
+        assert f"{role} process is restarted in {pause_s} s" in log
+    assert "was restarted (restart 1)" in log
 
 
 def test_the_next_service_cleans_up_after_a_killed_service(
@@ -438,7 +438,7 @@ def test_a_folder_of_data_is_refused_as_spool(settings: dict[str, object], tmp_p
     (tmp_path / "a" / "image").mkdir(parents=True)
     (tmp_path / "a" / "shm_name.txt").touch()
     with (
-        pytest.raises(RuntimeError, match=f"{tmp_path / 'a'} is no request directory .*is no spool"),
+        pytest.raises(RuntimeError, match=f"{tmp_path / 'a'} is not a request directory .*is not a spool"),
         running_service(settings | {"spool": tmp_path}, tmp_path / "log"),
     ):
         pytest.fail("started")
@@ -451,7 +451,7 @@ def test_other_errors_are_not_reported_as_failure_to_listen() -> None:
 
 
 def test_zero_concurrent_fetches_are_refused() -> None:
-    with pytest.raises(InputError, match="max_concurrent_fetches is 0, it must be an integer of at least 1"):
+    with pytest.raises(InputError, match="max_concurrent_fetches is 0; it must be an integer of at least 1"):
         ServiceConfig(max_concurrent_fetches=0)
 
 

@@ -27,9 +27,9 @@ def error_of_start(*flags: object) -> str:
 def test_a_spool_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert re.fullmatch(r"Error: spool /proc/x cannot be made: .*", error_of_start("--spool", "/proc/x"))
-    assert re.fullmatch(rf"Error: spool {file} cannot be made: .*", error_of_start("--spool", file))
-    assert re.fullmatch(rf"Error: spool {file}/x cannot be made: .*", error_of_start("--spool", file / "x"))
+    assert re.fullmatch(r"Error: spool /proc/x cannot be created: .*", error_of_start("--spool", "/proc/x"))
+    assert re.fullmatch(rf"Error: spool {file} cannot be created: .*", error_of_start("--spool", file))
+    assert re.fullmatch(rf"Error: spool {file}/x cannot be created: .*", error_of_start("--spool", file / "x"))
     assert file.is_file()
 
 
@@ -45,13 +45,13 @@ def test_a_missing_media_folder_is_refused(tmp_path: Path) -> None:
     file.touch()
     for folder in (tmp_path / "nothing", file):
         error = error_of_start("--spool", spool, "--allowed-media-dir", folder)
-        assert error == f"Error: allowed_media_dir is {folder}, which is no folder"
+        assert error == f"Error: allowed_media_dir is {folder}, which is not a folder"
     assert list(spool.iterdir()) == []
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])
 def test_a_port_outside_its_range_is_refused(port: int) -> None:
-    with pytest.raises(InputError, match=f"port is {port}, it must be an integer from 0 to 65535"):
+    with pytest.raises(InputError, match=f"port is {port}; it must be an integer from 0 to 65535"):
         ServiceConfig(port=port)
     assert ServiceConfig(port=65535).port == 65535
 

@@ -80,7 +80,7 @@ async def test_a_body_that_pauses_is_408_and_ends_its_connection(
     assert head.startswith(b"HTTP/1.1 408")
     assert b"connection: close" in head.lower()
     error = json.loads(body)["error"]
-    assert error["message"] == "the request's body paused for longer than the limit of 1 s"
+    assert error["message"] == "the request body paused for longer than the limit of 1 s"
     assert error["type"] == "TimeoutError"
 
 

@@ -159,9 +159,9 @@ def test_a_prompt_may_mix_all_kinds_of_media(listener: httpx2.Client, sounds: Pa
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"no sound at all", "no readable sound"),
-        (encode_sound(tone(0.02), 16_000), "the clip has 320 samples"),
-        (encoded(photograph(size=(16, 16))), "no readable sound|no audio stream"),
+        (b"no sound at all", "cannot be read as audio"),
+        (encode_sound(tone(0.02), 16_000), "the audio clip has 320 samples"),
+        (encoded(photograph(size=(16, 16))), "cannot be read as audio|no audio stream"),
         (encode_video(moving_frames(3)), "no audio stream"),
     ],
 )
@@ -179,4 +179,4 @@ def test_a_family_without_audio_refuses_a_sound(random_checkpoint: Path, tmp_pat
     with running_service(SETTINGS | {"spool": tmp_path / "spool"}, tmp_path / "log", random_checkpoint) as service:
         answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=300)
     assert answer.status_code == 400
-    assert "takes no audio; it takes image, video" in answer.json()["error"]["message"]
+    assert "does not accept audio inputs; it accepts image, video" in answer.json()["error"]["message"]

@@ -45,28 +45,28 @@ async def test_the_media_of_all_requests_are_bounded_and_given_back(tmp_path: Pa
         directory.mkdir()
     await policy.spool([of_size(15), of_size(15)], first)
     for _ in range(3):  # refused media take no space
-        with pytest.raises(SpoolFull, match="the media of all requests take 54 bytes, the limit is 50"):
+        with pytest.raises(SpoolFull, match="the media of all requests in progress have 54 bytes; the limit is 50"):
             await policy.spool([of_size(24)], second)
         policy.remove(second)
     for _ in range(2):  # the second removal gives nothing back
         policy.remove(first)
     await asyncio.gather(policy.spool([of_size(30)], first), policy.spool([of_size(20)], second))
-    with pytest.raises(SpoolFull, match="take 51 bytes"):
+    with pytest.raises(SpoolFull, match="have 51 bytes"):
         await policy.spool([of_size(1)], tmp_path)
 
 
 def test_the_spool_must_hold_at_least_one_request() -> None:
-    with pytest.raises(InputError, match="max_spool_bytes is 29, it must be at least 30"):
+    with pytest.raises(InputError, match="max_spool_bytes is 29; it must be at least 30"):
         ServiceConfig(max_media_bytes=30, max_spool_bytes=29)
 
 
 async def test_a_full_disk_is_reported_as_spool_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "image").mkdir()
     (tmp_path / "image/1.bin").symlink_to("/dev/full")
-    with pytest.raises(SpoolFull, match="the spool takes no more: No space left on device"), room_to_spool():
+    with pytest.raises(SpoolFull, match="the spool cannot be written: No space left on device"), room_to_spool():
         await MediaPolicy(ServiceConfig()).spool([of_size(9)], tmp_path)
     assert [record.getMessage() for record in caplog.records] == [
-        "the spool takes no more: [Errno 28] No space left on device"
+        "the spool cannot be written: [Errno 28] No space left on device"
     ]
 
 
@@ -93,7 +93,7 @@ def test_any_error_of_the_spool_is_reported_without_its_path(number: int, caplog
         wrapping = os_errors_as(SharedMemoryError, "/the/spool") if wrapped else nullcontext()
         with pytest.raises(SpoolFull) as raised, room_to_spool(), wrapping:
             raise OSError(number, os.strerror(number), "/the/spool/x")
-        assert str(raised.value) == f"the spool takes no more: {os.strerror(number)}"
+        assert str(raised.value) == f"the spool cannot be written: {os.strerror(number)}"
     assert all("/the/spool" in record.getMessage() for record in caplog.records)
 
 
@@ -119,7 +119,7 @@ async def test_a_file_system_that_does_not_answer_is_reported_as_full(
     monkeypatch.setattr(spending, "make_spool", lambda root: (asked.append(root), answer.wait(30)))
     probe = SpoolProbe(tmp_path)
     for _ in range(3):
-        with pytest.raises(SpoolFull, match="its file system has not answered for"):
+        with pytest.raises(SpoolFull, match="its file system has not responded for"):
             await probe.check()
     answer.set()
     monkeypatch.setattr(spending, "PROBE_S", 30)
@@ -162,7 +162,7 @@ def test_a_read_only_file_system_fails_media_requests_until_it_is_writable(
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"
             error = answer.json()["error"]
-            assert error["message"] == "the spool takes no more: Read-only file system"
+            assert error["message"] == "the spool cannot be written: Read-only file system"
             assert error["type"] == "ServiceUnavailableError"
         assert ask(text).status_code == 200
         remount("rw")
@@ -179,7 +179,7 @@ def test_a_folder_that_cannot_be_removed_fails_no_request(tmp_path: Path, caplog
                 pytest.skip("this user may mount nothing")
             with arena.allocate({"x": ArraySpec((1,), "uint8")}, path_file=directory.path_file) as block:
                 ref = block.publish()
-        assert "the next reclaim will remove it" in caplog.text
+        assert "it is removed at the next reclaim" in caplog.text
         with pytest.raises(StaleReference), attach(ref) as view:
             view.verify()
         subprocess.run(("umount", str(directory.path)), check=True)

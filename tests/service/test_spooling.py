@@ -44,7 +44,7 @@ async def test_media_are_numbered_in_order_by_kind(tmp_path: Path) -> None:
 async def test_the_media_of_a_request_may_not_exceed_the_limit(tmp_path: Path) -> None:
     policy = MediaPolicy(ServiceConfig(max_media_bytes=20))
     items = [Media("image", "data:;base64,AAAAAAAAAAAAAAAAAAAA")] * 2
-    with pytest.raises(LimitExceeded, match=r"item 1 \(image\): the request's media take 30 bytes, the limit is 20"):
+    with pytest.raises(LimitExceeded, match=r"item 1 \(image\): the request's media have 30 bytes; the limit is 20"):
         await policy.spool(items, tmp_path)
 
 
@@ -52,7 +52,7 @@ async def test_an_item_may_be_exactly_as_long_as_the_limit(tmp_path: Path) -> No
     policy = MediaPolicy(ServiceConfig(max_item_bytes=4, max_media_bytes=4))
     (path,) = await policy.spool([Media("image", "data:;base64,QUJDRA==")], tmp_path)
     assert path.read_bytes() == b"ABCD"
-    with pytest.raises(LimitExceeded, match="5 bytes, the limit for one item is 4"):
+    with pytest.raises(LimitExceeded, match="5 bytes; the limit for one item is 4"):
         await policy.spool([Media("image", "QUJDREU=")], tmp_path)
 
 
@@ -62,7 +62,7 @@ async def test_white_space_in_base64_does_not_count(tmp_path: Path, source: str)
     (path,) = await policy.spool([Media("image", source)], tmp_path)
     assert path.read_bytes() == b"ABCD"
     policy.remove(tmp_path)
-    with pytest.raises(LimitExceeded, match="4 bytes, the limit for one item is 3"):
+    with pytest.raises(LimitExceeded, match="4 bytes; the limit for one item is 3"):
         await MediaPolicy(ServiceConfig(max_item_bytes=3)).spool([Media("image", source)], tmp_path)
 
 
@@ -83,7 +83,7 @@ async def test_base64_is_decoded_off_the_event_loop(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("path", ["/proc/self/environ", "/proc/version", "/sys/kernel/uevent_seqnum"])
 async def test_files_of_proc_and_sys_are_refused_in_any_allowed_folder(tmp_path: Path, path: str) -> None:
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=Path("/")))
-    with pytest.raises(MediaError, match="no such file under the allowed media folder"):
+    with pytest.raises(MediaError, match="there is no such file in the allowed media folder"):
         await policy.spool([Media("image", path)], tmp_path)
 
 
@@ -101,7 +101,7 @@ async def test_a_file_that_grows_while_it_is_read_stays_within_the_limits(
     monkeypatch.setattr("service.request.media.os.fstat", before)
     for config, message in (
         (ServiceConfig(allowed_media_dir=tmp_path, max_item_bytes=4000), "the limit for one item is 4000"),
-        (ServiceConfig(allowed_media_dir=tmp_path, max_media_bytes=4000), "take 5000 bytes, the limit is 4000"),
+        (ServiceConfig(allowed_media_dir=tmp_path, max_media_bytes=4000), "have 5000 bytes; the limit is 4000"),
     ):
         with pytest.raises(LimitExceeded, match=message):
             await MediaPolicy(config).spool([Media("image", str(tmp_path / "in.png"))], tmp_path)
@@ -141,7 +141,7 @@ async def test_a_file_read_after_its_request_ended_is_neither_written_nor_counte
 
 async def test_a_fetch_ends_at_the_limit_of_the_request(tmp_path: Path, web_server: str, sent: list[int]) -> None:
     config = ServiceConfig(allow_private_media=True, max_item_bytes=1 << 30, max_media_bytes=1 << 20)
-    with pytest.raises(LimitExceeded, match=r"the request's media take \d+ bytes, the limit is 1048576"):
+    with pytest.raises(LimitExceeded, match=r"the request's media have \d+ bytes; the limit is 1048576"):
         await MediaPolicy(config).spool([Media("image", f"{web_server}/endless")] * 4, tmp_path)
     assert sum(sent) < 64 << 20, "what the sockets buffer may come on top"
 
@@ -183,14 +183,14 @@ async def test_the_frames_of_a_video_are_numbered_under_their_video(tmp_path: Pa
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
-        ("/etc/hostname", "no such file under the allowed media folder"),
-        ("file:///etc/hostname", "no such file under the allowed media folder"),
+        ("/etc/hostname", "there is no such file in the allowed media folder"),
+        ("file:///etc/hostname", "there is no such file in the allowed media folder"),
         ("http://127.0.0.1:9/a.jpg", "its address is not public"),
         ("http://[::1]:9/a.jpg", "its address is not public"),
-        ("https://elsewhere.org/a.jpg", "elsewhere.org is none of the allowed media domains"),
-        ("ftp://host/a.jpg", "a URL of scheme 'ftp'"),
-        ("data:image/jpeg;base64,AAA", "base64 is not valid"),
-        ("data:image/jpeg;base64," + "AAAA" * 11, "33 bytes, the limit for one item is 30"),
+        ("https://elsewhere.org/a.jpg", "elsewhere.org is not one of the allowed media domains"),
+        ("ftp://host/a.jpg", "the URL has the scheme 'ftp'"),
+        ("data:image/jpeg;base64,AAA", "base64 of the data: URL is not valid"),
+        ("data:image/jpeg;base64," + "AAAA" * 11, "33 bytes; the limit for one item is 30"),
         ("data:image/jpeg;base64,AAAA\ud800", "a lone surrogate"),
     ],
     ids=str,
@@ -206,10 +206,12 @@ async def test_the_frames_of_a_video_count_as_one_item(tmp_path: Path, web_serve
     policy = MediaPolicy(ServiceConfig(max_item_bytes=12, max_media_bytes=30, allow_private_media=True))
     await policy.spool([Media("video", ("AAAA",) * 4), Media("image", "A" * 16)], tmp_path)
     policy.remove(tmp_path)
-    with pytest.raises(LimitExceeded, match=r"\(video\): frame \d: 15 bytes, the limit for one item is 12"):
+    with pytest.raises(
+        LimitExceeded, match=r"\(video\): frame \d: the item has at least 15 bytes; the limit for one item is 12"
+    ):
         await policy.spool([Media("video", ("AAAA",) * 5)], tmp_path)
     policy.remove(tmp_path)
-    with pytest.raises(LimitExceeded, match=r"the request's media take \d+ bytes, the limit is 30"):
+    with pytest.raises(LimitExceeded, match=r"the request's media have \d+ bytes; the limit is 30"):
         await policy.spool([Media("video", ("AAAA",) * 4)] * 3, tmp_path)
     many = MediaPolicy(ServiceConfig(max_item_bytes=1 << 20, allow_private_media=True))
     sent.clear()
@@ -220,7 +222,7 @@ async def test_the_frames_of_a_video_count_as_one_item(tmp_path: Path, web_serve
 
 async def test_a_request_with_too_many_frames_is_refused(tmp_path: Path) -> None:
     videos = [Media("video", ("AAAA",) * 1025)] * 2
-    with pytest.raises(LimitExceeded, match="2050 frames in the request's lists, the limit is 2048"):
+    with pytest.raises(LimitExceeded, match="the request has 2050 frames in lists; the limit is 2048"):
         await MediaPolicy(ServiceConfig()).spool(videos, tmp_path)
 
 

@@ -175,9 +175,9 @@ async def test_a_batch_gives_the_same_as_each_alone(service: RunningService, ans
         ({"regex": r"(a)\1"}, "regex", "backreferences"),
         ({"regex": "a\\"}, "regex", "ends with a single backslash"),
         ({"ebnf": "root ::= x"}, "ebnf", "there is no rule 'x'"),
-        ({"ebnf": r'root ::= "\ud800"'}, "ebnf", "cannot be served"),
+        ({"ebnf": r'root ::= "\ud800"'}, "ebnf", "is not supported"),
         ({"grammar": {"type": "json"}}, "grammar", '"type" "json" or "regex" and a "value"'),
-        ({"grammar": "start: nothing"}, "grammar", "the grammar cannot be served"),
+        ({"grammar": "start: nothing"}, "grammar", "the grammar is not supported"),
         (
             {"structural_tag": {"format": {"type": "token", "token": 5}}},
             "structural_tag",

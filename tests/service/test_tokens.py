@@ -54,9 +54,9 @@ def test_the_generation_prompt_can_be_left_out(http: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "no place for tools"),
-        ({"reasoning_effort": "low"}, "no place for reasoning_effort"),
-        ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not served"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "not use tools"),
+        ({"reasoning_effort": "low"}, "not use reasoning_effort"),
+        ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not supported"),
     ],
 )
 def test_unsupported_prompt_options_are_refused(http: Any, change: dict[str, Any], message: str) -> None:
@@ -104,8 +104,8 @@ def test_inputs_have_the_same_prompt_as_generate(http: Any, chat_template: bool 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": "Hello!", "chat_template": False}, "chat_template is False, which needs inputs"),
-        ({"messages": [{"role": "user", "content": "a"}], "chat_template": True}, "is True, which needs inputs"),
+        ({"prompt": "Hello!", "chat_template": False}, "chat_template is False, which requires inputs"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template": True}, "is True, which requires inputs"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages }}"}, "must be true or false"),
         ({"inputs": [{"text": "a"}], "chat_template": 0}, "must be true or false"),
     ],

@@ -67,8 +67,8 @@ def test_tool_choice_none_leaves_tools_out(handy: RunningService, handy_http: ht
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
-        ({"tool_choice": "auto"}, "tool_choice", "tool_choice is 'auto' and there are no tools"),
-        ({"tool_choice": "auto", "tools": None}, "tool_choice", "tool_choice is 'auto' and there are no tools"),
+        ({"tool_choice": "auto"}, "tool_choice", "tool_choice is 'auto', but there are no tools"),
+        ({"tool_choice": "auto", "tools": None}, "tool_choice", "tool_choice is 'auto', but there are no tools"),
         ({"tools": []}, "tools", "tools is an empty list"),
         ({"tools": [], "tool_choice": "auto"}, "tools", "tools is an empty list"),
         ({"tools": [], "tool_choice": "none"}, "tools", "tools is an empty list"),

@@ -217,4 +217,4 @@ from service.telemetry.tracing import Tracer
 Tracer("http://localhost/v1/traces", "0")
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
-    assert "InputError: otlp_endpoint is set, which needs the extra: pip install 'mindie_mm[otel]'" in ended.stderr
+    assert "InputError: otlp_endpoint requires the extra otel: pip install 'mindie_mm[otel]'" in ended.stderr

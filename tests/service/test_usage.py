@@ -78,7 +78,7 @@ def test_the_mindie_endpoints_take_a_cache_salt_in_parameters(http: Any, path: s
         assert bool(usage["prompt_tokens_details"]["cached_tokens"]) is cached, salt
     misplaced = http.post(path, json={"inputs": text, "cache_salt": "mine"})
     assert misplaced.status_code == 400
-    assert "cache_salt must stand in parameters" in misplaced.text
+    assert "cache_salt must be inside parameters" in misplaced.text
 
 
 def test_timings_cover_each_stage(client: openai.OpenAI, red_square: str) -> None:

@@ -151,15 +151,18 @@ def test_a_tag_in_a_chat_stays_text(http: httpx2.Client, red: str) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ('<img src="data:image/jpeg;base64,====">', r"media item 0 \(image\): a data: URL whose base64 is not valid"),
+        (
+            '<img src="data:image/jpeg;base64,====">',
+            r"media item 0 \(image\): the base64 of the data: URL is not valid",
+        ),
         ('x<img src="data:image/jpeg;base64,AAA">', r"media item 0 \(image\)"),
         ('<img src="data:image/jpeg;base64,AAAAAAAA">', r"media item 0 \(image\)"),
-        ('<img src="data:image/jpeg;base64,AAAA">' * 5, "more pictures than the limit of 4"),
-        ('<img src="data:image/jpeg;base64,AAAA">' * 150_000, "more pictures than the limit of 4"),
+        ('<img src="data:image/jpeg;base64,AAAA">' * 5, "more images than the limit of 4"),
+        ('<img src="data:image/jpeg;base64,AAAA">' * 150_000, "more images than the limit of 4"),
         (f'<img src="data:image/jpeg;base64,{"A" * 6_000_000}">', "limit for one item is 4194304"),
         (f'<img src="data:image/jpeg;base64,{"A" * 2_600_000}">' * 3, "the limit is 5242880"),
         ([f'<img src="data:image/jpeg;base64,{"A" * 2_600_000}">'] * 3, "the limit is 5242880"),
-        (['<img src="data:image/jpeg;base64,AAAA">'] * 5, "5 media items, the limit is 4"),
+        (['<img src="data:image/jpeg;base64,AAAA">'] * 5, "5 media items; the limit is 4"),
     ],
     ids=["padding", "cut", "no picture", "5", "150,000", "large", "sum", "sum over prompts", "5 prompts"],
 )

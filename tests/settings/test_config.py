@@ -16,7 +16,7 @@ from mindie_mm.settings.sources import configuration, from_environment, read_fil
 def test_an_empty_list_in_the_environment_is_refused(monkeypatch, name, empty):
     """Refuse the empty list, because ignoring an intended key would leave the service open."""
     monkeypatch.setenv(f"MINDIE_MM_{name}", empty)
-    with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{empty}', which holds no value"):
+    with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{empty}', which is empty"):
         from_environment(ServiceConfig)
 
 
@@ -24,7 +24,7 @@ def test_an_empty_list_in_the_environment_is_refused(monkeypatch, name, empty):
 @pytest.mark.parametrize("name", ["allowed_media_dir", "spool", "host"])
 def test_an_empty_string_is_refused_in_every_source(monkeypatch, tmp_path, name, empty):
     """Refuse an empty path, as from `${DIR:-}`. It would give clients all files of the working directory."""
-    message = f"is '{empty}', which holds no value"
+    message = f"is '{empty}', which is empty"
     monkeypatch.setenv(f"MINDIE_MM_{name.upper()}", empty)
     with pytest.raises(InputError, match=f"MINDIE_MM_{name.upper()} {message}"):
         from_environment(ServiceConfig)
@@ -47,12 +47,12 @@ def test_an_empty_string_is_refused_in_every_source(monkeypatch, tmp_path, name,
 def test_an_empty_path_on_the_command_line_is_refused(arguments, name):
     found = CliRunner().invoke(main, arguments)
     assert found.exit_code == 2
-    assert f"{name}': it is empty" in found.output
+    assert f"{name}': the value is empty" in found.output
 
 
 def test_an_empty_path_of_the_settings_file_is_refused(monkeypatch):
     monkeypatch.setenv("MINDIE_MM_CONFIG", "")
-    with pytest.raises(InputError, match="MINDIE_MM_CONFIG is '', which holds no value"):
+    with pytest.raises(InputError, match="MINDIE_MM_CONFIG is '', which is empty"):
         configuration({})
 
 
@@ -82,27 +82,27 @@ def test_a_value_of_another_type_is_refused(monkeypatch, name, value):
     ],
 )
 def test_a_value_below_the_minimum_is_refused(cls, name, value):
-    with pytest.raises(InputError, match=f"{name} is {value}, it must be an integer of at least"):
+    with pytest.raises(InputError, match=f"{name} is {value}; it must be an integer of at least"):
         cls(**{name: value})
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"port": 65536}, "port is 65536, it must be an integer from 0 to 65535"),
-        ({"port": "80"}, "port is '80', it must be an integer from 0 to 65535"),
-        ({"port": True}, "port is True, it must be an integer from 0 to 65535"),
-        ({"grace_s": -1}, "grace_s is -1, it must be a number of at least 0"),
-        ({"grace_s": math.nan}, "grace_s is nan, it must be a number of at least 0"),
-        ({"request_timeout_s": 0}, "request_timeout_s is 0, it must be a number above 0"),
-        ({"send_timeout_s": math.inf}, "send_timeout_s is inf, it must be a number from 0.001 to 86400"),
-        ({"served_model_name": ""}, "served_model_name is '', which holds no value: leave it out, or give one"),
-        ({"log_level": "loud"}, "log_level is 'loud', it must be one of debug, info, warning, error"),
-        ({"web_page": "no"}, "web_page is 'no', it must be true or false"),
-        ({"spool": 5}, "spool is 5, it must be a string"),
-        ({"api_key": "a-key"}, "api_key is of type str, it must be a list, each a string"),
-        ({"api_key": ("a-key", 5)}, "api_key is of type tuple, it must be a list, each a string"),
-        ({"max_images": 1.5}, "max_images is 1.5, it must be an integer of at least 0"),
+        ({"port": 65536}, "port is 65536; it must be an integer from 0 to 65535"),
+        ({"port": "80"}, "port is '80'; it must be an integer from 0 to 65535"),
+        ({"port": True}, "port is True; it must be an integer from 0 to 65535"),
+        ({"grace_s": -1}, "grace_s is -1; it must be a number of at least 0"),
+        ({"grace_s": math.nan}, "grace_s is nan; it must be a number of at least 0"),
+        ({"request_timeout_s": 0}, "request_timeout_s is 0; it must be a number above 0"),
+        ({"send_timeout_s": math.inf}, "send_timeout_s is inf; it must be a number from 0.001 to 86400"),
+        ({"served_model_name": ""}, "served_model_name is '', which is empty; leave it out, or give a value"),
+        ({"log_level": "loud"}, "log_level is 'loud'; it must be one of debug, info, warning, error"),
+        ({"web_page": "no"}, "web_page is 'no'; it must be true or false"),
+        ({"spool": 5}, "spool is 5; it must be a string"),
+        ({"api_key": "a-key"}, "api_key is of type str; it must be a list of elements, each a string"),
+        ({"api_key": ("a-key", 5)}, "api_key is of type tuple; it must be a list of elements, each a string"),
+        ({"max_images": 1.5}, "max_images is 1.5; it must be an integer of at least 0"),
     ],
 )
 def test_the_error_of_a_setting_states_its_limits(settings, message):

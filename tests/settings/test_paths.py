@@ -68,10 +68,12 @@ def test_a_path_file_may_be_relative(folder, monkeypatch):
 
 
 def test_a_name_of_the_hub_is_recognized(folder):
-    with pytest.raises(UnsupportedCheckpoint, match="the Hugging Face Hub are not accepted; if Qwen/Qwen2-VL is one"):
+    with pytest.raises(
+        UnsupportedCheckpoint, match=r"the Hugging Face Hub are not accepted\. If Qwen/Qwen2-VL is such a name"
+    ):
         Checkpoint.open(WorkerConfig(model=Path("Qwen/Qwen2-VL")).model)
     with pytest.raises(
-        UnsupportedCheckpoint, match=f"^{folder}/tin is no checkpoint directory: it has no config.json$"
+        UnsupportedCheckpoint, match=f"^{folder}/tin is not a checkpoint directory: it has no config.json$"
     ):
         Checkpoint.open("tin")
 
@@ -90,7 +92,7 @@ def test_a_name_of_the_hub_is_recognized(folder):
 )
 @pytest.mark.usefixtures("removed")
 def test_a_relative_path_in_a_removed_directory_is_refused(take):
-    with pytest.raises(InputError, match="tiny is a relative path, and the working directory was removed"):
+    with pytest.raises(InputError, match="tiny is a relative path, but the working directory was removed"):
         take("tiny")
 
 

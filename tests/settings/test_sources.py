@@ -72,7 +72,9 @@ def test_a_color_can_come_from_the_environment_or_a_flag(monkeypatch):
     assert parsed["rgba_background_color"] == (1, 2, 3)
     for text in ("white", "0,0", "0,0,256", "#ffffff"):
         monkeypatch.setenv("MINDIE_MM_RGBA_BACKGROUND_COLOR", text)
-        message = "MINDIE_MM_RGBA_BACKGROUND_COLOR is .*, it must be a list of 3, each an integer from 0 to 255"
+        message = (
+            "MINDIE_MM_RGBA_BACKGROUND_COLOR is .*; it must be a list of 3 elements, each an integer from 0 to 255"
+        )
         with pytest.raises(InputError, match=message):
             configuration({})
 
@@ -80,24 +82,27 @@ def test_a_color_can_come_from_the_environment_or_a_flag(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rgba_background_color = [0, 0]", r"is \[0, 0\], it must be a list of 3, each an integer from 0 to 255"),
-        ("rgba_background_color = 'white'", "is 'white', it must be a list of 3"),
-        ("prot = 1", "there is no setting 'prot'; 'port' is one"),
-        ("max-images = 1", "there is no setting 'max-images'; 'max_images' is one"),
+        (
+            "rgba_background_color = [0, 0]",
+            r"is \[0, 0\]; it must be a list of 3 elements, each an integer from 0 to 255",
+        ),
+        ("rgba_background_color = 'white'", "is 'white'; it must be a list of 3"),
+        ("prot = 1", "there is no setting 'prot'; did you mean 'port'"),
+        ("max-images = 1", "there is no setting 'max-images'; did you mean 'max_images'"),
         ("xyzzy = 1", "there is no setting 'xyzzy'$"),
         ("engine = 1", "there is no setting 'engine'"),
-        ("[engine]\nmax_num_seqs = 1", r"\[engine\] is a table; every setting stands at the top"),
-        ("port = '1'", "port is '1', it must be an integer from 0 to 65535"),
-        ("port = 1.0", "port is 1.0, it must be an integer from 0 to 65535"),
-        ("port = true", "port is True, it must be an integer from 0 to 65535"),
-        ("grace_s = true", "grace_s is True, it must be a number of at least 0"),
-        ("truncate = 1", "truncate is 1, it must be true or false"),
-        ("spool = 1", "spool is 1, it must be a string"),
-        ("family = 1979-05-27", "family is of type date, it must be a string"),
-        ("api_key = 'a-secret'", "api_key is of type str, it must be a list, each a string$"),
-        ("api_key = ['a', 1]", "api_key is of type list, it must be a list, each a string$"),
-        ("port = ", "is no TOML"),
-        ("port = 1\nport = 2", "is no TOML"),
+        ("[engine]\nmax_num_seqs = 1", r"\[engine\] is a table; settings must be top-level keys"),
+        ("port = '1'", "port is '1'; it must be an integer from 0 to 65535"),
+        ("port = 1.0", "port is 1.0; it must be an integer from 0 to 65535"),
+        ("port = true", "port is True; it must be an integer from 0 to 65535"),
+        ("grace_s = true", "grace_s is True; it must be a number of at least 0"),
+        ("truncate = 1", "truncate is 1; it must be true or false"),
+        ("spool = 1", "spool is 1; it must be a string"),
+        ("family = 1979-05-27", "family is of type date; it must be a string"),
+        ("api_key = 'a-secret'", "api_key is of type str; it must be a list of elements, each a string$"),
+        ("api_key = ['a', 1]", "api_key is of type list; it must be a list of elements, each a string$"),
+        ("port = ", "is not valid TOML"),
+        ("port = 1\nport = 2", "is not valid TOML"),
     ],
 )
 def test_the_error_of_a_mistake_names_file_and_key(file, text, message):
@@ -110,7 +115,7 @@ def test_the_error_of_a_mistake_names_file_and_key(file, text, message):
 
 def test_an_invalid_value_is_refused_from_a_file_too(file):
     file.write_text("log_format = 'xml'")
-    with pytest.raises(InputError, match="log_format is 'xml', it must be one of text, json"):
+    with pytest.raises(InputError, match="log_format is 'xml'; it must be one of text, json"):
         configuration({}, file)
 
 
@@ -139,10 +144,10 @@ def test_names_of_settings_are_unique():
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("localhost:4318", "it must be a URL of http or https"),
-        ("grpc://collector:4317", "it must be a URL of http or https"),
-        ("http://", "it must be a URL of http or https"),
-        ("http://user:word@collector/v1/traces", "holds a user name or a query, which may be secret"),
+        ("localhost:4318", "it must be an http or https URL"),
+        ("grpc://collector:4317", "it must be an http or https URL"),
+        ("http://", "it must be an http or https URL"),
+        ("http://user:word@collector/v1/traces", "has a user name or a query, which may be secret"),
     ],
 )
 def test_an_invalid_endpoint_for_spans_is_refused(url, message):

@@ -56,7 +56,7 @@ def test_an_invalid_capacity_is_refused(capacity: int) -> None:
 def test_a_capacity_above_dev_shm_reports_the_free_bytes_and_how_to_add_more() -> None:
     space = os.statvfs("/dev/shm")
     total = space.f_blocks * space.f_frsize
-    with pytest.raises(SharedMemoryError, match=rf"free of {total}.*--shm-size.*emptyDir") as raised:
+    with pytest.raises(SharedMemoryError, match=rf"of {total} bytes free.*--shm-size.*emptyDir") as raised:
         Arena.create(total + 1)
     needs = re.search(r"needs (\d+)", str(raised.value))
     assert needs is not None
@@ -170,7 +170,7 @@ def test_a_waiting_request_wakes_when_the_owner_frees_a_block(monkeypatch: pytes
 @pytest.mark.parametrize("size", [15, 65])
 def test_a_digest_has_16_to_64_bytes(arena: Arena, size: int) -> None:
     with (
-        pytest.raises(LimitExceeded, match=f"digest of {size} bytes; 16 to 64"),
+        pytest.raises(LimitExceeded, match=f"digest has {size} bytes; it must have 16 to 64"),
         arena.allocate(SPECS, path_file=None) as block,
     ):
         block.publish(digest=bytes(size))
@@ -180,11 +180,11 @@ def test_a_digest_has_16_to_64_bytes(arena: Arena, size: int) -> None:
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ({}, "0 arrays; 1 to 64"),
-        ({f"a{i}": ArraySpec((1,), "bool") for i in range(65)}, "65 arrays; 1 to 64"),
-        ({"": ArraySpec((1,), "bool")}, "0 bytes; 1 to 255"),
-        ({"n" * 256: ArraySpec((1,), "bool")}, "256 bytes; 1 to 255"),
-        ({"x": ArraySpec((1 << 20,), "uint8")}, "block of [0-9]+ bytes; the arena has 1048576"),
+        ({}, "0 arrays; it must have 1 to 64"),
+        ({f"a{i}": ArraySpec((1,), "bool") for i in range(65)}, "65 arrays; it must have 1 to 64"),
+        ({"": ArraySpec((1,), "bool")}, "0 bytes; it must have 1 to 255"),
+        ({"n" * 256: ArraySpec((1,), "bool")}, "256 bytes; it must have 1 to 255"),
+        ({"x": ArraySpec((1 << 20,), "uint8")}, "block has [0-9]+ bytes; the arena has 1048576"),
         ({"x": ArraySpec((1 << 41,), "uint8")}, "limit is 47"),
     ],
 )
@@ -286,7 +286,7 @@ def test_a_removed_truncated_or_overwritten_arena_is_reported_as_lost(
     assert not arena.lost
     take_away(arena.path)
     assert arena.lost
-    with pytest.raises(SharedMemoryError, match="removed, cut or overwritten by others"):
+    with pytest.raises(SharedMemoryError, match="removed, truncated or overwritten by another process"):
         arena.allocate(SPECS, path_file=None)
 
 

@@ -29,7 +29,9 @@ def stats(arena: Arena) -> ArenaStats:
 def test_a_request_may_hold_at_most_half_of_an_arena(arena: Arena, tmp_path: Path) -> None:
     greedy, modest = tmp_path / "greedy.txt", tmp_path / "modest.txt"
     refs = [publish(arena, TENTH, greedy) for _ in range(4)]
-    with pytest.raises(LimitExceeded, match=rf"a request that holds [0-9]+; a request may hold {MiB // 2} bytes"):
+    with pytest.raises(
+        LimitExceeded, match=rf"its request already holds [0-9]+ bytes; a request may hold {MiB // 2} bytes"
+    ):
         arena.allocate(TENTH, path_file=greedy)
     assert len(greedy.read_text().splitlines()) == 4, "what was refused is not recorded"
     publish(arena, TENTH, modest)
@@ -57,7 +59,7 @@ def test_unpublished_blocks_count_towards_the_quota_until_they_are_discarded(tmp
 
 
 def test_a_quota_of_zero_bytes_is_refused() -> None:
-    with pytest.raises(InputError, match="quota of 0 bytes"):
+    with pytest.raises(InputError, match="quota of a request is 0 bytes"):
         Arena.create(MiB, quota_bytes=0)
 
 
@@ -78,7 +80,7 @@ def test_the_collector_frees_blocks_with_expired_leases(arena: Arena) -> None:
 
 
 def test_a_lease_for_a_block_with_a_path_file_is_refused(arena: Arena, path_file: Path) -> None:
-    with pytest.raises(InputError, match=r"lease of 5 s .*shm_name.txt"):
+    with pytest.raises(InputError, match=r"lease is 5 s, .*shm_name.txt"):
         arena.allocate(TENTH, path_file=path_file, lease_s=5)
 
 

@@ -124,7 +124,7 @@ def test_an_interrupt_at_any_line_leaks_nothing(path_file: Path, how: str, in_pi
             assert (attach(kept.ref)["x"] == 7).all(), number
             if kept.arena.lost:
                 lost += 1
-                with pytest.raises(SharedMemoryError, match=r"interrupted a change .* make a new one"):
+                with pytest.raises(SharedMemoryError, match=r"interrupted a change .* create a new one"):
                     kept.arena.allocate(SMALL, path_file=None)
                 with pytest.raises(SharedMemoryError, match="interrupted"):
                     kept.arena.try_allocate([SMALL], path_file=path_file)

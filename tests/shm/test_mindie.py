@@ -141,16 +141,16 @@ def test_each_name_and_each_shape_has_one_word():
     [
         ("", InputError, "has no character"),
         ("psm_", InputError, "has no character"),
-        ("psm_8c9d-828", InputError, "'-', which is none of"),
-        ("psm_8c9dg828", InputError, "'g', which is none of"),
-        ("8cpsm_4828", InputError, "'_', which is none of"),
-        ("psm_psm_4828", InputError, "'_', which is none of"),
-        ("/psm_4828", InputError, "'/', which is none of"),
-        ("psm_\u0661", InputError, "which is none of"),
+        ("psm_8c9d-828", InputError, "'-', which is not one of"),
+        ("psm_8c9dg828", InputError, "'g', which is not one of"),
+        ("8cpsm_4828", InputError, "'_', which is not one of"),
+        ("psm_psm_4828", InputError, "'_', which is not one of"),
+        ("/psm_4828", InputError, "'/', which is not one of"),
+        ("psm_\u0661", InputError, "which is not one of"),
         ("psm_8c9d48280ab", LimitExceeded, "has 15 characters; the limit is 14"),
         ("8c9d48280abc", LimitExceeded, "has 12 characters; the limit is 11"),
-        (b"psm_8c9d4828", InputError, "is no text"),
-        (None, InputError, "is no text"),
+        (b"psm_8c9d4828", InputError, "is not a string"),
+        (None, InputError, "is not a string"),
     ],
 )
 def test_names_that_mindie_would_misread_are_refused(name, error, message):
@@ -161,10 +161,10 @@ def test_names_that_mindie_would_misread_are_refused(name, error, message):
 @pytest.mark.parametrize(
     ("shape", "error", "message"),
     [
-        ((), LimitExceeded, "has 0 axes; 1 to 5 are allowed"),
-        ((1,) * 6, LimitExceeded, "has 6 axes; 1 to 5 are allowed"),
-        ((-1, 5), InputError, "has size -1 on axis 0; the least is 1"),
-        ((5, 0), InputError, "has size 0 on axis 1; the least is 1"),
+        ((), LimitExceeded, "has 0 axes; it must have 1 to 5"),
+        ((1,) * 6, LimitExceeded, "has 6 axes; it must have 1 to 5"),
+        ((-1, 5), InputError, "has size -1 on axis 0; it must be at least 1"),
+        ((5, 0), InputError, "has size 0 on axis 1; it must be at least 1"),
         (((1 << 56) + 1,), LimitExceeded, f"on axis 0; the limit is {1 << 56}"),
         (((1 << 28) + 1, 1), LimitExceeded, f"on axis 0; the limit is {1 << 28}"),
         ((1, (1 << 27) + 1), LimitExceeded, f"on axis 1; the limit is {1 << 27}"),
@@ -173,10 +173,10 @@ def test_names_that_mindie_would_misread_are_refused(name, error, message):
         ((1, 1, 5, 1, 1), LimitExceeded, "has size 5 on axis 2; the limit is 4"),
         ((4097, 1, 1, 1, 1), LimitExceeded, "the limit is 4096"),
         ((1, 1, 1, 8193, 1), LimitExceeded, "the limit is 8192"),
-        ((2.0, 1), InputError, "2.0, it must be an integer"),
-        (("2", 1), InputError, "'2', it must be an integer"),
-        (5, InputError, "5 is no sequence"),
-        (None, InputError, "None is no sequence"),
+        ((2.0, 1), InputError, "2.0; it must be an integer"),
+        (("2", 1), InputError, "'2'; it must be an integer"),
+        (5, InputError, "5 is not a sequence"),
+        (None, InputError, "None is not a sequence"),
     ],
 )
 def test_shapes_that_mindie_would_misread_are_refused(shape, error, message):
@@ -313,12 +313,12 @@ hear()
 @pytest.mark.parametrize(
     ("size", "error", "message"),
     [
-        (0, InputError, "a segment of 0 bytes"),
-        (-1, InputError, "a segment of -1 bytes"),
-        (1.0, InputError, "a segment of 1.0 bytes"),
-        ("1", InputError, "a segment of '1' bytes"),
-        (True, InputError, "a segment of True bytes"),
-        (10**9 + 1, LimitExceeded, "a segment of 1000000001 bytes; the limit is 1000000000"),
+        (0, InputError, "the size of a segment is 0;"),
+        (-1, InputError, "the size of a segment is -1;"),
+        (1.0, InputError, "the size of a segment is 1.0;"),
+        ("1", InputError, "the size of a segment is '1';"),
+        (True, InputError, "the size of a segment is True;"),
+        (10**9 + 1, LimitExceeded, "the size of a segment is 1000000001 bytes; the limit is 1000000000"),
     ],
 )
 def test_an_invalid_segment_size_is_refused(path_file, size, error, message):
@@ -377,7 +377,7 @@ print(release_shared_memory(path_file), os.listdir("/dev/shm"))
     require(own_mounts)
     done = subprocess.run([*own_mounts, "sh", "-c", command], capture_output=True, text=True, check=True)
     message, kept, released = done.stdout.splitlines()
-    assert "/dev/shm has 147456 bytes free of 1048576, the segment needs 200000" in message
+    assert "/dev/shm has 147456 of 1048576 bytes free, but the segment needs 200000" in message
     assert "--shm-size" in message
     assert (kept, released) == ("True True", "1 []")
 
@@ -394,12 +394,12 @@ def test_a_missing_segment_is_refused(path_file):
 @pytest.mark.parametrize(
     ("shape", "dtype", "error", "message"),
     [
-        ((11,), "float32", SegmentMissing, "has 40 bytes, its words and dtype make 44"),
-        ((10,), "float64", SegmentMissing, "has 40 bytes, its words and dtype make 80"),
+        ((11,), "float32", SegmentMissing, "has 40 bytes, but its words and dtype require 44"),
+        ((10,), "float64", SegmentMissing, "has 40 bytes, but its words and dtype require 80"),
         ((1 << 20,), "uint8", SegmentMissing, "has 40 bytes"),
-        ((9,), "float32", CorruptReference, "has 40 bytes, its words and dtype make 36"),
-        ((10,), "float16", CorruptReference, "has 40 bytes, its words and dtype make 20"),
-        ((13,), np.uint8, CorruptReference, "has 40 bytes, its words and dtype make 13"),
+        ((9,), "float32", CorruptReference, "has 40 bytes, but its words and dtype require 36"),
+        ((10,), "float16", CorruptReference, "has 40 bytes, but its words and dtype require 20"),
+        ((13,), np.uint8, CorruptReference, "has 40 bytes, but its words and dtype require 13"),
         ((1 << 56,), "float32", LimitExceeded, "the limit is 1000000000"),
         ((4096, 4096, 4, 8192, 8192), "float32", LimitExceeded, "the limit is 1000000000"),
     ],
@@ -417,7 +417,7 @@ def test_a_segment_of_the_wrong_size_is_refused(path_file, shape, dtype, error, 
 @pytest.mark.parametrize("dtype", ["object", "U3", "complex64", "no dtype", object(), np.datetime64])
 def test_an_unsupported_dtype_is_refused(path_file, dtype):
     _, name, word = put(np.zeros(10, np.float32), path_file)
-    with pytest.raises(InputError, match="is none of uint8"):
+    with pytest.raises(InputError, match="is not one of uint8"):
         get_data_from_shm(name, word, dtype)
     release(path_file)
 
@@ -435,7 +435,9 @@ def test_swapped_and_damaged_words_are_refused(path_file):
             get_data_from_shm(bad, word, np.uint8)
         with pytest.raises(CorruptReference):
             get_data_from_shm(name, bad, np.uint8)
-    with pytest.raises(CorruptReference, match="names psm_abCD123, a segment is psm_ and 8 hex digits"):
+    with pytest.raises(
+        CorruptReference, match="is the name psm_abCD123; the name of a segment must be psm_ and 8 hexadecimal digits"
+    ):
         get_data_from_shm(encode_shm_name_to_int64("abCD123"), word, np.uint8)
     release(path_file)
 
@@ -446,7 +448,7 @@ def test_a_segment_truncated_after_attaching_is_detected(path_file):
     with view:
         assert view["x"][-1] == 0
     os.truncate(SHM / segment.name, 4096)
-    with pytest.raises(SegmentMissing, match="has 4096 bytes, its words and dtype make 12000"):
+    with pytest.raises(SegmentMissing, match="has 4096 bytes, but its words and dtype require 12000"):
         view.verify()
     with pytest.raises(SegmentMissing):
         view["x"]
@@ -483,7 +485,7 @@ def test_another_users_segment_is_neither_read_nor_removed(path_file):
         pytest.skip("needs root, to make another user's file")
     segment, name, word = put(np.zeros(10, np.float32), path_file)
     os.chown(SHM / segment.name, 12345, -1)
-    with pytest.raises(SegmentMissing, match="no regular file of user 0"):
+    with pytest.raises(SegmentMissing, match="not a regular file of user 0"):
         get_data_from_shm(name, word)
     assert release(path_file) == 0
     assert (SHM / segment.name).exists()
@@ -514,7 +516,9 @@ def test_damaged_lines_do_not_keep_segments_from_being_released(path_file):
     segment = create_shm(100, path_file)
     other = create_shm(100, path_file)
     path_file.write_bytes(b"psm_abCD123\n" + path_file.read_bytes() + b"\x00\npsm_12345678")
-    with pytest.raises(CorruptReference, match=r"3 lines are no reference \(line 1, 4, 5\); the other 2 were released"):
+    with pytest.raises(
+        CorruptReference, match=r"3 lines are not references \(line 1, 4, 5\); the other 2 were released"
+    ):
         release(path_file)
     assert not (SHM / segment.name).exists()
     assert not (SHM / other.name).exists()
@@ -525,7 +529,7 @@ def test_a_truncated_line_releases_no_segment(path_file):
     whole = path_file.read_bytes()
     for size in range(1, len(whole)):
         path_file.write_bytes(whole[:size])
-        with pytest.raises(CorruptReference, match="1 lines are no reference"):
+        with pytest.raises(CorruptReference, match="1 lines are not references"):
             release(path_file)
         assert (SHM / segment.name).exists()
     path_file.write_bytes(whole)

@@ -87,7 +87,7 @@ def test_an_invalid_line_is_reported_and_the_other_lines_are_released(
     with path_file.open("ab") as file:
         file.write(line)
     publish(arena, path_file)
-    with pytest.raises(CorruptReference, match=r"1 lines are no reference \(line 2\); the other 2 were released"):
+    with pytest.raises(CorruptReference, match=r"1 lines are not references \(line 2\); the other 2 were released"):
         release(path_file)
     assert arena.num_blocks == 0
 
@@ -121,9 +121,9 @@ def test_a_path_file_above_16_mib_is_refused(path_file: Path) -> None:
 def test_a_full_path_file_refuses_lines_and_can_be_released(arena: Arena, path_file: Path) -> None:
     line = b"mindie_mm-ffff 0 1\n"
     path_file.write_bytes(line * ((16 << 20) // len(line) - 100))
-    with pytest.raises(LimitExceeded, match=r"are full: release and remove it"):
+    with pytest.raises(LimitExceeded, match=r"Release and remove the file"):
         publish(arena, path_file)
-    with pytest.raises(LimitExceeded, match=r"are full: release and remove it"):
+    with pytest.raises(LimitExceeded, match=r"Release and remove the file"):
         mindie.create_shm(10, path_file)
     assert arena.num_blocks == 0
     os.truncate(path_file, len(line) * ((16 << 20) // len(line) - 10_000))
@@ -160,7 +160,9 @@ def test_another_users_path_file_is_neither_released_nor_written(
         lambda: publish(arena, path_file),
         lambda: mindie.create_shm(10, path_file),
     ):
-        with pytest.raises(InputError, match=f"path file {path_file} is user 12345's; this process is user 0's"):
+        with pytest.raises(
+            InputError, match=f"path file {path_file} belongs to user 12345; this process runs as user 0"
+        ):
             use()
     assert path_file.read_bytes() == content
     attach(ref).verify()

@@ -41,7 +41,7 @@ def test_reading_the_counters_of_a_truncated_file_raises(tmp_path: Path) -> None
     """Raise when another program truncates an arena while it is surveyed."""
     cut = tmp_path / "cut"
     cut.write_bytes(bytes(STATS_OFFSET + 8))
-    with cut.open("rb") as file, pytest.raises(SegmentMissing, match="ends before byte 584"):
+    with cut.open("rb") as file, pytest.raises(SegmentMissing, match="end at byte 584"):
         ArenaStats.read(file.fileno())
 
 
@@ -292,7 +292,7 @@ def test_collecting_a_path_file_frees_its_blocks_and_segments_once(arena: Arena,
             assert [(one.cause, one.what) for one in collected.reclaimed] == expected
             assert collected.num_bytes == num_bytes + 5000
             assert len(collected.failures) == 1
-            assert "2 lines are no reference (line 3, 4)" in collected.failures[0]
+            assert "2 lines are not references (line 3, 4)" in collected.failures[0]
         assert collect_path_file(path_file).reclaimed == ()
         assert stranger.exists()
         assert arena.num_blocks == 0

@@ -51,11 +51,11 @@ def _anothers(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (_link, "is no directory"),
-        (lambda path: path.symlink_to("/nowhere"), "cannot be made: File exists"),
-        (Path.touch, "cannot be made: File exists"),
-        (_writable, "has mode 770: others may write it"),
-        (_anothers, "is user 12345's, not user 0's"),
+        (_link, "is not a directory"),
+        (lambda path: path.symlink_to("/nowhere"), "cannot be created: File exists"),
+        (Path.touch, "cannot be created: File exists"),
+        (_writable, "has mode 770: other users can write to it"),
+        (_anothers, "belongs to user 12345, not to user 0"),
     ],
 )
 def test_a_spool_that_other_users_could_write_is_refused(
@@ -149,7 +149,7 @@ except SharedMemoryError as error:
 """,
         tmp_path,
     )
-    assert process.hear().endswith("cannot be made: Too many open files")
+    assert process.hear().endswith("cannot be created: Too many open files")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -254,7 +254,7 @@ def test_a_dataset_is_not_taken_for_a_dead_request(tmp_path: Path) -> None:
     (tmp_path / "a" / "shm_name.txt").touch()
     assert collect([tmp_path]).of("request_dead") == ()
     assert (tmp_path / "a" / "image").is_dir()
-    with pytest.raises(InputError, match=f"{tmp_path / 'a'} is no request directory.*{tmp_path} is no spool"):
+    with pytest.raises(InputError, match=f"{tmp_path / 'a'} is not a request directory.*{tmp_path} is not a spool"):
         require_spool(tmp_path)
 
 

@@ -81,7 +81,7 @@ class StoreContract:
         with store.allocate(SPECS, path_file=None) as block:
             block["grid"][...] = 7
             ref = block.publish()
-        with pytest.raises(SharedMemoryError, match="was left"):
+        with pytest.raises(SharedMemoryError, match="after its context has ended"):
             left.publish()
         with self.readable(store):
             assert attach(ref)["grid"].tolist() == [7, 7, 7]
@@ -126,7 +126,7 @@ class StoreContract:
     def test_a_spec_that_is_not_an_array_is_refused(
         self, store: Arena | DiskArena, specs: dict[str, ArraySpec]
     ) -> None:
-        with pytest.raises(InputError, match="must be a name with an ArraySpec"):
+        with pytest.raises(InputError, match="must map a name to an ArraySpec"):
             store.allocate(specs, path_file=None)
 
     def test_a_closed_store_refuses_allocation(self, store: Arena | DiskArena) -> None:
@@ -320,11 +320,11 @@ class TestDiskArena(StoreContract):
 
     @pytest.mark.parametrize("num_entries", [0, 16385])
     def test_an_invalid_number_of_blocks_is_refused(self, tmp_path: Path, num_entries: int) -> None:
-        with pytest.raises(InputError, match=f"a file of {num_entries} blocks; it takes 1 to 16384"):
+        with pytest.raises(InputError, match=f"of entries of a file of blocks is {num_entries}; it must be 1 to 16384"):
             DiskArena.create(tmp_path / "x", 1, CAPACITY, num_entries)
 
     def test_a_file_beyond_the_limit_of_the_file_system_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(SharedMemoryError, match=r"cannot have [0-9]+ bytes: File too large"):
+        with pytest.raises(SharedMemoryError, match=r"cannot be extended to [0-9]+ bytes: File too large"):
             DiskArena.create(tmp_path / "huge", 7, 1 << 61)
         assert list(tmp_path.iterdir()) == []
 

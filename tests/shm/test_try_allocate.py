@@ -100,7 +100,7 @@ def test_a_request_beyond_the_arena_or_its_quota_is_refused(
 
 def test_the_quota_of_a_request_includes_the_blocks_it_holds(arena: Arena, path_file: Path) -> None:
     (block,) = arena.try_allocate(pages(40), path_file=path_file)
-    with pytest.raises(LimitExceeded, match="for a request that holds 163840"):
+    with pytest.raises(LimitExceeded, match="its request already holds 163840"):
         arena.require(pages(9), path_file)
     assert arena.require(pages(8), path_file) == 8 * PAGE
     arena.discard(block)

@@ -116,8 +116,8 @@ def test_small_sizes_always_fit() -> None:
         (Ref(0, 0, 1, "uint8", (2**40 + 1,)), "needs 41 bits.*limit is 47, 40"),
         (Ref(0, 0, 1, "uint8", (2**30, 2**31)), "needs 66 bits.*limit is 47"),
         (Ref(0, 0, 1, "uint8", (1, 2**32 + 1)), "axis of 4294967297.*limit is 4294967296"),
-        (Ref(0, 0, 1, "uint8", (1,) * 7), "7 dimensions; 1 to 6"),
-        (Ref(0, 0, 1, "uint8", ()), "0 dimensions; 1 to 6"),
+        (Ref(0, 0, 1, "uint8", (1,) * 7), "7 dimensions; it must have 1 to 6"),
+        (Ref(0, 0, 1, "uint8", ()), "0 dimensions; it must have 1 to 6"),
     ],
 )
 def test_a_reference_that_does_not_fit_reports_value_and_limit(ref: Ref, message: str) -> None:
@@ -130,7 +130,7 @@ def test_a_reference_that_does_not_fit_reports_value_and_limit(ref: Ref, message
     [
         (Ref(0, 0, 1, "uint8", (3, 0)), "at least 1"),
         (Ref(0, 0, 1, "uint8", (-1,)), "at least 1"),
-        (Ref(0, 0, 1, "complex64", (1,)), "'complex64' is none of"),
+        (Ref(0, 0, 1, "complex64", (1,)), "'complex64' is not one of"),
         (Ref(0, 0, 1), "no shape word"),
     ],
 )

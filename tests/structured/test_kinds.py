@@ -126,8 +126,8 @@ def test_a_marker_may_be_a_token_or_its_letters(takes: Takes, grammars: Grammars
         ({"choice": ("a",), "json_object": True}, "has choice and json_object"),
         ({"choice": ()}, "choice is an empty list"),
         ({"regex": "a", "after": ""}, "after is empty"),
-        ({"regex": "a" * (MAX_STRUCTURE_BYTES + 1)}, "the regular expression has 32769 bytes, the limit is 32768"),
-        ({"choice": tuple(f"choice {i}" for i in range(10_000))}, "the choice has 108890 bytes, the limit is 32768"),
+        ({"regex": "a" * (MAX_STRUCTURE_BYTES + 1)}, "the regular expression has 32769 bytes; the limit is 32768"),
+        ({"choice": tuple(f"choice {i}" for i in range(10_000))}, "the choice has 108890 bytes; the limit is 32768"),
     ],
 )
 def test_descriptions_that_are_refused_at_once(wanted: dict[str, Any], said: str) -> None:
@@ -140,7 +140,7 @@ def test_a_json_schema_is_the_same_as_structured_outputs() -> None:
     wanted = StructuredOutputs(json="{}")
     assert SamplingParams(json_schema="{}").structure == SamplingParams(structured_outputs=wanted).structure == wanted
     assert SamplingParams().structure is None
-    with pytest.raises(InputError, match="json_schema and structured_outputs; give one"):
+    with pytest.raises(InputError, match="json_schema and structured_outputs cannot be used together"):
         SamplingParams(json_schema="{}", structured_outputs=wanted).check(100)
     with pytest.raises(InputError, match="determines the end of the output"):
         SamplingParams(structured_outputs=StructuredOutputs(regex="a"), ignore_eos=True).check(100)
@@ -159,24 +159,24 @@ def test_fields_are_converted_to_their_types() -> None:
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ({"regex": "(?=a)b"}, "regular expression cannot be served.*look-around"),
-        ({"regex": r"\bab"}, "regular expression cannot be served.*lookarounds"),
-        ({"regex": "a^b"}, "regular expression cannot be served"),
+        ({"regex": "(?=a)b"}, "regular expression is not supported.*look-around"),
+        ({"regex": r"\bab"}, "regular expression is not supported.*lookarounds"),
+        ({"regex": "a^b"}, "regular expression is not supported"),
         ({"regex": r"(a)\1"}, "backreferences"),
         ({"regex": "["}, "unclosed character class"),
         ({"regex": "a\\"}, "ends with a single backslash"),
-        ({"regex": "[a&&b]"}, "nothing can begin"),
+        ({"regex": "[a&&b]"}, "no output can match it"),
         ({"grammar": ""}, "no start rule"),
-        ({"grammar": "x"}, "the grammar cannot be served"),
-        ({"grammar": 'start: "a" b'}, "the grammar cannot be served"),
-        ({"grammar": "start: start"}, "nothing can begin"),
+        ({"grammar": "x"}, "the grammar is not supported"),
+        ({"grammar": 'start: "a" b'}, "the grammar is not supported"),
+        ({"grammar": "start: start"}, "no output can match it"),
         ({"grammar": "start: %json {"}, "%json that is not valid JSON"),
         ({"grammar": "start: %json " + '{"a": ' * 5000}, "nests too deeply"),
-        ({"grammar": 'start: %json {"$ref": "http://127.0.0.1:1/schema.json"}'}, "the grammar cannot be served"),
-        ({"grammar": "start: <no_such_token>"}, "the grammar cannot be served"),
+        ({"grammar": 'start: %json {"$ref": "http://127.0.0.1:1/schema.json"}'}, "the grammar is not supported"),
+        ({"grammar": "start: <no_such_token>"}, "the grammar is not supported"),
         ({"json": "[]"}, "not an object"),
         ({"json": '{"not": {}}'}, "Unimplemented"),
-        ({"json": '{"$ref": "http://127.0.0.1:1/schema.json"}'}, "the JSON schema cannot be served"),
+        ({"json": '{"$ref": "http://127.0.0.1:1/schema.json"}'}, "the JSON schema is not supported"),
     ],
 )
 def test_descriptions_that_cannot_be_enforced(takes: Takes, wanted: dict[str, Any], said: str) -> None:

@@ -143,7 +143,7 @@ def test_an_added_token_may_be_written_as_the_token_or_by_its_letters(tokenizer:
         ({"format": TRIGGERED | {"triggers": []}}, "triggers that are not a list of texts"),
         ({"structures": [], "triggers": ["a"]}, "structures that are not a list of objects"),
         ({"format": {"type": "grammar", "grammar": "root ::= x"}}, "there is no rule 'x'"),
-        ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "structural tag cannot be served"),
+        ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "structural tag is not supported"),
     ],
 )
 def test_tags_that_are_refused(takes: Takes, given: Any, said: str) -> None:

@@ -133,8 +133,12 @@ async def test_each_concurrent_request_gets_its_own_answer(tokenizer):
         ({"messages": [{"role": "user"}]}, InputError, r"messages\[0\] has no content"),
         ({"items": [{"image": "/no/such.jpg"}], "path_file": "x"}, MediaError, "there is no file /no/such.jpg"),
         ({"text": "what is it?" * 9, "options": PromptOptions(5)}, ContextLengthExceeded, "the limit is 5"),
-        ({"text": "a", "add_generation_prompt": False}, InputError, "variables of a chat template"),
-        ({"items": [{"text": "a"}], "chat": False, "chat_template_kwargs": {"b": 1}}, InputError, "goes through none"),
+        ({"text": "a", "add_generation_prompt": False}, InputError, "chat template variables"),
+        (
+            {"items": [{"text": "a"}], "chat": False, "chat_template_kwargs": {"b": 1}},
+            InputError,
+            "does not use a chat template",
+        ),
         ({"items": [{"image": "http://127.0.0.1:9/a.jpg"}], "path_file": "x"}, MediaError, "public"),
     ],
 )
@@ -177,7 +181,7 @@ async def test_no_request_waits_for_a_process_that_cannot_restart(tokenizer, tmp
             await asyncio.sleep(0)
         async with asyncio.timeout(0.9 * RESTART_WAIT_S):
             for text in ("waits", "comes later"):
-                with pytest.raises(NoProcess, match=f"{tmp_path}/gone is no checkpoint directory"):
+                with pytest.raises(NoProcess, match=f"{tmp_path}/gone is not a checkpoint directory"):
                     await tokenizer.tokenize(TokenizeRequest(text=text))
     await up(tokenizer)
     assert len(await tokenizer.tokenize(TokenizeRequest(text="once it is back"))) > 0
@@ -211,7 +215,7 @@ async def test_a_failed_restart_is_repeated_until_it_succeeds(tokenizer, request
         with pytest.raises(ProcessDied):
             await task
         async with asyncio.timeout(120):
-            while "the tokenizer process is started again in 0.5 s" not in caplog.text:  # noqa: ASYNC110 - as below
+            while "the tokenizer process is restarted in 0.5 s" not in caplog.text:  # noqa: ASYNC110 - as below
                 await asyncio.sleep(0.01)
         assert "OSError: [Errno 24] Too many open files" in caplog.text
     async with asyncio.timeout(300):

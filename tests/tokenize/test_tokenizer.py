@@ -216,11 +216,11 @@ def test_the_path_file_is_required_if_no_source_is_a_file(tokenizer, spool):
     ("bad", "error", "message"),
     [
         ({"image": "/no/such.jpg"}, MediaError, "media item 1 .image.: there is no file /no/such.jpg"),
-        ({"image": b"junk"}, MediaError, "media item 1 .image.: the 4 bytes are no readable image"),
+        ({"image": b"junk"}, MediaError, "media item 1 .image.: the 4 bytes cannot be read as an image"),
         ({"image": "truncated"}, MediaError, "media item 1 .image.: the JPEG image of 150x120 pixels is broken"),
         ({"image": "opened"}, MediaError, "media item 1 .image.: the JpegImageFile cannot be read: OSError"),
-        ({"audio": b"sound"}, InputError, "takes no audio"),
-        ({"image": "wide"}, LimitExceeded, "media item 1 .image.: 401x2 pixels"),
+        ({"audio": b"sound"}, InputError, "does not accept audio"),
+        ({"image": "wide"}, LimitExceeded, "media item 1 .image.: the size is 401x2 pixels"),
     ],
 )
 def test_a_failed_item_leaves_no_block(tokenizer, arena, spool, bad, error, message):
@@ -264,7 +264,7 @@ def test_ids_may_be_integers_of_any_type(tokenizer):
     for ids in (np.array([1, 2, 3]), torch.tensor([1, 2, 3]), np.array([1, 2, 3], np.int32)):
         assert tokenizer.tokenize_ids(ids).equal(tokenizer.tokenize_ids([1, 2, 3]))
     for wrong in (True, 1.0, "1", None, -1, 2**31, np.array([1]), np.float32(1)):
-        with pytest.raises(TokenOutOfRange, match="is no token id"):
+        with pytest.raises(TokenOutOfRange, match="is not a token id"):
             tokenizer.tokenize_ids([1, wrong])
 
 
@@ -298,7 +298,9 @@ def test_a_rendered_prompt_beyond_the_limit_of_characters_is_refused(tmp_path):
         )
         assert len(prompt) > 100
         for options in (PromptOptions(4096), PromptOptions(4096, truncate=True)):
-            with pytest.raises(ContextLengthExceeded, match=r"the prompt has \d{6} characters; with a limit of 4096"):
+            with pytest.raises(
+                ContextLengthExceeded, match=r"the prompt has \d{6} characters; the limit is .* at most 4096"
+            ):
                 tokenizer.make(tokenizer.prompts.draft_messages(messages, True, {"tools": many}, options), None)
 
 
@@ -429,6 +431,6 @@ def test_decoded_pixels_are_counted_per_request(checkpoint_path, arena, tmp_path
         for _ in range(3):
             tokenizer.tokenize([{"image": picture}] * 2, path_file)
             release(path_file)
-        with pytest.raises(LimitExceeded, match=r"media item 2 .image.: .* 180000 pixels or more, .* limit is 120000"):
+        with pytest.raises(LimitExceeded, match=r"media item 2 .image.: .* at least 180000 pixels .* limit is 120000"):
             tokenizer.tokenize([{"image": picture}] * 3, path_file)
         assert arena.num_blocks == 0

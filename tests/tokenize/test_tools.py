@@ -43,10 +43,10 @@ def test_a_template_with_a_place_for_tools_writes_the_tools(tmp_path: Path) -> N
 def test_a_template_without_a_place_for_tools_refuses_the_tools() -> None:
     with Tokenizer.from_pretrained() as tokenizer:
         for given in ({"tools": TOOLS}, {"reasoning_effort": "low"}):
-            with pytest.raises(InputError, match=f"not served: .* has no place for {min(given)}"):
+            with pytest.raises(InputError, match=f"not supported: .* does not use {min(given)}"):
                 tokenizer.answer(request(**given))
         none = tokenizer.answer(request(reasoning_effort="none"))
         assert none.ids.tolist() == tokenizer.answer(request()).ids.tolist()
         called = TokenizeRequest(messages=[{"role": "assistant", "content": None, "tool_calls": [CALL]}])
-        with pytest.raises(InputError, match=r"not served: .* has no place for tool_calls"):
+        with pytest.raises(InputError, match=r"not supported: .* does not use tool_calls"):
             tokenizer.answer(called)

@@ -144,7 +144,7 @@ def test_a_part_that_cannot_be_polled_is_marked_stale(page: Page) -> None:
 
 def test_an_unhealthy_service_is_not_polled_more_often(page: Page, noted: Noted) -> None:
     """Poll /health and /metrics at their usual rate while a question waits, and keep polling /shm more often."""
-    words = "the engine process died, another is being started"
+    words = "the engine process died, and another one is being started"
     page.route("**/health", lambda route: route.fulfill(status=503, json={"error": {"message": words}}))
     page.route("**/v1/chat/completions", lambda _: None)
     page.get_by_label("Question", exact=True).fill("Hello!")

@@ -1,4 +1,4 @@
-"""Attributes of input files, by which a run notices that a file has changed."""
+"""Attributes of input files that show a run whether a file has changed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mindie_mm.batch.input.files import replacing
 from mindie_mm.errors import StorageError, os_errors_as
 
 STATES_FILE = "input-states.json"
-"""States of a run's input files, in the run's folder until the run is finished."""
+"""File with the states of a run's input files. It stays in the run's folder until the run is finished."""
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 1024
 DIGESTED_BYTES = _PIECE_BYTES * _MAX_PIECES
-"""Size up to which `digest_of` reads every byte of a file."""
+"""Maximum size in bytes of a file of which `digest_of` reads every byte."""
 
 
 class FileState(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes of a file that differ after a change, or once another file has taken its path."""
+    """Attributes of a file that differ if the file was changed or another file has taken its path."""
 
     size: int
     mtime_ns: int
-    """Time of the last change of the content. Programs can set it back."""
+    """Time of the last change of the content. Programs can set this time back."""
     ctime_ns: int
-    """Time of the last change of content, owner, mode or names. Nothing sets it back."""
+    """Time of the last change of content, owner, mode or names. Programs cannot set this time."""
     device: int
     inode: int
 
@@ -52,10 +52,10 @@ class FileState(msgspec.Struct, frozen=True, kw_only=True):
         return (self.size, self.mtime_ns) == (other.size, other.mtime_ns)
 
     def difference(self, now: FileState) -> str:
-        """Return how a file that had this state has changed, in words."""
+        """Describe how a file that had this state has changed."""
         found = []
         if (self.device, self.inode) != (now.device, now.inode):
-            found.append("another file has taken its path")
+            found.append("another file replaced it")
         if self.size != now.size:
             found.append(f"its size was {self.size}, now {now.size}")
         if self.mtime_ns != now.mtime_ns:
@@ -67,9 +67,9 @@ class InputStates(msgspec.Struct, frozen=True, kw_only=True):
     """States of a run's input files, in the order of the inputs."""
 
     begun: list[FileState] = []
-    """States in the call that began the run."""
+    """States during the call that began the run."""
     now: list[FileState] = []
-    """States in the last call, whose workers read the files."""
+    """States during the last call, whose workers read the files."""
 
     def write(self, folder: Path) -> None:
         """Write the states into a run's folder. Raise StorageError if this fails."""
@@ -78,7 +78,7 @@ class InputStates(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Return the states in a run's folder, or none if there is no such file or it is damaged."""
+        """Return the states recorded in a run's folder. They are empty if the file is missing or damaged."""
         file = folder / STATES_FILE
         try:
             with os_errors_as(StorageError, f"{file} cannot be read"):
@@ -92,10 +92,10 @@ def _time(time_ns: int) -> str:
 
 
 def digest_of(file: BinaryIO) -> str:
-    """Return a digest of the whole file, or of the size and `_MAX_PIECES` pieces of a larger one."""
+    """Return a digest of the whole file, or of the size and `_MAX_PIECES` pieces of a larger file."""
     size = file.seek(0, os.SEEK_END)
     digest = blake3(str(size).encode())
-    # The last piece ends with the file: the end of a Parquet file describes each of its pages.
+    # The last piece ends at the end of the file, because the end of a Parquet file describes each of its pages.
     last = max(0, size - _PIECE_BYTES)
     pieces = max(1, min(_MAX_PIECES - 1, -(-last // _PIECE_BYTES)))
     for number in range(pieces + 1):

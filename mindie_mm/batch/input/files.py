@@ -1,4 +1,4 @@
-"""Atomic replacement of files, and locks against a second writer."""
+"""Atomic replacement of files, and locks that exclude a second writer."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _WRONG_PATH = frozenset(
         errno.EROFS,
     }
 )
-"""Errors that another path or other permissions would resolve."""
+"""Error numbers that mean that the user must choose another path or change permissions."""
 
 
 @contextmanager
 def creating(path: Path, advice: str) -> Iterator[None]:
-    """Turn an OSError of creating or opening an output into an error of this package.
+    """Turn an OSError from creating or opening an output into an error of this package.
 
     Raises:
-        InputError: The caller has to name another path, or needs other permissions. The message ends with `advice`.
+        InputError: The user must choose another path or change permissions. The message ends with `advice`.
         StorageError: The file system fails or is full.
 
     """
@@ -52,19 +52,19 @@ def creating(path: Path, advice: str) -> Iterator[None]:
         if error.errno is not None and error.errno not in _WRONG_PATH:
             raise StorageError(f"{path} cannot be written: {error.strerror}") from error
         blocking = next((one for one in (path, *path.parents) if os.path.lexists(one) and not one.is_dir()), None)
-        why = error.strerror or str(error)  # Python's own error for a pipe has no number
+        why = error.strerror or str(error)  # Python's own error for a pipe has no errno
         if isinstance(error, FileExistsError | NotADirectoryError) and blocking is not None:
-            why = f"{blocking} is a link that leads nowhere" if blocking.is_symlink() else f"{blocking} is no folder"
+            why = f"{blocking} is a broken symbolic link" if blocking.is_symlink() else f"{blocking} is not a folder"
         raise InputError(f"{path} cannot be written: {why}. {advice}") from error
 
 
 @contextmanager
 def replacing(path: Path, writer: str = "") -> Iterator[Path]:
-    """Yield a path to write to. On exit, sync that file and rename it to `path`.
+    """Yield a temporary path to write to. On exit, sync the file there and rename it to `path`.
 
     Args:
         path: Path of the finished file.
-        writer: Name of this writer. Several processes that write `path` at the same time need different names.
+        writer: Name of this writer. Processes that write `path` at the same time need different names.
 
     Raises:
         StorageError: The file cannot be written, synced or renamed.
@@ -85,9 +85,9 @@ def replacing(path: Path, writer: str = "") -> Iterator[Path]:
 
 
 def locked(descriptor: int, what: Path) -> bool:
-    """Lock an open file, so that no other call writes `what`.
+    """Lock an open file, so that no other call can write to `what`.
 
-    If the file system has no locks, a warning is logged and the result is True.
+    If the file system has no locks, log a warning and return True.
 
     Returns:
         False if another process holds the lock.
@@ -104,7 +104,9 @@ def locked(descriptor: int, what: Path) -> bool:
         if error.errno not in NO_LOCKS:
             raise
         _log.warning(
-            "%s: its file system has no locks (flock: %s). Do not let another call write there", what, error.strerror
+            "%s: the file system does not support locks (flock: %s). Do not let another process write there",
+            what,
+            error.strerror,
         )
     return True
 

@@ -23,7 +23,7 @@ from mindie_mm.settings.paths import absolute
 STDIN = "-"
 _STDIN_PATHS = frozenset({"/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
 _DESCRIPTOR = re.compile(r"/(dev|proc/self)/fd/[0-9]+")
-"""Paths that a shell passes for `<(...)`. They are valid only in the process that the shell starts."""
+"""Paths that a shell passes for `<(...)`. Such a path is valid only in the process that the shell starts."""
 _PIECE_BYTES = 1 << 20
 _BLANK = BOM_UTF8 + b" \t\n\r\v\f"
 _MOST_NAMED = 8
@@ -33,19 +33,19 @@ _NAMED = re.compile(r"\.[a-z0-9]{1,8}")
 
 
 def gathered_path(folder: Path, index: int) -> Path:
-    """Return the path of the converted input number `index` in the run's `folder`."""
+    """Return the path in the run's `folder` to which input number `index` is converted."""
     return folder / f"input-{index:03d}.jsonl"
 
 
 def input_named(given: str) -> str:
-    """Return the name of an input in a run: its absolute path, or `-` for standard input under any name.
+    """Return the name that a run records for an input: its absolute path, or `-` for standard input under any name.
 
     Raises:
         InputError: `given` is empty, or a relative path in a working directory that was removed.
 
     """
     if not given:
-        raise InputError("an input is empty. Leave it out, or name a file")
+        raise InputError("an input is an empty string. Remove it, or give the name of a file")
     return STDIN if given == STDIN or given in _STDIN_PATHS else str(absolute(given))
 
 
@@ -55,7 +55,7 @@ def is_stream(given: str) -> bool:
         return True
     try:
         return stat.S_ISFIFO(Path(given).stat().st_mode)
-    except (OSError, ValueError):  # a later step reports a path that cannot be read
+    except (OSError, ValueError):  # a later step reports that the path cannot be read
         return False
 
 
@@ -63,7 +63,7 @@ def require_streams_once(inputs: Sequence[str]) -> None:
     """Raise InputError if standard input or a pipe occurs more than once."""
     for given in filter(is_stream, inputs):
         if (times := inputs.count(given)) > 1:
-            raise InputError(f"{called(given)} is named {times} times; it can be read only once")
+            raise InputError(f"{called(given)} is given {times} times; it can be read only once")
 
 
 def is_folder(given: str) -> bool:
@@ -77,14 +77,14 @@ def is_gathered(given: str) -> bool:
 
 
 def called(given: str) -> str:
-    """Return the name of an input in messages."""
+    """Return the name that messages give to an input."""
     return "standard input" if given == STDIN else given
 
 
 def gather(
     inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO, limit: int | None = None
 ) -> Counter[str]:
-    """Convert all `inputs` that are not files of rows, with at most `limit` rows of standard input or a pipe.
+    """Convert all `inputs` that are not files of rows. Read at most `limit` rows from standard input or a pipe.
 
     Returns:
         Number of files in media folders that are not media, by extension.
@@ -111,7 +111,7 @@ def gather(
 
 
 def left_out_summary(left_out: Counter[str]) -> str:
-    """Describe the skipped files, with the most common extensions, such as "12 files (.txt 7, .dng 3, others 2)"."""
+    """Describe the skipped files and their most common extensions, such as "12 files (.txt 7, .dng 3, others 2)"."""
     total = left_out.total()
     named = Counter({ending: count for ending, count in left_out.items() if _NAMED.fullmatch(ending)})
     parts = named.most_common(_MOST_NAMED)
@@ -129,7 +129,7 @@ def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
 
 
 def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
-    """Yield a stream up to its end or to the end of row `limit`. The stream may be endless, or may wait for more."""
+    """Yield pieces of a stream up to its end or to the end of row `limit`. The stream may have no end."""
     rows, blank = 0, True
     with os_errors_as(InputError, f"{called(given)} cannot be read"):
         while rows != limit and (piece := stream.readline(_PIECE_BYTES)):
@@ -140,26 +140,26 @@ def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
 
 
 def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
-    """Write one row per medium, in the order of names. Return the number of other files by extension."""
+    """Write one row per media file, in the order of names. Return the number of other files by extension."""
     before, _, after = template.rpartition(MEDIA_MARK)
     encoder, found, left_out = msgspec.json.Encoder(), False, Counter[str]()
     for found_path, kind in _media_files(os.fspath(root), left_out):
-        # JSON cannot hold a name that is not UTF-8. The escaped name does not exist, so its row fails.
+        # JSON cannot hold a name that is not UTF-8. No file has the escaped name, so its row fails.
         name = os.fsencode(os.path.relpath(found_path, root)).decode(errors="backslashreplace")
-        items: list[dict[str, Any]] = [{kind: f"./{name}"}]  # so that no name is taken for a URL or base64
+        items: list[dict[str, Any]] = [{kind: f"./{name}"}]  # "./", so that no name is read as a URL or base64
         items = [{"text": before}, *items] if before else items
         items += [{"text": after}] if after else []
         file.write(encoder.encode({"id": name, "inputs": items}) + b"\n")
         found = True
     if not found:
         tables = [ending for ending in left_out if ending in _ROWS]
-        advice = f". Name files of rows directly: {root}/*{tables[0]}" if tables else ""
+        advice = f". If these files hold rows, give their names: {root}/*{tables[0]}" if tables else ""
         raise InputError(f"{root} has no file with a media extension; it has {left_out_summary(left_out)}{advice}")
     return left_out
 
 
 def _media_files(folder: str, left_out: Counter[str]) -> Iterator[tuple[str, Kind]]:
-    """Yield media files in the order of names, and count all other files by extension."""
+    """Yield media files in the order of names. Count all other files by extension in `left_out`."""
     with os_errors_as(InputError, f"{folder} cannot be listed"):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Placement of media from a row's columns in the chat of the row, as in rows of TRL."""
+"""Insertion of media from a row's columns into the row's chat. Data sets for TRL have such rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import KINDS, Kind
 
 _PLACE = frozenset({"type", "index"})
-"""Keys of a place. The index is ignored, because exports number the media in the order of the chat."""
+"""Keys of a part that marks the place of a media item. The index is ignored, because exports number the items in the
+order of the chat."""
 
 
 def has_places(messages: Any) -> bool:
@@ -20,10 +21,10 @@ def has_places(messages: Any) -> bool:
 
 
 def with_media(messages: Sequence[Any], columns: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return `messages` with the items of `columns`, which have one key each, in their places, in order.
+    """Replace the places for media in `messages`, in order, with the items of `columns`, which have one key each.
 
     Raises:
-        InputError: The number of places is not the number of items.
+        InputError: The number of places differs from the number of items.
 
     """
     media: dict[Kind, list[Mapping[str, Any]]] = {kind: [] for kind in KINDS}
@@ -32,7 +33,9 @@ def with_media(messages: Sequence[Any], columns: Sequence[Mapping[str, Any]]) ->
     places = Counter(filter(None, map(_kind_of_place, chain.from_iterable(map(_parts_of, messages)))))
     for kind, items in media.items():
         if places[kind] != len(items):
-            raise InputError(f"the row's chat has {places[kind]} places for {kind}, the row {len(items)} to put there")
+            raise InputError(
+                f"the row has {len(items)} items of kind {kind}, but its messages have places for {places[kind]}"
+            )
     left = {kind: iter(items) for kind, items in media.items()}
 
     def filled(part: Any) -> Any:

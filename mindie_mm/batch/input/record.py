@@ -1,4 +1,4 @@
-"""Records of an input: rows as they stand in their file."""
+"""Records of an input: rows as they were read from a file."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from xxhash import xxh3_128
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """A row of a tar."""
+    """A row of a tar: the files that share a key."""
 
     key: str
     files: dict[str, bytes]
     """Contents by name, in the order of the tar."""
     repeated: str | None = None
-    """Name of several of the files, or None. `files` has only the last of them."""
+    """A name that several files of the row have, or None. `files` contains only the last of these files."""
 
     def own(self, suffix: str) -> bytes | None:
-        """Return the file with the name of the row and `suffix`, such as `3.json` but not `3.meta.json`, or None."""
+        """Return the content of the file named key + `suffix`, such as `3.json` but not `3.meta.json`, or None."""
         return next((data for name, data in self.files.items() if name.removeprefix(self.key).lower() == suffix), None)
 
 
 Record = bytes | dict[str, Any] | Files
-"""A line of JSON, a row of a table, or files of a tar."""
+"""A line of JSON, a row of a table, or the files of a tar's row."""
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=repr)
 
 
 class RecordsDigest:
-    """Digest of consecutive records. A later call uses it to tell whether a shard was made from the same records."""
+    """Digest of consecutive records. It shows a later call whether a shard was made from the same records."""
 
     def __init__(self) -> None:
         self._hash = xxh3_128()

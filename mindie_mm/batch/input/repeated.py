@@ -1,4 +1,4 @@
-"""Detection of ids that several rows of a run have, in a few bytes per row."""
+"""Detection of ids that several rows of a run have."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class RepeatedIds:
-    """Rows whose id an earlier row has."""
+    """Rows that have the id of an earlier row."""
 
     num_rows: int
     """Number of rows that repeat an earlier id."""
     examples: Sequence[tuple[int, int]]
-    """First rows that repeat an id, each with the first row of that id before it."""
+    """Up to three pairs of rows with the same id: the first row that has the id, and a later row."""
 
     @classmethod
     def of(cls, ids: Iterable[Sequence[str]]) -> RepeatedIds:
         """Find repeated ids. `ids` yields the ids of consecutive rows.
 
-        A row costs 16 bytes of memory, because ids are compared by hashes of 64 bits.
+        Memory use is 16 bytes per row: a 64-bit hash of each id, and a sorted copy.
         """
         parts = [np.fromiter(map(_hash, some), np.uint64, len(some)) for some in ids]
         hashes = np.concatenate(parts) if parts else np.empty(0, np.uint64)

@@ -45,16 +45,15 @@ _VARIABLES = frozenset({"tools", "tool_choice", "reasoning_effort", "chat_templa
 _NOT_SERVED = {**PROMPT_FIELDS, "add_special_tokens": OFF}
 _KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
 _FILE_KEYS = frozenset({"file_name", "img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
-"""Keys for the file of a medium in other formats. A row with a text may have any other key, as additional
-information."""
+"""Keys that other formats use for the path of a media file. A row with a text may have any other unknown key."""
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2"})
 _EXACT = 2**53
-"""Above this absolute value, a float may stand for several integers."""
+"""Above this absolute value, a float may represent several integers."""
 _KEPT = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
 """Keys of JSON whose values go to the chat template unchanged, because a null in them may have a meaning."""
 
 _Locate = Callable[[Media], Media]
-"""Function that returns a medium with the path or the bytes of its file, in place of the name in the row."""
+"""Function that replaces the file name in a media item with the file's path or bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +63,15 @@ class Row:
     items: Sequence[Item] | None = None
     messages: Sequence[Message] | None = None
     add_generation_prompt: bool = True
-    """End the chat with the head of the assistant's turn."""
+    """Whether the prompt ends with the header of the assistant's turn."""
     template_kwargs: Mapping[str, Any] | None = None
-    """Further variables of the chat template, such as `tools`."""
+    """More variables for the chat template, such as `tools`."""
 
 
 def row_id(record: Record) -> str | None:
-    """Return the name that the input gives a row, or None if it gives none.
+    """Return the id that the input gives a row, or None if there is no id.
 
-    The name of a row that is not JSON is returned if it can be read. Half of a surrogate pair in a name is escaped.
+    If a row is not valid JSON, its id is returned if it can still be read. Unpaired surrogates in an id are escaped.
     """
     if isinstance(record, Files):
         described = record.own(".json")
@@ -87,7 +86,7 @@ def row_id(record: Record) -> str | None:
 
 
 def _damaged_id(record: bytes) -> str | None:
-    """Return the `id` of an object with NaN, or with text that is not Unicode. Python's own decoder accepts both."""
+    """Return the `id` of an object with NaN or text that is not Unicode. Python's own decoder accepts both."""
     try:
         value = json.loads(record.decode(errors="surrogateescape"))
         found = _id(value.get("id")) if isinstance(value, dict) else None
@@ -97,12 +96,13 @@ def _damaged_id(record: bytes) -> str | None:
 
 
 def _id(value: Any) -> str | None:
-    """Return the name of a row from its `id`, or None if it has none.
+    """Return the value of a row's `id` as a string, or None if it is missing.
 
-    pandas turns a column of integers with missing values into floats with NaN. Databases export integers as decimals.
+    Integers may be given as floats or decimals: pandas turns a column of integers with missing values into floats with
+    NaN, and databases export integers as decimals.
 
     Raises:
-        InputError: The id is of another type.
+        InputError: The id is neither a string nor an integer.
 
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -118,12 +118,12 @@ def _id(value: Any) -> str | None:
 
 
 def _number(value: Decimal) -> int | float:
-    """Convert a decimal to a JSON number. Whole values become integers, as for decimal(20, 0)."""
+    """Convert a decimal to a JSON number. Whole values, as in a column of type decimal(20, 0), become integers."""
     return int(value) if value == value.to_integral_value() else float(value)
 
 
 def printable(text: str) -> str:
-    """Escape all parts of a text that are not Unicode, such as a byte of a file name. Tables hold only Unicode."""
+    """Escape all parts of a text that are not Unicode, such as bytes of a file name. Tables can hold only Unicode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -132,21 +132,22 @@ class _Named(msgspec.Struct):
 
 
 def parse(record: Record, folder: Path, template: str) -> Row:
-    """Return the row of a record.
+    """Convert a record to a row.
 
-    A record is a `List[Dict]`, or an object with `inputs` (such a list), or with `messages`, or with texts and media.
-    The keys of the last kind are `text` (or `prompt`), `image`, `video_url`, `audio`, `images` and so on. Their media
-    come first, in the order of the object. Beside `messages`, such media go to the places of parts such as `{"type":
-    "image"}`.
+    A record is a list of items, or an object with one of these: `inputs` (a list of items), `messages`, or text and
+    media under the keys `text` (or `prompt`), `image`, `video_url`, `audio`, `images` and so on. In an object with text
+    and media, the media come first in the prompt, in the order of the keys. In an object with `messages` and media, the
+    media replace parts such as `{"type": "image"}`.
 
     `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt` may be added, as in the body of a chat
-    request. A null at any depth counts as a missing key, because a table has a column for each key of any row. So does
-    a medium in which all values are null. Other keys are ignored, unless half of the prompt seems to be among them.
+    request. A null at any depth counts as a missing key, because a table has a column for each key of any row. A media
+    object in which all values are null also counts as missing. Other keys are ignored, unless one of them seems to
+    contain half of the prompt.
 
     Args:
         record: Record to convert.
         folder: Base folder of relative paths.
-        template: Prompt for records that are files.
+        template: Prompt for records of type `Files`.
 
     Raises:
         InputError: The record is not a valid row.
@@ -173,7 +174,7 @@ def _from_object(record: Any, locate: _Locate) -> Row:
     given = [key for key in _PROMPTS if key in record]
     flat = [key for key in record if key in _FLAT]
     if not (flat or given):
-        raise InputError(f"the row has {sorted(record)}; it takes inputs, messages, or text and media")
+        raise InputError(f"the row has the keys {sorted(record)}; it must have inputs, messages, or text and media")
     prompt: Any = record[given[0]] if given else None
     if isinstance(prompt, str):
         prompt = _decoded(prompt, f"the row's {given[0]}")
@@ -181,8 +182,8 @@ def _from_object(record: Any, locate: _Locate) -> Row:
         prompt, flat = with_media(prompt, _flat_items(record)), []
     if len(given) + bool(flat) > 1 or record.keys() >= {*_TEXTS}:
         raise InputError(
-            f"the row has {given + flat}; it takes inputs, messages, or text and media, of which prompt is another "
-            "name for text: --select-columns chooses"
+            f"the row has the keys {given + flat}; it must have only one of inputs, messages, and text (or its "
+            "alias prompt) with media. Choose with --select-columns"
         )
     variables = _variables(record)
     if flat:
@@ -194,48 +195,49 @@ def _from_object(record: Any, locate: _Locate) -> Row:
 
 
 def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
-    """Raise InputError if an ignored key may hold the other half of the prompt, under a name that is not known here."""
+    """Raise InputError if the row has only text or only media, and an unknown key may contain the other half."""
     others = sorted(record.keys() - _KNOWN)
     chosen = ",".join(key for key in record if key == "id" or key in flat)
     if others and not any(key in _TEXTS for key in flat):
         raise InputError(
-            f"the row has media, no text, and {others}, which is passed over: a text is called text; without one "
-            f"--select-columns {chosen} chooses"
+            f"the row has media, no text, and {others}, which would be ignored. Rename the key of the text to "
+            f"text, or use --select-columns {chosen} to read the row without a text"
         )
     if _MEDIA.isdisjoint(flat) and (named := [key for key in others if key in _FILE_KEYS]):
         raise InputError(
-            f"the row has a text, no medium, and {named}, which is passed over: a medium is called image, video or "
-            f"audio; without one --select-columns {chosen} chooses"
+            f"the row has a text, no media, and {named}, which would be ignored. Rename the key of the media "
+            f"to image, video or audio, or use --select-columns {chosen} to read the row without media"
         )
 
 
 def _from_files(record: Files, folder: Path, template: str) -> Row:
-    """Return the row of files with one name.
+    """Convert the files of a tar's row.
 
-    A .json with a prompt may use the other files as media. Otherwise the other files are the media, and the text comes
-    from the .json, from `template` or from a .txt.
+    A .json file with a prompt may use the other files as media. Without a prompt in the .json file, the other files are
+    the media, and the text comes from the .json file, from `template` or from a .txt file.
     """
     if record.repeated is not None:  # for example if all rows have the same name
-        raise InputError(f"{record.key} has several files {record.repeated}, one behind another")
+        raise InputError(f"{record.key} has several files named {record.repeated}")
     media = [Media(kind, data) for name, data in record.files.items() if (kind := kind_of(name))]
     described: Any = {}
     if (own := record.own(".json")) is not None:
         described = _without_nulls(_decoded(own, f"{record.key}.json"))
-        # If the row has media, a text in its .json is the prompt for them.
+        # If the row has media files, a text in its .json file is the prompt for them.
         if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
             return _from_object(described, partial(_located_file, files=record.files, folder=folder))
     if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
         raise InputError(f"{record.key} has {packed[0]}, which is compressed and may hold a part of the row. Unpack it")
     if not media:
-        raise MediaError(f"{record.key} has no medium among {sorted({*map(ending_of, record.files)})}")
+        raise MediaError(f"{record.key} has no media file, only {sorted({*map(ending_of, record.files)})}")
     text = _own_text(record, described) or template or _text_file(record)
     if not text and (others := sorted(described.keys() - _KNOWN)):
         raise InputError(
-            f"{record.key} has media, no text, and {others} in its .json, which is passed over: a text is called text; "
-            "--template gives one, and --select-columns id goes without"
+            f"{record.key} has media, no text, and {others} in its .json, which would be ignored. Rename the "
+            "key of the text to text, give a text with --template, or use --select-columns id to read the row "
+            "without a text"
         )
     if text.count(MEDIA_MARK) > 1:
-        raise InputError(f"the text of {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; it takes one")
+        raise InputError(f"the text of {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; the limit is 1")
     before, _, after = text.rpartition(MEDIA_MARK)
     items: list[Item] = [Text(before), *media, Text(after)]
     return Row([item for item in items if item != Text("")], **_variables(described))
@@ -250,14 +252,14 @@ def _is_meant(name: str) -> bool:
 def _own_text(record: Files, described: Mapping[str, Any]) -> str:
     texts = [value for key, value in described.items() if key in _TEXTS] or [""]
     if len(texts) > 1:
-        raise InputError(f"{record.key}.json has text and prompt, of which one is another name for the other")
+        raise InputError(f"{record.key}.json has both text and prompt, which is an alias of text. Remove one")
     if not isinstance(texts[0], str):
         raise InputError(f"the text in {record.key}.json is {type(texts[0]).__name__}; it must be a string")
     return texts[0]
 
 
 def _text_file(record: Files) -> str:
-    """Return the text of the row's .txt. Raise InputError if there are several and none has the name of the row."""
+    """Return the text of the row's .txt file. Raise InputError if there are several and none is named after the key."""
     texts = {name: data for name, data in record.files.items() if ending_of(name) == ".txt"}
     text = record.own(".txt")
     if text is None and len(texts) > 1:
@@ -269,7 +271,7 @@ def _text_file(record: Files) -> str:
 
 
 def _located_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Media:
-    """Return `media` with the bytes of the file that it names in its row, with or without the folder of that file."""
+    """Replace the name in `media`, with or without a folder, with the bytes of the row's file of that name."""
     for name, data in files.items():
         if media.source in (name, name.rpartition("/")[2]):
             return replace(media, source=data)
@@ -289,9 +291,9 @@ def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the other fields of a `Row`, read as in the body of a chat request. Raise InputError."""
+    """Return the fields of a `Row` for the chat template, read as in the body of a chat request. Raise InputError."""
     if refused := refused_fields(record, _NOT_SERVED):
-        raise InputError(f"the row has {refused[0]}, which is not served")
+        raise InputError(f"the row has {refused[0]}, which is not supported")
     if _VARIABLES.isdisjoint(record):
         return {}
     opens = _typed(record, "add_generation_prompt", bool)
@@ -302,7 +304,7 @@ def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
-    """Return a value of type `kind`, which may be given as JSON text, or None if it is missing. Raise InputError."""
+    """Return the value under `key` as type `kind`, or None. The value may be given as JSON text. Raise InputError."""
     value = record.get(key)
     if isinstance(value, str):
         value = _decoded(value, f"the row's {key}")
@@ -313,11 +315,11 @@ def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
 
 
 def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat: bool = True) -> Any:
-    """Return `value` without nulls, with decimals as numbers, and with media of `datasets` as bytes.
+    """Remove nulls from `value`, convert decimals to numbers, and convert media of the `datasets` library to bytes.
 
-    The `datasets` library writes a medium as an object with bytes and a path. Such an object counts as null if both are
-    null. Values under the keys in `kept` are not changed. In a `flat` row, nulls are removed from lists of media. In a
-    list inside an item they stay, because they stand for missing frames of a video.
+    The `datasets` library writes a media item as an object with bytes and a path. Such an object counts as null if both
+    are null. Values under the keys in `kept` are not changed. In a `flat` row, nulls are removed from lists of media.
+    In a list inside an item, nulls are kept, because they represent missing frames of a video.
     """
     if isinstance(value, Mapping):
         if key in _MEDIA and value:

@@ -25,14 +25,14 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def packing(data: bytes) -> str | None:
-    """Return the compression or archive format of a file by its first bytes, with advice, or None if there is none."""
+    """Detect the compression or archive format of a file from its first bytes. Return it with advice, or None."""
     return next((message for magic, message in _MAGICS.items() if data.startswith(magic)), None)
 
 
 def no_lines(head: bytes) -> str | None:
-    """Return the format of a file that begins with `head` if it is not JSON lines, with advice, or None."""
+    """Return the format of a file that does not begin like JSON lines, with advice, or None."""
     if head[_TAR_MAGIC] == b"ustar":
-        return "a tar. Save it under a name that ends in .tar"
+        return "a tar file. Save it under a name that ends in .tar"
     first, newline, _ = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")
     if newline and first.strip() in (b"[", b"{"):
         return "JSON that spans several lines. Write one row per line: jq -c '.[]' for an array, jq -c . for an object"
@@ -48,12 +48,12 @@ def _no_text(head: bytes) -> str | None:
         return "text in UTF-16, as PowerShell's > writes it. Convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
     row, carriage_return, more = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")[0].partition(b"\r")
     if carriage_return and more.strip() and _is_json(row):
-        return "lines that end in CR alone. Convert them to LF: tr '\\r' '\\n'"
+        return "text with CR line endings. Convert them to LF: tr '\\r' '\\n'"
     return None
 
 
 def no_json(text: str | bytes) -> str | None:
-    """Return the mistake in the JSON of a row, such as a NaN from Python's `json.dumps`, or None if it is unknown."""
+    """Describe the mistake in a row's JSON, such as a NaN from Python's `json.dumps`, or return None."""
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     if found := _no_text(data):
         return f"it is {found}"
@@ -65,17 +65,17 @@ def no_json(text: str | bytes) -> str | None:
     except (ValueError, RecursionError):
         return None
     if constants:
-        return f"it has {constants[0]}, which JSON does not allow. Write null"
+        return f"it has {constants[0]}, which JSON does not allow. Write null instead"
     if half := _HALF_PAIR.search(json.dumps(value, ensure_ascii=False)):
-        return f"it has \\u{ord(half[0]):04x}, half of a surrogate pair, as in a text that was cut within an emoji"
+        return f"it has \\u{ord(half[0]):04x}, half of a surrogate pair. The text may have been cut inside an emoji"
     return None
 
 
 def are_tables(file: BinaryIO, metadata: Any) -> bool:
     """Return whether a file with this Parquet metadata consists of several concatenated Parquet files.
 
-    A reader would combine the footer of the last file with the data of the first one. If they match by chance, the rows
-    of the other files would be lost. Otherwise the reader fails.
+    A reader would combine the footer of the last file with the data of the first file. If both happen to match, the
+    rows of the other files would be lost without an error.
 
     Raises:
         OSError: The file cannot be read.
@@ -91,7 +91,7 @@ def are_tables(file: BinaryIO, metadata: Any) -> bool:
 
 
 def _data_stop(metadata: Any) -> int:
-    """Return the end of the column data of the last row group, as an offset in its own Parquet file."""
+    """Return the offset in a single Parquet file at which the column data of its last row group ends."""
     if not metadata.num_row_groups:
         return 0
     group = metadata.row_group(metadata.num_row_groups - 1)

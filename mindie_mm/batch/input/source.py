@@ -26,29 +26,29 @@ from mindie_mm.settings.config import MAX_SOURCE_BYTES
 MEDIA_MARK = "{media}"
 """Placeholder for the media in a prompt template."""
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
-"""Exceptions of msgspec for bytes that are not JSON, or are JSON of another type."""
+"""Exceptions that msgspec raises for bytes that are not JSON, or are JSON of another type."""
 _PIECE_BYTES = 1 << 16
-_RESTORE = "Restore the file, or name another output folder for its new content"
+_RESTORE = "Restore the file, or give another output folder for its new content"
 _MOST_ROWS_AT_ONCE = 64
 _BYTES_AT_ONCE = 1 << 20
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Consecutive rows of one file, which a worker processes together, and which are repeated if the worker dies."""
+    """Consecutive rows of one file, which a worker processes together. A chunk is repeated if its worker dies."""
 
     number: int
     file: int
     """Index of the source."""
     first_row: int
-    """Number of its first row in the whole input."""
+    """Number of the chunk's first row in the whole input."""
     num_rows: int
     start: int
-    """Start of the chunk in its file: an offset in bytes, or a row of a table."""
+    """Start of the chunk in its file, as an offset in bytes or as a row of a table."""
     stop: int
 
     @property
     def stop_row(self) -> int:
-        """One past its last row."""
+        """One past the last row of the chunk."""
         return self.first_row + self.num_rows
 
 
@@ -69,8 +69,8 @@ class Source(ABC):
             path: File to read.
             columns: Columns to read, or all columns if empty.
             name: Name of the file in messages, by default its path.
-            state: State that the file must have, by default the one that it has now.
-            digest: Fingerprint of the file in that state, if it is known.
+            state: State that the file must have, by default its current state.
+            digest: Fingerprint of the file in this state, if it is known.
 
         Raises:
             InputError: The file cannot be read.
@@ -87,7 +87,7 @@ class Source(ABC):
 
     @property
     def size(self) -> int:
-        """Stop of its last chunk, in bytes or in rows of a table."""
+        """Size of the file, in bytes or in rows of a table. This is the `stop` of its last chunk."""
         return self.state.size
 
     @property
@@ -96,7 +96,7 @@ class Source(ABC):
         return self.state.size <= DIGESTED_BYTES
 
     def fingerprint(self) -> str:
-        """Return a digest of the whole file, or of the size and 1,024 pieces of a large one.
+        """Return a digest of the whole file, or of the size and 1,024 pieces of a large file.
 
         Raises:
             InputError: The file cannot be read.
@@ -110,7 +110,7 @@ class Source(ABC):
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:
-        """Open the file, and check on entry and on leaving that it is in the state that it had at first.
+        """Open the file. Check on entry and on exit that the file is in the state that this source records.
 
         Raises:
             OSError: The file cannot be opened.
@@ -131,7 +131,7 @@ class Source(ABC):
         except (FileNotFoundError, NotADirectoryError):
             raise StorageError(f"{self.name} was removed while the run read it. {_RESTORE}") from None
         except OSError as error:
-            raise StorageError(f"{self.name} cannot be read any further: {error.strerror}") from error
+            raise StorageError(f"{self.name} cannot be read to the end: {error.strerror}") from error
 
     def _require_state(self, file: BinaryIO) -> None:
         now = FileState.of(file.fileno())
@@ -143,18 +143,18 @@ class Source(ABC):
         self.state = now
 
     def close(self) -> None:
-        """Discard the open state between chunks. The next chunk opens the file again."""
+        """Close the file between two chunks. The next chunk opens it again."""
 
     def check(self) -> None:
-        """Raise InputError for damage that would otherwise end a run halfway."""
+        """Raise InputError if the file has damage that would otherwise stop the run halfway."""
 
     @abstractmethod
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (rows, start, stop) of chunks of `num_rows` rows. The last one may have fewer."""
+        """Yield (number of rows, start, stop) for chunks of `num_rows` rows. The last chunk may have fewer rows."""
 
     @abstractmethod
     def records(self, start: int, stop: int) -> Iterator[Record]:
-        """Yield the rows of a chunk as they stand in the file, without checking their content."""
+        """Yield the records of a chunk without checking their content."""
 
 
 def _reading(path: Path) -> AbstractContextManager[None]:
@@ -173,7 +173,7 @@ def _chosen(text: bytes, columns: Sequence[str]) -> bytes:
 
 
 def _without_mark(line: bytes) -> bytes:
-    """Return a line without a byte order mark. Every line is checked, because files may be concatenated."""
+    """Return a line without a byte order mark. Any line may begin with one, because files may be concatenated."""
     return line.removeprefix(BOM_UTF8)
 
 
@@ -184,7 +184,7 @@ class JSONLines(Source):
         with _reading(self.path), self.opened() as file:
             head = file.read(_BYTES_AT_ONCE)
         if found := no_lines(head):
-            raise InputError(f"{self.name} is not JSON lines, but {found}")
+            raise InputError(f"{self.name} is not JSON lines: it is {found}")
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         with self.opened() as file:
@@ -204,7 +204,7 @@ class JSONLines(Source):
             file.seek(start)
             while start < stop:
                 line = file.readline()
-                if not line:  # the file was cut short since its rows were counted
+                if not line:  # the file was truncated after its rows were counted
                     return
                 start += len(line)
                 if not (row := _without_mark(line)).isspace():
@@ -222,7 +222,7 @@ class Table(Source):
         state: FileState | None = None,
         digest: str = "",
     ) -> None:
-        import pyarrow as pa  # imported late, because the parent of the workers may not need it
+        import pyarrow as pa  # imported late, because the parent process of the workers may not need it
 
         super().__init__(path, columns, name, state, digest)
         try:
@@ -233,7 +233,7 @@ class Table(Source):
         if missing := set(columns) - set(names):
             raise InputError(f"{path} has no column {sorted(missing)}; it has {names}")
         if twice := [name for name, count in Counter(names).items() if count > 1 and (not columns or name in columns)]:
-            raise InputError(f"{path} has several columns of the name {twice[0]!r}; rename or drop all but one")
+            raise InputError(f"{path} has several columns named {twice[0]!r}; rename them, or drop all but one")
         groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
         self._group_starts = list(accumulate((group.num_rows for group in groups[:-1]), initial=0))
         row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
@@ -248,7 +248,9 @@ class Table(Source):
     def check(self) -> None:
         with _reading(self.path), self.opened() as file:
             if are_tables(file, self._metadata):
-                raise InputError(f"{self.path} is several concatenated Parquet files. Name each of them separately")
+                raise InputError(
+                    f"{self.path} is several concatenated Parquet files. Split it, and give each file separately"
+                )
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         for start in range(0, self.size, num_rows):
@@ -256,7 +258,8 @@ class Table(Source):
             yield stop - start, start, stop
 
     def records(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
-        # Within one row group, continue after the worker's last chunk. A new start would decode all rows before it.
+        # Within one row group, continue after the worker's last chunk, because a new reader would decode all rows
+        # before it.
         first = self._group_starts[bisect_right(self._group_starts, start) - 1]
         if not first < self._at <= start:
             self._at, self._rows = first, self._read(self._group_starts.index(first))
@@ -269,7 +272,7 @@ class Table(Source):
         self._at, self._rows = 0, iter(())
 
     def _parquet(self, **options: Any) -> Any:
-        """Open the file as Parquet. pyarrow opens the descriptor again, so that it reads the file that was checked."""
+        """Open the file as Parquet. pyarrow opens the checked descriptor again, not the path."""
         import pyarrow.parquet as pq
 
         with self.opened() as file:
@@ -277,7 +280,7 @@ class Table(Source):
 
     def _read(self, first_group: int) -> Iterator[dict[str, Any]]:
         groups = list(range(first_group, self._metadata.num_row_groups))
-        # Read in pieces, because a row group with pictures may be larger than the memory.
+        # Read in pieces, because a row group with pictures may not fit into memory.
         pieces = {"buffer_size": _PIECE_BYTES, "pre_buffer": False}
         with self._parquet(metadata=self._metadata, **pieces) as file:
             for batch in file.iter_batches(self._rows_at_once, row_groups=groups, columns=[*self.columns] or None):
@@ -294,9 +297,9 @@ def _single(batch: Any) -> Iterator[Any]:
 
 
 def _cell(name: str, scalar: Any) -> Any:
-    """Return the value of a cell, or empty bytes if Python has no such value, as for text that is not UTF-8.
+    """Return the value of a cell, or empty bytes if Python cannot represent it, such as text that is not UTF-8.
 
-    Such text in an id is escaped, so that its row keeps its name.
+    In an id, such text is escaped instead, so that the row keeps its id.
     """
     try:
         return scalar.as_py()
@@ -307,7 +310,7 @@ def _cell(name: str, scalar: Any) -> Any:
 
 
 class Tar(Source):
-    """A tar in WebDataset format. Contiguous files whose names agree up to the first dot form a row."""
+    """A tar in WebDataset format. Contiguous files whose names are equal up to the first dot form a row."""
 
     _starts: Sequence[int] = ()
     """Offsets in bytes of all rows, followed by the end of the last row. Empty until `check` has run."""
@@ -335,7 +338,7 @@ class Tar(Source):
                         yield Files(key, files, repeated)
                     key, files, repeated = name, {}, None
                 file.seek(member.offset_data)
-                data = file.read(min(member.size, MAX_SOURCE_BYTES + 1))  # a larger file fails because of its size
+                data = file.read(min(member.size, MAX_SOURCE_BYTES + 1))  # the row of a larger file fails
                 repeated = member.name if member.name in files else repeated
                 files[member.name] = _chosen(data, self.columns) if ending_of(member.name) == ".json" else data
         if files:
@@ -345,7 +348,7 @@ class Tar(Source):
 def open_source(
     path: Path, columns: Sequence[str], name: str = "", state: FileState | None = None, digest: str = ""
 ) -> Source:
-    """Open a file of rows, in the format that its extension states. `Source` describes the arguments.
+    """Open a file of rows. Its extension determines the format. `Source` describes the arguments.
 
     Raises:
         InputError: The file does not exist, cannot be read, or has an unknown extension.
@@ -372,14 +375,14 @@ def open_source(
 
 
 def _but(path: Path) -> str:
-    """Return an addition to the message for an unknown extension that names a detected format."""
+    """Return text that names the detected format, for the error about an unknown extension."""
     with _reading(path), path.open("rb") as file:
         found = packing(file.read(_PIECE_BYTES))
     return f". It is {found}" if found else ""
 
 
 def chunks(sources: Sequence[Source], num_rows: int, limit: int | None) -> Iterator[Chunk]:
-    """Yield all rows, or the first `limit`, in chunks of `num_rows`. No chunk spans two files. Raise InputError."""
+    """Yield chunks of `num_rows` rows, up to `limit` rows in total. No chunk spans two files. Raise InputError."""
     number = first_row = 0
     for index, source in enumerate(sources):
         with _reading(source.path):

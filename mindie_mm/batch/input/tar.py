@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def key_of(name: str) -> str:
-    """Return the key of a row, which its files share: the folder and the name up to its first dot."""
+    """Return the key that the files of a row share: the folder, and the file name up to its first dot."""
     base = base_of(name)
     return name.removesuffix(base) + base.partition(".")[0]
 
@@ -29,9 +29,9 @@ def base_of(name: str) -> str:
 
 
 def members(file: BinaryIO, path: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a tar in order, from byte `start`. `path` is its name in messages.
+    """Yield the regular files of a tar in order, from byte `start`. Error messages show `path`.
 
-    Links, sparse files and names that begin with a dot are skipped. macOS, for example, packs a `._4.jpg` before each
+    Links, sparse files and names that begin with a dot are skipped. macOS, for example, adds a file `._4.jpg` before
     4.jpg. Concatenated tars (`cat a.tar b.tar`) are read to the end.
 
     Raises:
@@ -55,10 +55,10 @@ def members(file: BinaryIO, path: Path, start: int = 0) -> Iterator[tarfile.TarI
 
 
 def _next_tar(path: Path, file: BinaryIO, end: int) -> int | None:
-    """Return the offset of the next concatenated tar after the members that stop at `end`, or None."""
+    """Return the offset of the next concatenated tar, or None. The members of the current tar stop at `end`."""
     file.seek(end)
     mark = file.read(tarfile.BLOCKSIZE)
-    if any(mark):  # tarfile treats a damaged header as the end
+    if any(mark):  # tarfile treats a damaged header as the end of the tar
         raise InputError(f"{path} is damaged: there is no tar header at byte {end}")
     if not mark:
         raise InputError(
@@ -75,7 +75,7 @@ def row_starts(file: BinaryIO, path: Path) -> list[int]:
     """Return the offset in bytes of each row of a tar, followed by the end of the last row.
 
     Raises:
-        InputError: The files of a row are not contiguous, or `members` raises it.
+        InputError: The files of a row are not contiguous, or the tar cannot be read.
 
     """
     starts, stop = list[int](), 0
@@ -84,7 +84,7 @@ def row_starts(file: BinaryIO, path: Path) -> list[int]:
     for member in members(file, path):
         if (key := key_of(member.name)) != last or not names:
             split.add(last, names)
-            if (same := str(PurePosixPath(key))) in seen:  # `./0` and `0` are one row
+            if (same := str(PurePosixPath(key))) in seen:  # `./0` and `0` are the same row
                 raise InputError(
                     f"{path}: the files of row {key!r} are not contiguous: {member.name!r} comes after files of "
                     "another row. Pack the files in the order of their names: tar --sort=name -cf"
@@ -100,7 +100,7 @@ def row_starts(file: BinaryIO, path: Path) -> list[int]:
 
 
 class _DottedNames:
-    """Detector of rows that may combine several rows by mistake.
+    """Detector of rows that may combine the files of several rows by mistake.
 
     File names with two dots, such as `cat 1.5x.png`, cause such rows.
     """
@@ -125,7 +125,7 @@ class _DottedNames:
             )
 
     def warn(self) -> None:
-        """Log a warning with the number of suspicious rows, if there are any."""
+        """Log a warning with the number of suspicious rows, if any."""
         if self._count:
             _log.warning(
                 "%s: %s. This affects %d rows. If it is not intended, remove the dot from the file names",

@@ -26,7 +26,7 @@ from mindie_mm.tokenize.prompt import MediaSpan
 
 _OPEN_ARENAS = 8
 _TABLE_BYTES = 128 << 20
-"""Size in bytes of tables to keep, because reading a table takes far longer than taking a row from it."""
+"""Maximum size in bytes of the tables kept in memory. Reading a table takes far longer than taking a row from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class Sample:
     row: int
     id: str
     ids: NDArray[np.int64] | None
-    """int64 [T]. Each slot that takes a feature holds its placeholder id. None if the row has an error."""
+    """int64 [T]. Positions of features hold placeholder ids. None if the row has an error."""
     spans: Sequence[MediaSpan]
-    """Slots of each media item."""
+    """Positions of each media item in `ids`."""
     arrays: Sequence[Mapping[str, NDArray[Any]]]
-    """Arrays of each media item, by name. They are read-only views of the file's pages."""
+    """Arrays of each media item, by name. They are read-only views of the mapped file."""
     error: str | None = None
     """Error of the row, or None."""
 
@@ -49,7 +49,7 @@ class Dataset(Sequence[Sample]):
     """Rows of a finished run, in input order. A dataset may be shared by threads and pickled for other processes."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Open the run in `folder`. Raise InputError if it holds no finished run."""
+        """Open the run in `folder`. Raise InputError if the folder does not contain a finished run."""
         self.folder = absolute(folder)
         self.manifest = Manifest.read(self.folder)
         self._firsts = [shard.info.first_row for shard in self.manifest.shards]
@@ -65,11 +65,11 @@ class Dataset(Sequence[Sample]):
     def __getitem__(self, row: slice) -> list[Sample]: ...
 
     def __getitem__(self, row: SupportsIndex | slice) -> Sample | list[Sample]:
-        """Return the row with this number, counted from the end if it is negative, or the rows of a slice as a list.
+        """Return the sample of a row, or a list for a slice. Negative numbers count from the end.
 
         Raises:
             IndexError: There is no such row.
-            CorruptReference, SegmentMissing: Files were lost, or changed after the run.
+            CorruptReference, SegmentMissing: A file is missing or was changed after the run.
 
         """
         if isinstance(row, slice):
@@ -85,12 +85,12 @@ class Dataset(Sequence[Sample]):
             yield self._sample(row)
 
     def record(self, number: int) -> ShardRow:
-        """Return the row as its table holds it, with words in its ids."""
+        """Return the row as it is recorded in its table, with handle words in its ids."""
         info = self.shard(number).info
         return ShardRow.of(self._table(info).slice(number - info.first_row, 1).to_pylist()[0])
 
     def shard(self, number: int) -> Shard:
-        """Return the shard of a row."""
+        """Return the shard that contains the row `number`."""
         return self.manifest.shards[bisect_right(self._firsts, number) - 1]
 
     def views(self, record: ShardRow) -> list[View]:
@@ -112,7 +112,7 @@ class Dataset(Sequence[Sample]):
             if (table := self._tables.get(info.first_row)) is not None:
                 self._tables.move_to_end(info.first_row)
                 return table
-        # Read without the lock, so that other threads can go on.
+        # Read without the lock, so that other threads can continue.
         table = read_table(table_path(self.folder, info.first_row), info.num_rows)
         with self._lock:
             if info.first_row not in self._tables:
@@ -135,7 +135,7 @@ class Dataset(Sequence[Sample]):
         return arena
 
     def renew_lock(self) -> None:
-        """Replace the lock after a fork. The thread that held it, possibly while counting, is not in the child."""
+        """Replace the lock after a fork, and repair the count. The thread that held the lock is not in the child."""
         self._lock = Lock()
         self._table_bytes = sum(table.nbytes for table in self._tables.values())
 
@@ -146,7 +146,7 @@ class Dataset(Sequence[Sample]):
         _datasets.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without open files. The receiving process opens its own."""
+        """Return the state without open files. The receiving process opens the files itself."""
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THE_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of a finished run: counts, settings, fingerprints and digests. It is the same for the same input."""
+"""The manifest of a finished run, with its counts, settings and digests. The same input gives the same manifest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shard(msgspec.Struct, frozen=True):
     info: ShardInfo
 
     def verify(self, folder: Path) -> None:
-        """Check that both files in `folder` are exactly those that the run wrote.
+        """Check that both files in `folder` have the content that the run wrote.
 
         Raises:
             CorruptReference: A file differs or cannot be read.
@@ -52,7 +52,9 @@ class Shard(msgspec.Struct, frozen=True):
             except OSError as error:
                 raise CorruptReference(f"{path} cannot be read: {error.strerror}") from error
             if found != written:
-                raise CorruptReference(f"{path} is not what the run wrote: its digest is {found}, not {written}")
+                raise CorruptReference(
+                    f"{path} is not the file that the run wrote: its digest is {found}; the manifest has {written}"
+                )
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,25 +68,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     """Size of the blocks in bytes."""
     num_repeated_ids: int = 0
-    """Number of rows with the id of an earlier row."""
+    """Number of rows that repeat the id of an earlier row."""
     shards: list[Shard]
 
     @classmethod
     def write(cls, folder: Path, run: Run, num_rows: int) -> Manifest:
-        """Count the shards in `folder`, list the rows that failed, and write the manifest of a finished run.
+        """Write the manifest of a finished run, and a file that lists the rows that failed.
 
         A warning is logged if rows share an id.
 
         Raises:
-            StorageError: Shards of the `num_rows` rows are missing. Other nodes have them on disks of their own.
+            StorageError: Shards of the `num_rows` rows are missing, for example because other nodes wrote them to their
+                own disks.
 
         """
         shards = _shards(folder, run.digest)
         infos = [shard.info for shard in shards]
         if (found := sum(info.num_rows for info in infos)) != num_rows:
             raise StorageError(
-                f"{folder} has the first {found} of {num_rows} rows: copy the shards here that other nodes wrote to "
-                "the same folder of theirs, and call again"
+                f"{folder} has the first {found} of {num_rows} rows. Copy the shards from the same folder on "
+                "the other nodes, then run the command again"
             )
         repeated = RepeatedIds.of(_ids(folder, shard) for shard in shards)
         if repeated.num_rows:
@@ -111,7 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Digest of the rows. It changes if a shard is written again with other bytes, but not if inputs have moved."""
+        """Digest of the rows. It depends on the shards' content, but not on the paths of the inputs."""
         return blake3(msgspec.json.encode((self.run.digest, self.shards))).hexdigest(16)
 
     @classmethod
@@ -119,7 +122,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Read the manifest in `folder`.
 
         Raises:
-            InputError: There is no finished run, or its format is another one.
+            InputError: There is no finished run, or its format is not supported.
             CorruptReference: The file is damaged.
             StorageError: The file cannot be read.
 
@@ -128,19 +131,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         try:
             manifest = msgspec.json.decode(file.read_bytes(), type=cls)
         except NotADirectoryError:
-            raise InputError(f"{folder} is a file; give the folder of a finished run") from None
+            raise InputError(f"{folder} is a file. Give the folder of a finished run") from None
         except FileNotFoundError:
-            raise InputError(f"{folder} holds no finished run: there is no {MANIFEST_FILE}") from None
+            raise InputError(f"{folder} does not hold a finished run: there is no {MANIFEST_FILE}") from None
         except OSError as error:
             raise StorageError(f"{file} cannot be read: {error.strerror}") from error
         except NOT_JSON as error:
             raise CorruptReference(f"{file} is damaged: {in_words(error)}") from None
         if manifest.run.format != FORMAT:
-            raise InputError(f"{folder} was written in format {manifest.run.format}; only {FORMAT} is read")
+            raise InputError(f"{folder} was written in format {manifest.run.format}; only format {FORMAT} is supported")
         stops = [0, *(shard.info.stop_row for shard in manifest.shards)]
         firsts = [*(shard.info.first_row for shard in manifest.shards), manifest.num_rows]
         if stops != firsts or any(shard.info.num_rows < 1 for shard in manifest.shards):
-            raise CorruptReference(f"{file} is damaged: its shards do not have the rows 0 to {manifest.num_rows - 1}")
+            raise CorruptReference(f"{file} is damaged: its shards do not hold the rows 0 to {manifest.num_rows - 1}")
         return manifest
 
 
@@ -159,9 +162,9 @@ def _warn(repeated: RepeatedIds) -> None:
 
 
 def drop_changed(folder: Path, run: Run) -> None:
-    """Remove tables of a finished run that differ from those that it wrote, so that their shards are written again.
+    """Remove tables that were changed after a finished run wrote them, so that their shards are written again.
 
-    Otherwise the next manifest would record the changed tables as valid. The digests of blocks are in the tables.
+    Otherwise the next manifest would record the changed tables as valid. The files of blocks are not checked here.
 
     Raises:
         CorruptReference: The manifest is damaged.
@@ -173,10 +176,11 @@ def drop_changed(folder: Path, run: Run) -> None:
     manifest = Manifest.read(folder)
     for shard in manifest.shards if manifest.run.digest == run.digest else ():
         path = table_path(folder, shard.info.first_row)
-        with os_errors_as(StorageError, f"{path} cannot be read, or removed"):
+        with os_errors_as(StorageError, f"{path} cannot be read or removed"):
             if path.exists() and (found := file_digest(path)) != shard.table_digest:
                 _log.warning(
-                    "%s is not what the run wrote: its digest is %s, not %s. Its shard is made anew",
+                    "%s is not the file that the run wrote: its digest is %s; the manifest has %s. The shard "
+                    "is written again",
                     path,
                     found,
                     shard.table_digest,

@@ -1,4 +1,4 @@
-"""Shards: a table of rows and a file of blocks each. A shard is complete once its table has its name."""
+"""Shards. Each shard is a table of rows and a file of blocks. A shard is complete once its table has its final name."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from mindie_mm.shm.format.words import MAX_ARENA
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words
 
 MAX_ROW_BYTES = 1 << 34
-"""Maximum number of bytes that the row which fills a shard may add to it."""
+"""Maximum number of bytes by which the last row may exceed the size of a shard."""
 MAX_BLOCKS = 2048
-"""Maximum number of media items of a shard. If fewer than half are left, the next row begins a new shard."""
+"""Maximum number of media items of a shard. A shard with more than half of this number ends before its next row."""
 
 _SPAN = pa.struct([("kind", pa.string()), *((name, pa.int64()) for name in ("start", "stop", "token", "lead", "tail"))])
 _ARRAY = pa.struct([("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int64()))])
@@ -45,15 +45,15 @@ SCHEMA = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
-"""Columns of a row: ids with words in place and, for each media item, its span, the digest of its content and its
-arrays."""
+"""Columns of a table. `input_ids` contain handle words. `spans`, `digests` (of the content) and `arrays` have one entry
+for each media item."""
 
 _COLUMNS, _SPAN_NAMES = tuple(SCHEMA.names), tuple(_SPAN.names)
 _INFO = b"mindie_mm"
 
 
 class ShardInfo(msgspec.Struct, frozen=True):
-    """Description of a shard, in the metadata of its table."""
+    """Description of a shard. It is stored in the metadata of the shard's table."""
 
     run: str
     """`Run.digest` of the run."""
@@ -67,11 +67,11 @@ class ShardInfo(msgspec.Struct, frozen=True):
     arena_digest: str
     """`DiskArena.digest` of the file of blocks."""
     records_digest: str = ""
-    """`RecordsDigest` of the input's rows. Empty for a shard of a release that did not record it."""
+    """`RecordsDigest` of the input's rows. It is empty for shards that older releases wrote."""
 
     @property
     def stop_row(self) -> int:
-        """One past its last row."""
+        """One past the last row of the shard."""
         return self.first_row + self.num_rows
 
 
@@ -97,16 +97,16 @@ def read_info(path: Path) -> ShardInfo:
 
 
 def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | None:
-    """Return the shards of a chunk of the run with the digest `run`, or None if they are not all there."""
+    """Return the shards of a chunk of the run with the digest `run`, or None if the chunk is incomplete."""
     found: list[ShardInfo] = []
     row = chunk.first_row
     while row < chunk.stop_row and (path := table_path(folder, row)).is_file():
         try:
             found.append(read_info(path))
         except CorruptReference:
-            return None  # it is written again, like a missing one
+            return None  # the shard is written again, as if it were missing
         if found[-1].run != run:
-            return None  # a node's disk may still hold shards of another run
+            return None  # a node's disk may still contain shards of another run
         if not _has_blocks(arena_path(folder, row), found[-1].num_bytes):
             return None
         row = found[-1].stop_row
@@ -125,7 +125,7 @@ def _has_blocks(path: Path, num_bytes: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """A row that was read from a table."""
+    """A row that was read from a shard's table."""
 
     row: int
     """Number of the row in the whole input."""
@@ -138,25 +138,27 @@ class ShardRow:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """Return the row of a table's record. Raise CorruptReference for a row that no run writes."""
+        """Convert a table's record to a row. Raise CorruptReference for a row that no run could have written."""
         error, ids, spans = record["error"], record["input_ids"], record["spans"]
         prompt = None
         if error is None:
             if ids is None or spans is None:
-                raise CorruptReference(f"row {record['row']} has neither ids nor an error")
+                raise CorruptReference(f"row {record['row']} has neither token ids nor an error")
             prompt = Prompt(np.asarray(ids, np.int64), tuple(MediaSpan(**span) for span in spans))
             bounds = [0, *(bound for span in prompt.spans for bound in (span.start, span.stop)), len(prompt)]
             if any(start > stop for start, stop in pairwise(bounds)):
-                raise CorruptReference(f"row {record['row']}: its media items' slots {bounds[1:-1]} are not in its ids")
+                raise CorruptReference(
+                    f"row {record['row']}: the slots {bounds[1:-1]} of its media items are outside its token ids"
+                )
         return cls(record["row"], record["id"], prompt, error, record["digests"] or (), record["arrays"] or ())
 
     def plain_prompt(self) -> Prompt:
-        """Return the prompt without words."""
+        """Return the prompt with placeholder ids in place of handle words."""
         assert self.prompt is not None
         return Prompt(self.prompt.plain_ids, self.prompt.spans)
 
     def mounted_prompt(self, arena: int) -> Prompt:
-        """Return the prompt with words that refer to the arena with the number `arena`. Raise CorruptReference."""
+        """Return the prompt with handle words that refer to arena number `arena`. Raise CorruptReference."""
         assert self.prompt is not None
         refs = [replace(ref, arena=arena) for ref in self.prompt.refs()]
         words = [(ref.name_word,) if ref.shape is None else ref.to_words() for ref in refs]
@@ -164,19 +166,19 @@ class ShardRow:
 
 
 def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the rows of a shard, with all columns or with `columns`. Raise CorruptReference for another file."""
+    """Return the table of a shard, with all columns or with `columns`. Raise CorruptReference for a damaged file."""
     try:
         with pq.ParquetFile(path) as file:  # takes half the time of `pq.read_table`
             schema, table = file.schema_arrow, file.read(columns)
     except (OSError, pa.ArrowException) as error:
         raise CorruptReference(f"{path} cannot be read: {error}") from error
     if not schema.equals(SCHEMA) or table.num_rows != num_rows:
-        raise CorruptReference(f"{path} is no table of {num_rows} rows of a run")
+        raise CorruptReference(f"{path} is not a table of {num_rows} rows written by a run")
     return table
 
 
 class ShardWriter:
-    """A shard that is being written. A context manager. After an error, or without `finish`, no files remain."""
+    """A shard that is being written. Use it as a context manager: without `finish`, it removes its files on exit."""
 
     def __init__(
         self,
@@ -192,10 +194,11 @@ class ShardWriter:
         Args:
             folder: Folder to write to.
             run: Digest of the run.
-            number: Number of the arena in words. It need not be unique, because the table states which file is meant.
+            number: Number of the arena in handle words. It need not be unique, because the table determines which file
+                is meant.
             first_row: Number of the first row.
-            shard_bytes: Size of blocks in bytes at which the shard is full.
-            memory: Buffers that successive shards share.
+            shard_bytes: Total size of the blocks in bytes at which the shard is full.
+            memory: Buffers that successive shards can share.
 
         """
         self._table_path = table_path(folder, first_row)
@@ -220,7 +223,7 @@ class ShardWriter:
         return len(self._records)
 
     def add(self, row_id: str | None, prompt: Prompt, items: Sequence[tuple[bytes, Mapping[str, ArraySpec]]]) -> None:
-        """Add a row whose blocks were written. `items` has the digest and the array specs of each."""
+        """Add a row whose blocks were written. `items` has the digest and the array specs of each media item."""
         self._num_items += len(items)
         self._append(
             row_id,
@@ -243,10 +246,10 @@ class ShardWriter:
         self._records.append(record | columns)
 
     def finish(self) -> ShardInfo:
-        """Complete and sync both files and give them their names, the table last. Raise StorageError."""
+        """Complete and sync both files, and give them their final names, the table last. Raise StorageError."""
         with replacing(self._table_path) as unfinished:
             try:
-                self.arena.flush()  # the last blocks are written while the table is made
+                self.arena.flush()  # a thread writes the last blocks while the table is built
                 with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
                     writer.write_table(self._table())
                     self.arena.close()
@@ -285,7 +288,7 @@ class ShardWriter:
 
 
 def _lists(rows: Sequence[NDArray[np.int64] | None]) -> pa.ListArray:
-    """Return a column of arrays and nulls. From Python objects, pyarrow takes twenty times as long."""
+    """Return a column of arrays and nulls. Conversion from Python objects would take twenty times as long."""
     starts = list(accumulate((0 if row is None else len(row) for row in rows), initial=0))
     values = np.concatenate([np.empty(0, np.int64), *(row for row in rows if row is not None)])
     return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), values, mask=pa.array([row is None for row in rows]))

@@ -31,7 +31,7 @@ class CPU(Device):
         return torch.device("cpu")
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        # bfloat16 is slower than float32 on most hosts, and less precise on all.
+        # bfloat16 is slower than float32 on most hosts, and less precise on all hosts.
         return torch.float32
 
     def multiplies(self, dtype: torch.dtype) -> bool:

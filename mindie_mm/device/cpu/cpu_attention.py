@@ -1,6 +1,6 @@
-"""Attention of towers in bfloat16, computed for blocks of queries with plain matrix products.
+"""Attention of towers in bfloat16, computed with plain matrix products for one block of queries at a time.
 
-On a CPU without AMX, torch's attention is as slow in bfloat16 as in float32. Matrix products use the processor's
+On a CPU without AMX, PyTorch's attention is as slow in bfloat16 as in float32. Matrix products use the processor's
 bfloat16 instructions (docs/decisions/0020-cpu-speed.md).
 """
 
@@ -17,17 +17,20 @@ NAME = "mindie_mm_blocks"
 """Name under which `attend` is registered with transformers."""
 
 _QUERIES = 128
-"""Number of queries in a block. The scores of a block stay in the processor's cache: 1.2 MiB with 5,000 keys."""
+"""Number of queries in a block.
+
+The scores of a block fit into the processor's cache. With 5,000 keys, they take 1.2 MiB.
+"""
 
 
 def pays() -> bool:
-    """Return whether `attend` is faster on this processor than torch's attention."""
+    """Return whether `attend` is faster on this processor than PyTorch's attention."""
     return multiplies_bfloat16() and not torch.cpu._is_amx_tile_supported()  # noqa: SLF001
 
 
 def replace(module: nn.Module) -> None:
     """Make the bfloat16 towers of `module` use `attend` if it is faster on this processor."""
-    from transformers import AttentionInterface, AttentionMaskInterface  # late: not every process has a model
+    from transformers import AttentionInterface, AttentionMaskInterface  # imported late: not every process has a model
     from transformers.masking_utils import sdpa_mask
 
     if not pays():
@@ -36,12 +39,12 @@ def replace(module: nn.Module) -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
     for part in module.modules():
         config: Any = getattr(part, "config", None)
-        # A setting of the whole model would also apply to its parts, so set it on configs without sub-configs only.
+        # A setting of the whole model would also apply to its parts, so only configs without sub-configs are changed.
         if getattr(config, "_attn_implementation", None) != "sdpa" or config.sub_configs:
             continue
         weight = next(part.parameters(), None)
         if weight is not None and weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
-            config._attn_implementation = NAME  # noqa: SLF001 - of one tower, not of the whole model
+            config._attn_implementation = NAME  # noqa: SLF001 - set for one tower, not for the whole model
 
 
 def attend(

@@ -1,7 +1,7 @@
-"""Replacements for layers of transformers, with fewer passes over memory.
+"""Replacements for layers of transformers that make fewer passes over memory.
 
-The memory traffic of an elementwise operator over a tower's activations determines its time. Rotary embeddings in five
-separate operators take a tenth of the time of a tower.
+Memory traffic determines the time of an elementwise operator on a tower's activations. The five separate operators of
+rotary embeddings take a tenth of the time of a tower.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class QuickGELU(nn.Module):
 
 
 def lighten(module: nn.Module) -> None:
-    """Replace the activations and rotary embeddings of `module`. Rotary embeddings on other devices do not change."""
+    """Replace the activations and rotary embeddings of `module`. Other devices keep transformers' embeddings."""
     from transformers.activations import (
         QuickGELUActivation,
-    )  # late: the import takes seconds, and not every process has a model
+    )  # imported late: the import takes seconds, and not every process has a model
 
     for parent in [*module.modules()]:
         for name, child in [*parent.named_children()]:
@@ -62,7 +62,7 @@ def _takes(*values: Tensor) -> bool:
 
 
 def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of one element from each half of the last axis."""
+    """Rotate pairs of elements, each with one element from each half of the last axis."""
     half = values.shape[-1] // 2
     out = values * cos
     out[..., :half].addcmul_(values[..., half:], sin[..., :half], value=-1)

@@ -1,8 +1,8 @@
 """Linear layers with weights in the layout that oneDNN multiplies fastest.
 
-torch multiplies float32 on the CPU with MKL, which takes a slower path on processors that are not Intel's. There,
-weights packed for oneDNN are up to 2.2 times as fast. On Intel processors they only add the overhead of the call. A
-trial decides (docs/decisions/0020-cpu-speed.md).
+PyTorch multiplies float32 on the CPU with MKL, which uses a slower path on processors from makers other than Intel.
+There, weights packed for oneDNN are up to 2.2 times as fast. On Intel processors, packing only adds the overhead of the
+call. A trial decides whether weights are packed (docs/decisions/0020-cpu-speed.md).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 _LEAST_ELEMENTS = 2**17
-"""Minimum number of elements of a packed weight. For smaller ones the overhead of a call with few rows is too large."""
+"""Minimum number of elements of a packed weight. For smaller weights, a call with few rows has too much overhead."""
 
 _TRIALS = ((1536, 16, 1.1), (8, 256, 1.0))
-"""Number of rows (of a small tower, and of a decode step), number of repetitions, and minimum speedup of each trial.
+"""Number of rows, number of repetitions, and minimum speedup of each trial.
 
-Intel processors reached speedups of 1.0 in the first trial and less in the second. AMD processors reached 1.15 and at
-least 1.3.
+The first trial has as many rows as a small tower, and the second as many as a decode step. Intel processors reached
+speedups of 1.0 in the first trial and less in the second. AMD processors reached 1.15 and at least 1.3.
 """
 _WIDTH, _OUTPUTS = 256, 1024
 
 
 class PackedLinear(nn.Module):
-    """An nn.Linear with a packed weight, for inference only. The weight cannot be read, only multiplied."""
+    """An nn.Linear with a packed weight, for inference only. The weight can be multiplied but not read."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Map [..., width] to [..., outputs]. The dtype must be that of the weight."""
+        """Map [..., width] to [..., outputs]. The dtype must be the dtype of the weight."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")  # noqa: SLF001
         return out
 
@@ -62,15 +62,15 @@ def multiplies_bfloat16() -> bool:
 
 
 def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and platform.machine() == "x86_64"  # not tested on others
+    return torch.backends.mkldnn.is_available() and platform.machine() == "x86_64"  # not tested on other architectures
 
 
 def pack(module: nn.Module, pays: Callable[[torch.dtype], bool] = pays) -> None:
-    """Replace the linear layers of `module` on the CPU by packed ones if `pays` returns True for their dtype.
+    """Replace the linear layers of `module` on the CPU by packed layers if `pays` returns True for their dtype.
 
-    Layers with a shared weight stay, because the weight would be in memory twice. Subclasses of nn.Linear stay, because
-    they may use their weight in other ways. Layers with hooks (nn/placement.py) or a replaced `forward` (tensor
-    parallelism) stay, because the packed layer would lose them.
+    Layers with a shared weight are kept, because the weight would be in memory twice. Subclasses of nn.Linear are kept,
+    because they may use their weight in other ways. Layers with hooks (nn/placement.py) or a replaced `forward` (tensor
+    parallelism) are kept, because the packed layer would lose the hooks or the replacement.
     """
     holders = Counter(id(weight) for one in module.modules() for weight in one.parameters(recurse=False))
     for parent in [*module.modules()]:

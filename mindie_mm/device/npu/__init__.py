@@ -1,6 +1,6 @@
-"""Ascend NPUs through torch_npu.
+"""Ascend NPUs, used through torch_npu.
 
-Fused operators are in `npu_kernels.py` and `npu_layers.py`. docs/npu.md gives the reasons.
+Fused operators are in `npu_kernels.py` and `npu_layers.py`. docs/npu.md explains the design.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _log = logging.getLogger(__name__)
 
 _HOST_TO_DEVICE = 1
 _REGISTER = (0x1000_0000 | 0x2, 0x2)
-"""Flags to try in order: ACL_HOST_REG_PINNED with ACL_HOST_REG_MAPPED, then the latter alone.
+"""Flags to try in order: ACL_HOST_REG_PINNED with ACL_HOST_REG_MAPPED, then ACL_HOST_REG_MAPPED alone.
 
-The device reads memory that is only pinned more slowly (docs/npu.md).
+Both include ACL_HOST_REG_MAPPED, without which the device reads host memory more slowly (docs/npu.md).
 """
 _KERNEL_THAT_FAILS = (5, 10)
 """Last Linux version on which registration may fail.
@@ -41,12 +41,12 @@ CANN documents that aclrtHostRegisterV2 leads to exceptions up to this version f
 
 
 class NPU(Device):
-    """The current NPU. Its default dtype is that of the checkpoint, or float16 if the NPU has no bfloat16."""
+    """The current NPU. The default dtype is the dtype of the checkpoint, or float16 if the NPU has no bfloat16."""
 
     name: ClassVar[str] = "npu"
     memory_share: ClassVar[float] = 0.9
     measure_s: ClassVar[float] = 10.0
-    kv_block_size: ClassVar[int] = 128  # the minimum of fused attention
+    kv_block_size: ClassVar[int] = 128  # the minimum for fused attention
     kernels: ClassVar[Kernels] = NPUKernels()
     has_bitsandbytes: ClassVar[bool] = False
 
@@ -54,12 +54,12 @@ class NPU(Device):
     def missing(cls) -> str | None:
         if importlib.util.find_spec("torch_npu") is None:
             release = torch.__version__.partition("+")[0]
-            return f"torch_npu is not installed: pip install torch_npu=={release} beside CANN"
+            return f"torch_npu is not installed: install CANN, then pip install torch_npu=={release}"
         try:
             importlib.import_module("torch_npu")
         except Exception as error:  # noqa: BLE001 - beside another release of torch it fails to patch torch, in various ways
-            return f"torch_npu does not load ({error}); source CANN's set_env.sh first"
-        return None if _npu().is_available() else "no NPU is visible, see npu-smi info"
+            return f"torch_npu cannot be imported ({error}); source CANN's set_env.sh first"
+        return None if _npu().is_available() else "no NPU is visible; check npu-smi info"
 
     @classmethod
     def findings(cls, root: Path) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ class NPU(Device):
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
-        runtime = getattr(_npu(), "npurt", None)  # releases of torch_npu and torch before 2026 lack these attributes
+        runtime = getattr(_npu(), "npurt", None)  # torch_npu and torch before 2026 lack these attributes
         if runtime is None or not hasattr(torch.Stream, "native_handle") or not registers(platform.release()):
             return False
         try:
@@ -103,7 +103,7 @@ class NPU(Device):
         npu_layers.fuse(module)
 
     def free_bytes(self) -> int:
-        torch.zeros(1, device=self.torch_device)  # initialises the NPU, which CANN requires for the query
+        torch.zeros(1, device=self.torch_device)  # initialize the NPU, because CANN requires this for the query
         return int(_npu().mem_get_info()[0])
 
     def peak_bytes(self, work: Callable[[], object]) -> int:

@@ -1,8 +1,8 @@
-"""Fused operators of torch_npu: attention over pages, cache writes, RMS normalisation and rotary embeddings.
+"""Fused operators of torch_npu: attention over pages, cache writes, RMS normalization and rotary embeddings.
 
-docs/npu.md lists the supported shapes, dtypes and layouts with their sources. A small trial at the first use of a shape
-shows whether this torch_npu, CANN and chip have an operator. If not, one line is logged, and plain torch takes its
-place.
+docs/npu.md lists the supported shapes, dtypes and layouts with their sources. When a shape is first used, a small trial
+shows whether this torch_npu, CANN and chip support the operator. If they do not, a warning is logged once, and plain
+PyTorch is used instead.
 """
 
 from __future__ import annotations
@@ -32,13 +32,19 @@ _MAX_PACKED = 4096
 _MAX_WIDTH = 512
 _MAX_KEYS = 262144
 _MAX_ELEMENTS = 2**31 - 1
-"""Maximum number of elements of the cache in layout BSH. `_MAX_KEYS` is the maximum number of tokens of a sequence."""
+"""Maximum number of elements of the KV cache in layout BSH.
+
+`_MAX_KEYS` is the maximum length of a sequence in tokens.
+"""
 _MAX_SHARE = 64
 """Maximum number of heads that share a key-value head."""
 _MASK_SIZE = 2048
 """Side of the triangular mask that represents every causal mask (sparse_mode 3)."""
 _BLOCK_STEP, _MAX_BLOCK = 128, 512
-"""A block must have a multiple of `_BLOCK_STEP` tokens, up to `_MAX_BLOCK`. For TND only `_BLOCK_STEP` is certain."""
+"""The number of tokens in a KV block must be a multiple of `_BLOCK_STEP`, and at most `_MAX_BLOCK`.
+
+For layout TND, only `_BLOCK_STEP` is certain to be supported.
+"""
 
 
 class NPUKernels(Kernels):
@@ -76,7 +82,10 @@ class NPUKernels(Kernels):
 
 
 def _packs(query: Tensor, keys: Tensor, num_sequences: int) -> bool:
-    """Return whether one call can take all rows. An older CANN supports TND only for other heads or without pages."""
+    """Return whether one call can compute all rows.
+
+    Older releases of CANN support TND only for other heads or without pages.
+    """
     heads, kv_heads = query.shape[0], keys.shape[2]
     return (
         query.shape[-1] == _PACKED_WIDTH
@@ -102,7 +111,7 @@ def _attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scal
 
 
 def _attend_apart(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
-    """Compute all single rows in one call, and each longer chunk in a call of its own."""
+    """Compute all single rows in one call, and each longer chunk in a separate call."""
     flat, pages, settings = query.transpose(0, 1).contiguous(), _pages(keys, values), _settings(query, keys, scaling)
     out = torch.empty_like(flat)
     if rows.singles:
@@ -167,7 +176,7 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, **settings: Any) -> Tens
 
 @cache
 def _triangle(device: torch.device) -> Tensor:
-    """Return the causal mask, bool [2048, 2048]. True, above the diagonal, marks masked positions."""
+    """Return the causal mask, bool [2048, 2048]. It is True above the diagonal, for masked positions."""
     return upload(torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool).triu(1), device)
 
 
@@ -177,13 +186,16 @@ def _try_packed(device: torch.device, dtype: torch.dtype, width: int) -> None:
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMS normalisation with `weight` [width] to `hidden` [..., width]. The statistics are in float32."""
+    """Apply RMS normalization with `weight` [width] to `hidden` [..., width]. The statistics are in float32."""
     out: Tensor = torch.ops.npu.npu_rms_norm(hidden, weight, eps)[0]
     return out
 
 
 def rotary(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings to values [B, N, S, D], with cos and sin [B or 1, 1, S, D]. Halves of a head pair up."""
+    """Apply rotary embeddings to values [B, N, S, D], with cos and sin [B or 1, 1, S, D].
+
+    The first half of each head pairs with the second half.
+    """
     out: Tensor = torch.ops.npu.npu_rotary_mul(values, cos, sin)
     return out
 
@@ -231,13 +243,13 @@ _TRIALS: dict[str, Callable[..., None]] = {
 
 @cache
 def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) -> bool:
-    """Return whether an operator runs on `device`. The result of a trial, which waits for the device, is cached.
+    """Return whether an operator runs on `device`. A trial, which waits for the device, decides. Its result is cached.
 
     Args:
         operator: Name of the operator.
         device: The NPU.
         dtype: The dtype of the tensors.
-        shape: Sizes that the trial of this operator takes.
+        shape: Sizes for the operator's trial in `_TRIALS`.
 
     Raises:
         DeviceError: The device no longer computes after the trial.
@@ -245,7 +257,7 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
     """
     torch.accelerator.synchronize(device)  # earlier failures must not count against this operator
     npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
-    past_queue = npu.SyncLaunchStream(device)  # bypasses torch_npu's queue, which stops after a failure
+    past_queue = npu.SyncLaunchStream(device)  # bypass torch_npu's queue, which stops after a failure
     try:
         with npu.stream(past_queue):
             _TRIALS[operator](device, dtype, *shape)
@@ -261,6 +273,6 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
 
 @cache
 def _tell(operator: str, device: torch.device, dtype: torch.dtype, reason: str) -> None:
-    """Log that an operator is missing. The cache limits this to one line for all shapes."""
+    """Log that an operator is missing. Because of the cache, this is logged only once for all shapes."""
     instead = "its layout BSH" if operator == _PACKED_ATTENTION else "plain torch"
-    _log.warning("%s does not run on %s in %s, %s takes its place: %s", operator, device, dtype, instead, reason)
+    _log.warning("%s does not run on %s in %s; %s is used instead: %s", operator, device, dtype, instead, reason)

@@ -1,7 +1,7 @@
 """Replacement of layers of transformers by fused operators of torch_npu.
 
-A trial on random values shows for each kind of layer whether the fused operator gives the same results. The name of a
-layer does not decide.
+For each kind of layer, a trial on random values shows whether the fused operator gives the same results. The name of
+the layer is not enough.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mindie_mm.device.npu import npu_towers
 from mindie_mm.device.npu.npu_kernels import rms_norm, rotary, works
 
 _LANE_BYTES = 32
-"""The width of a head in bytes must be a multiple of this number. Otherwise the fused operator is slower."""
+"""The width of a head in bytes must be a multiple of this number. Otherwise, the fused operator is slower."""
 _MAX_ROTATED = 896
 """Exclusive upper limit on the width of a head for the fused operator."""
 
 
 class FusedRMSNorm(nn.Module):
-    """An RMS normalisation layer with the fused operator."""
+    """An RMS normalization layer that uses the fused operator."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class FusedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise [..., width], which must have the dtype of the weight."""
+        """Normalize [..., width], which must have the dtype of the weight."""
         return rms_norm(hidden, self.weight, self.eps)
 
 
 def fuse(module: nn.Module) -> None:
-    """Replace the RMS normalisation, tower attention and rotary embeddings of `module` on an NPU by fused operators."""
+    """Replace the RMS normalization, tower attention and rotary embeddings of `module` on an NPU by fused operators."""
     _fuse_norms(module)
     npu_towers.pack(module)
     # The operator requires cosines up to 1, but YaRN scales them.
@@ -49,7 +49,7 @@ def _fuse_norms(module: nn.Module) -> None:
         for name, child in [*parent.named_children()]:
             if not type(child).__name__.endswith("RMSNorm") or isinstance(child, FusedRMSNorm):
                 continue
-            if child._forward_pre_hooks or child._forward_hooks:  # noqa: SLF001 - moved apart (nn/placement.py)
+            if child._forward_pre_hooks or child._forward_hooks:  # noqa: SLF001 - moved separately (nn/placement.py)
                 continue
             weight = getattr(child, "weight", None)
             eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
@@ -69,7 +69,7 @@ def _agree(layer: nn.Module, fused: nn.Module, weight: Tensor) -> bool:
         values = torch.randn(4, *weight.shape, dtype=torch.float32).to(weight)
         try:
             return _close(layer(values), fused(values))
-        except (TypeError, AttributeError):  # the layer takes further arguments
+        except (TypeError, AttributeError):  # the layer takes additional arguments
             return False
 
 

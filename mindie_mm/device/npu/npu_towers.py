@@ -1,4 +1,4 @@
-"""Attention of towers that take the images of a step as one packed sequence, by npu_fusion_attention."""
+"""Attention by npu_fusion_attention, for towers that process the images of a step as one packed sequence."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from torch import Tensor, nn
 from mindie_mm.device.npu.npu_kernels import HALF, PACKED, works
 
 NAME = "mindie_mm_flash_packed"
-"""Name under which `attend` is registered with transformers. With "flash" in it, towers do not split the images."""
+"""Name under which `attend` is registered with transformers.
+
+Because it contains "flash", towers do not split the images.
+"""
 
 MOST_SEQUENCES = 1024
 """Maximum number of sequences in one call (docs/npu.md).
 
-A large image has more windows than that. A long video has three times as many.
+A large image has more windows than this maximum, and a long video has three times as many.
 """
 
 
 def pack(module: nn.Module) -> None:
-    """Make the towers of `module` that take packed images compute the attention of all images of a step together."""
-    from transformers import AttentionInterface, AttentionMaskInterface  # late: not every process has a model
+    """Make towers of `module` that support packed images compute the attention of all images of a step together."""
+    from transformers import AttentionInterface, AttentionMaskInterface  # imported late: not every process has a model
     from transformers.masking_utils import flash_attention_mask
 
     AttentionInterface.register(NAME, attend)
@@ -34,7 +37,7 @@ def pack(module: nn.Module) -> None:
             continue
         weight = next(part.parameters())
         if weight.device.type == "npu" and weight.dtype in HALF and works(PACKED, weight.device, weight.dtype, width):
-            config._attn_implementation = NAME  # noqa: SLF001 - of one tower, not of the whole model
+            config._attn_implementation = NAME  # noqa: SLF001 - set for one tower, not for the whole model
 
 
 def attend(
@@ -54,7 +57,7 @@ def attend(
         query: [1, heads, T, width].
         key: [1, heads, T, width].
         value: [1, heads, T, width].
-        attention_mask: None.
+        attention_mask: Must be None.
         scaling: Factor of the scores.
         cu_seq_lens_q: Bounds of the sequences, [sequences + 1], on the host.
 

@@ -1,4 +1,4 @@
-"""The blocks of the KV cache, with their holders and keys."""
+"""The KV blocks, with the number of their users and their keys."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from mindie_mm.engine.requests.sequence import Sequence
 
 
 class BlockPool:
-    """A pool of blocks of one size, which sequences hold as they grow.
+    """A pool of KV blocks of one size. Sequences allocate blocks as they grow.
 
-    A full block can have a key (`prefix.py`) that lets other sequences find and hold it as well. A free block keeps its
-    key until it is allocated again. Allocation takes blocks without a key first, and then the least recently freed.
+    A full block can have a key (`prefix.py`), by which other sequences can find and share it. A free block keeps its
+    key until it is allocated again. Allocation takes blocks without a key first, and then the least recently freed
+    blocks.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -24,15 +25,15 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that sequences hold, in [0, 1]."""
+        """Share of the blocks that sequences use, in [0, 1]."""
         return 1 - len(self._free) / self.num_blocks
 
     def num_needed(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens`."""
+        """Return the number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def find(self, keys: abc.Iterable[bytes]) -> list[int]:
-        """Return the blocks of the first `keys`, up to a key that no block has."""
+        """Return the blocks of `keys` in order, up to the first key that no block has."""
         found: list[int] = []
         for key in keys:
             if (block := self._blocks.get(key)) is None:
@@ -41,18 +42,18 @@ class BlockPool:
         return found
 
     def can_grow(self, sequence: Sequence, num_tokens: int, shared: abc.Sequence[int] = ()) -> bool:
-        """Return whether `sequence` can hold `num_tokens` in total if it first shares the blocks `shared`."""
+        """Return whether the free blocks suffice for `num_tokens` tokens of `sequence`, which first shares `shared`."""
         free = len(self._free) - sum(not self._holders[block] for block in shared)
         return self.num_needed(num_tokens) - len(sequence.blocks) - len(shared) <= free
 
     def share(self, sequence: Sequence, blocks: abc.Sequence[int]) -> None:
-        """Add blocks from `find` to `sequence`, which must not have any blocks yet."""
+        """Add blocks from `find` to `sequence`, which must not have blocks yet."""
         assert not sequence.blocks, sequence.blocks
         for block in blocks:
             self._hold(sequence, block)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Allocate the missing blocks of `sequence` for `num_tokens` in total. Call `can_grow` first."""
+        """Allocate the blocks that `sequence` lacks for `num_tokens` tokens in total. Call `can_grow` first."""
         for _ in range(self.num_needed(num_tokens) - len(sequence.blocks)):
             block = next(iter(self._free))
             self.forget([block])
@@ -65,14 +66,14 @@ class BlockPool:
             self._keys[block] = key
 
     def forget(self, blocks: abc.Iterable[int]) -> None:
-        """Remove the keys of `blocks`. Their holders keep them, and `find` does not return them."""
+        """Remove the keys of `blocks`. Sequences that use the blocks keep them, but `find` does not return them."""
         for block in blocks:
             if (key := self._keys.pop(block, None)) is not None:
                 del self._blocks[key]
 
     def free(self, sequence: Sequence) -> None:
         """Release all blocks of `sequence`."""
-        # In reverse order, so that later blocks are reused first. They are useless without the prefix before them.
+        # Free in reverse order, so that later blocks are reused first. A block is useless without the prefix before it.
         for block in reversed(sequence.blocks):
             self._holders[block] -= 1
             if not self._holders[block]:

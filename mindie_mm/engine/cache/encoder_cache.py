@@ -1,4 +1,4 @@
-"""A cache of media features by content, so that a tower encodes a repeated picture only once."""
+"""A cache of media features by content. A tower encodes a repeated picture only once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mindie_mm.nn.splice import ItemRef, MediaItem
 
 
 class EncoderCache:
-    """A cache of features that evicts the least recently used ones.
+    """A cache of features with least-recently-used eviction.
 
-    Features of an item without a digest only serve the chunks of its own request.
+    Features of an item without a digest are used only within the item's own request.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -33,10 +33,10 @@ class EncoderCache:
         return features
 
     def put(self, item: MediaItem, features: Tensor) -> None:
-        """Store the item's features and evict the least recently used ones. A single item always fits."""
+        """Store the item's features, and evict other features if necessary. A single item always fits."""
         self.drop(item)
         if features.untyped_storage().nbytes() > features.nbytes:
-            features = features.clone()  # a view would keep the storage of the whole batch alive
+            features = features.clone()  # a view would keep the memory of the whole batch alive
         self._features[item.key] = features
         self._bytes += features.nbytes
         while self._bytes > self._capacity_bytes and len(self._features) > 1:
@@ -48,6 +48,6 @@ class EncoderCache:
             self._bytes -= features.nbytes
 
     def count(self, items: list[MediaItem]) -> None:
-        """Count the items of a new request as queries, and the cached ones as hits."""
+        """Count the items of a new request as queries, and cached items as hits."""
         self.queries += len(items)
         self.hits += sum(item in self for item in items)

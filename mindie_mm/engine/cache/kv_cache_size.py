@@ -1,7 +1,7 @@
 """The useful size of a KV cache, and the context length that fits in it.
 
-`process/memory_profile.py` measures the bytes that are left for the cache, and `Engine` in `core.py` makes KV blocks of
-them.
+`process/memory_profile.py` measures how much memory is left for the cache. `Engine` in `core.py` divides it into KV
+blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MORE_ROOM = (
     "Raise memory_share, lower max_num_batched_tokens, max_tower_tokens, max_tower_bytes, encoder_cache_bytes or "
     "max_model_len, or set kv_cache_bytes"
 )
-"""Advice for an operator if memory is too small."""
+"""Advice for an operator when memory is insufficient."""
 
 
 def context_length(spec: ModelSpec, config: EngineConfig) -> int:
@@ -30,12 +30,12 @@ def context_length(spec: ModelSpec, config: EngineConfig) -> int:
 
 
 def block_size(spec: ModelSpec, config: EngineConfig) -> int:
-    """Return the number of tokens in one block of the KV cache."""
+    """Return the number of tokens in a KV block."""
     return config.kv_block_size or kind_of(spec.device).kv_block_size
 
 
 def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
-    """Return the number of blocks that all sequences at full length hold. More blocks are never used."""
+    """Return the number of blocks that all sequences at full length use. More blocks would never be used."""
     return config.max_num_seqs * -(-context_length(spec, config) // block_size(spec, config))
 
 
@@ -43,7 +43,7 @@ def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
     """Return the size in bytes of the KV cache of all sequences at full length."""
     spec = model.spec
     if isinstance(model, Seq2SeqModel):
-        token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # assumes that prompt and answer are equally long
+        token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # assumes prompt and answer of equal length
         return config.max_num_seqs * context_length(spec, config) * token_bytes
     return useful_blocks(spec, config) * block_size(spec, config) * spec.kv_token_bytes
 
@@ -53,7 +53,7 @@ def fitting_context(
 ) -> int:
     """Return the maximum number of tokens of one sequence that fit in the KV cache, and log the result.
 
-    A context length of the checkpoint that does not fit is reduced, with a warning.
+    If the checkpoint's context length does not fit, it is reduced and a warning is logged.
 
     Args:
         model: Loaded model.
@@ -63,14 +63,15 @@ def fitting_context(
         ranks: Ranks of the engine. Only rank 0 logs.
 
     Raises:
-        DeviceError: `config.max_model_len` does not fit, or no token fits.
+        DeviceError: `config.max_model_len` does not fit, or not even one token fits.
 
     """
     wanted = context_length(model.spec, config)
     fitting = min(wanted, num_tokens)
     needed = useful_bytes(model, config) // config.max_num_seqs
     says = (
-        f"a context of {wanted} tokens takes {needed} bytes of KV cache, which has {num_bytes}, for {num_tokens} tokens"
+        f"a context of {wanted} tokens needs {needed} bytes of KV cache; the cache has {num_bytes} bytes, for "
+        f"{num_tokens} tokens"
     )
     advice = MORE_ROOM if config.kv_cache_bytes is None else "Raise kv_cache_bytes, or lower max_model_len"
     if fitting < wanted and (config.max_model_len is not None or not fitting):

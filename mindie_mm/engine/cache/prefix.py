@@ -1,7 +1,7 @@
-"""Keys of blocks in the KV cache. Blocks with the same key contain the same keys and values.
+"""Cache keys of KV blocks. Blocks with the same cache key contain the same keys and values.
 
-The key of a block is a hash of the previous block's key and of everything that determines its keys and values: ids,
-positions, media features with their slots, and the whole content of bidirectional spans.
+The cache key of a block is a hash of the previous block's cache key and of everything that determines the block's
+content: ids, positions, media features with their placeholder positions, and all tokens of bidirectional spans.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEY_BYTES = 32
 
 
 def share(sequence: Sequence, model: Model) -> None:
-    """Let other sequences share the leading blocks of a new `sequence`, as far as digests identify their content."""
+    """Prepare a new `sequence` for sharing its leading blocks, up to the first media item without a digest."""
     sequence.num_shareable = _num_shareable(model, sequence)
     if not sequence.num_shareable:
         return
@@ -35,7 +35,7 @@ def share(sequence: Sequence, model: Model) -> None:
 
 
 def _num_shareable(model: Model, sequence: Sequence) -> int:
-    """Return the number of leading tokens that depend on no item without a digest."""
+    """Return the number of leading tokens that do not depend on an item without a digest."""
     for item in sequence.items:
         if item.digest is None:
             first = next((start for start, stop in sequence.spans if start <= item.start < stop), item.start)
@@ -44,7 +44,7 @@ def _num_shareable(model: Model, sequence: Sequence) -> int:
 
 
 def extend_keys(sequence: Sequence, block_size: int, stop: int) -> None:
-    """Extend `sequence.keys` to all full, shareable blocks of its first `stop` tokens."""
+    """Extend `sequence.keys` to all full, shareable blocks of the first `stop` tokens."""
     known = len(sequence.keys)
     count = min(stop, sequence.num_shareable) // block_size
     if count <= known:
@@ -72,7 +72,7 @@ def _rows(sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
 
 
 def _media(sequence: Sequence, start: int, stop: int) -> bytes:
-    """Serialize the features and slots in tokens [start, stop). Every part has a fixed size or follows its length."""
+    """Serialize the identity and positions of the features in tokens [start, stop) without ambiguity."""
     parts: list[bytes] = []
     for item in sequence.items_in(start, stop):
         first, last = item.features_in(start, stop)
@@ -91,5 +91,5 @@ def _span_key(sequence: Sequence, span: tuple[int, int]) -> bytes:
 def _identity(item: MediaItem) -> bytes:
     """Return a hash of KEY_BYTES bytes that identifies an item's features."""
     assert item.digest is not None
-    shape = item.shape.to_array().tobytes()  # redundant if the digest covers the shape, but a wrong hit is worse
+    shape = item.shape.to_array().tobytes()  # redundant if the digest covers the shape, but guards against a wrong hit
     return blake3(len(shape).to_bytes(8) + shape + item.digest).digest(KEY_BYTES)

@@ -1,1 +1,1 @@
-"""The engine process, its tensor-parallel ranks, and the measurement of memory at its start."""
+"""The engine process, its tensor-parallel ranks, and the memory profile at start-up."""

@@ -1,4 +1,4 @@
-"""The engine process. The first message on its channel names the checkpoint to serve."""
+"""The engine process. The first message on its channel contains the checkpoint to load."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 _log = logging.getLogger(__name__)
 
 REST_S = 0.5
-"""Time in seconds that an idle engine waits for a message before it unmaps removed arenas. The pages of a mapped arena
-are not free, so the successor of a dead tokenizer may lack room for its own arena."""
+"""Time in seconds that an idle engine waits for a message before it unmaps removed arenas. A mapped arena uses memory
+even after it was removed, so the successor of a dead tokenizer may lack memory for its own arena."""
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> None:
-    """Serve until the parent closes the channel or dies. Only rank 0 receives and sends messages."""
+    """Handle messages until the parent closes the channel or dies. Only rank 0 receives and sends messages."""
     faults.arm("engine", fault_folder())
     faults.point("starting")
-    lifeline.before_end(collect)  # removes segments of a tokenizer that died before its parent, as no one else would
+    lifeline.before_end(collect)  # if the tokenizer has died, too, no other process removes its arena
     disable_progress_bar()
     try:
         serve(channel, ranks)
@@ -63,7 +63,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> Non
 
 
 def serve(channel: ChildChannel, ranks: Ranks) -> None:
-    """Load the checkpoint named by the first message. Then run steps, and wait for messages while there is no work."""
+    """Load the checkpoint given in the first message. Then run steps, and wait for messages while there is no work."""
     start = msgspec.msgpack.decode(ranks.broadcast(bytes, channel.recv), type=Start)
 
     def send(message: Ready | Failure | Stepped) -> None:
@@ -92,11 +92,11 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
             send(stepped)
             faults.point("after-reply")
         if drop_removed(cleanups=True):
-            gc.collect()  # a reference cycle of an error and its frames may keep a failed request's media mapped
+            gc.collect()  # a reference cycle of an error and its frames may keep media of a failed request mapped
 
 
 def received(channel: ChildChannel, engine: BaseEngine, decoder: msgspec.msgpack.Decoder[ToEngine]) -> list[bytes]:
-    """Return the messages that have arrived, up to the first one that delays the next step.
+    """Return the messages that have arrived, up to the first message that delays the next step.
 
     An idle engine waits `REST_S` seconds for a message.
     """
@@ -110,7 +110,7 @@ def received(channel: ChildChannel, engine: BaseEngine, decoder: msgspec.msgpack
 
 
 def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -> list[Progress]:
-    """Handle a message. Return the progress to send at once."""
+    """Handle a message. Return progress that must be sent immediately."""
     match message:
         case Add():
             faults.point("received")
@@ -131,7 +131,7 @@ def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -
 
 
 def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
-    """Mount a file of blocks. If this fails, each request that refers to the file fails with its own error."""
+    """Mount a file of blocks. If this fails, log the error. Requests that refer to the file will then fail."""
     mounts[message.number] = stack = ExitStack()
     try:
         stack.enter_context(mount(Path(message.path), message.number))
@@ -157,7 +157,7 @@ def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
         LOADING_PATIENCE,
     )
     if ranks.number == 0 and (detail := slow_dtype(model.module)):
-        _log.warning("%s; --dtype float32, or 32 bits for that part, is faster", detail)
+        _log.warning("%s. Use --dtype float32, or 32 bits for this part", detail)
     checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):

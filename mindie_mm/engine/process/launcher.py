@@ -1,7 +1,7 @@
-"""The launcher of an engine with several ranks. It starts a process for each rank, and ends with them.
+"""The launcher of an engine with several ranks. It starts a process for each rank, and exits when they have exited.
 
-All ranks inherit the channel to the parent, so the parent sees it close when the last rank has ended. Each rank also
-has its own channel to the launcher. This channel is the rank's lifeline if the launcher is killed.
+All ranks inherit the channel to the parent, so the channel closes when the last rank has ended. Each rank also has its
+own channel to the launcher, which ends the rank if the launcher is killed.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from mindie_mm.processes.ipc import ChildChannel, Lifeline, spawn
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.5
-"""Time in seconds for the ranks to end by themselves. The parent waits longer than this for the launcher."""
+"""Time in seconds in which the ranks must end before they are killed. The parent waits longer for the launcher."""
 
 _Rank = tuple[subprocess.Popen[bytes], socket.socket]
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, num_ranks: str, device: str) -> None:
-    """Run the ranks until they end, and end this process with status 1 if one of them fails."""
+    """Run the ranks until they end. If a rank fails, end the others and exit with status 1."""
     ranks = lifeline.hold(lambda: _start(channel, int(num_ranks), device), _end)
     numbers = {process.pid: number for number, (process, _) in enumerate(ranks)}
-    with suppress(ChildProcessError):  # `_end` has reaped them, because the parent is gone
+    with suppress(ChildProcessError):  # the parent is gone, and `_end` has reaped the ranks
         while numbers:
             pid, status = os.wait()
             number = numbers.pop(pid)
             if status:
                 lifeline.end()  # does not return if the parent is gone, which is why the rank was killed
-                _log.error("rank %d, process %d, ended with status %d", number, pid, os.waitstatus_to_exitcode(status))
+                _log.error("rank %d (process %d) exited with status %d", number, pid, os.waitstatus_to_exitcode(status))
                 _end(ranks)
                 sys.exit(1)
 
 
 def _start(channel: ChildChannel, num_ranks: int, device: str) -> list[_Rank]:
-    store = os.memfd_create("mindie_mm.ranks")  # has no path, so no file can be left over
+    store = os.memfd_create("mindie_mm.ranks")  # this file has no path, so it cannot be left over
     descriptors = channel.fileno(), store
     return [
         spawn(
@@ -53,7 +53,7 @@ def _start(channel: ChildChannel, num_ranks: int, device: str) -> list[_Rank]:
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """End the ranks through their lifelines, or kill them, so that none outlives this process."""
+    """End the ranks by closing their channels, and kill ranks that do not end in time."""
     for _, connection in ranks:
         connection.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + PATIENCE_S

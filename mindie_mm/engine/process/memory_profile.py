@@ -1,4 +1,4 @@
-"""The size of the KV cache, found by running the worst case of the model before the cache is allocated."""
+"""The size of the KV cache. It is measured by running the model's worst case before the cache is allocated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mindie_mm.settings.config import EngineConfig
 _log = logging.getLogger(__name__)
 
 _PARTS = (1024, 256, 64, 16, 4, 1)
-"""Divisors of the worst case, in the order in which the trials use them."""
+"""Divisors of the size of the worst case. The trials use them in this order."""
 
 
 def kv_cache_bytes(
@@ -45,7 +45,7 @@ def kv_cache_bytes(
     """Return the size in bytes of this rank's KV cache.
 
     The size is `config.kv_cache_bytes` if that is set. Otherwise it is the part of `memory_share` that the largest step
-    and the encoder cache leave. It never exceeds the size that all sequences at full length use. Ranks on the host
+    and the encoder cache do not use. It never exceeds the size that all sequences at full length use. Ranks on CPUs
     divide the host's memory equally.
 
     Args:
@@ -57,7 +57,7 @@ def kv_cache_bytes(
         ranks: All ranks of the engine. Each of them must call this function.
 
     Raises:
-        DeviceError: No memory is left, `config.kv_cache_bytes` does not fit, or the worst case fails.
+        DeviceError: No memory is left, `config.kv_cache_bytes` does not fit, or running the worst case fails.
 
     """
     spec = model.spec
@@ -74,16 +74,23 @@ def kv_cache_bytes(
     if config.kv_cache_bytes is not None:
         asked = min(config.kv_cache_bytes, useful)
         if asked + taken + config.encoder_cache_bytes > free:
-            raise DeviceError(f"kv_cache_bytes of {mib(asked)} does not fit: {says}. Lower it, or one of the others")
-        _log.info("%s, the KV cache %s (kv_cache_bytes)", says, mib(asked))
+            raise DeviceError(
+                f"kv_cache_bytes of {mib(asked)} does not fit: {says}. Lower kv_cache_bytes, encoder_cache_bytes, "
+                "or a limit of the largest step, such as max_num_batched_tokens"
+            )
+        _log.info("%s, the KV cache takes %s (kv_cache_bytes)", says, mib(asked))
         return asked
     left = int(free * share) - taken - config.encoder_cache_bytes
-    # A decode step gathers one layer of the sequences' KV cache. Padding at most doubles its size.
+    # A decode step copies one layer of the sequences' KV cache. Padding at most doubles the size of the copy.
     left -= 2 * left // (spec.num_layers + 2)
     if left < block_bytes:
         raise DeviceError(f"no memory is left for the KV cache: {says}; memory_share is {share:g}. {MORE_ROOM}")
     _log.info(
-        "%s, the KV cache %s of the %s that memory_share %g leaves", says, mib(min(left, useful)), mib(left), share
+        "%s, the KV cache takes %s of the %s that memory_share %g leaves",
+        says,
+        mib(min(left, useful)),
+        mib(left),
+        share,
     )
     return min(left, useful)
 
@@ -108,7 +115,7 @@ class WorstCase:
         self._max_model_len = context_length(model.spec, config)
 
     def num_bytes(self, kinds: tuple[Kind, ...]) -> int:
-        """Return the memory in bytes of the step, without weights and caches. 0 if `measure_s` is 0."""
+        """Return the memory in bytes that the step uses, without weights and caches. It is 0 if `measure_s` is 0."""
         seconds = self._device.measure_s if self._config.measure_s is None else self._config.measure_s
         if not seconds:
             return 0
@@ -116,7 +123,8 @@ class WorstCase:
         captured = not isinstance(model, Seq2SeqModel) and captures_graphs(device, self._config, self._ranks)
         seconds /= 1 + len(kinds) + captured
         decoder = self._decoder_bytes(kinds, seconds)
-        # The sum, because the features of a step exist while the decoder runs, and captured graphs keep their memory.
+        # Add these sizes, because a step's features exist while the decoder runs, and captured graphs keep their
+        # memory.
         towers = max((self._tower_bytes(kind, seconds) for kind in kinds), default=0)
         fetched = 0 if model.spec.device.type == "cpu" else fetched_bytes(self._config.max_tower_bytes)
         return decoder + towers + fetched + (self._graph_bytes(cast("Model", model), seconds) if captured else 0)
@@ -125,7 +133,7 @@ class WorstCase:
         most = self._max_model_len
         if (
             not isinstance(self._model, Seq2SeqModel) and not self._model.traits.joins_items
-        ):  # the other models take a prompt whole
+        ):  # other models compute whole prompts
             most = min(self._config.max_num_batched_tokens, most)
             if _has_bidirectional_spans(self._model):  # the last span of a step may exceed the budget
                 most = min(most + max(map(self._processor.max_tokens, kinds), default=0), self._max_model_len)
@@ -135,14 +143,15 @@ class WorstCase:
         )
 
     def _prefill(self, num_tokens: int) -> Callable[[], object]:
-        """Return the prefill of the last `num_tokens` tokens of the longest sequence, all of them media."""
+        """Return a prefill of the last `num_tokens` tokens of the longest sequence. All tokens are media features."""
         model, spec = self._model, self._model.spec
         if isinstance(model, Seq2SeqModel):
             return partial(self._encode_prompt, model, num_tokens)
         start, stop = self._max_model_len - num_tokens, self._max_model_len
         size = block_size(spec, self._config)
         num_blocks = -(-stop // size)
-        # All layers share the pages of one layer. Their content does not matter, and memory for more may be missing.
+        # All layers share the memory of one layer. Its content does not matter, and memory for all layers may be
+        # missing.
         layer = spec.allocate_cache(num_blocks, size, num_layers=1)
         cache = PagedCache(layer.keys * spec.num_layers, layer.values * spec.num_layers, layer.block_size)
         features = torch.zeros(num_tokens, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
@@ -157,7 +166,7 @@ class WorstCase:
         )
 
     def _graph_bytes(self, model: Model, seconds: float) -> int:
-        """Return the memory in bytes that the captured decode steps keep in their common pool."""
+        """Return the memory in bytes that captured decode steps keep in their common memory pool."""
         spec, size = model.spec, block_size(model.spec, self._config)
         most = most_rows(self._config.max_num_seqs, size)
         blocks = most_blocks(most, self._max_model_len, size)
@@ -166,13 +175,13 @@ class WorstCase:
         sizes = [-(-most // part) for part in _PARTS]
         trials = (Trial(n, partial(self._decode, model, cache, n, blocks)) for n in sizes)
         step = self._trials.measure("a decode step", "rows", trials, most, seconds)
-        # Twice, because sizes double. All smaller graphs together need at most the memory of the largest one, and may
-        # have been captured before it.
+        # Sizes of graphs are powers of two. All smaller graphs together need at most the memory of the largest graph,
+        # and may have been captured before it.
         return 2 * step + most * spec.vocab_size * torch.float32.itemsize
 
     @staticmethod
     def _decode(model: Model, cache: PagedCache, num_rows: int, num_blocks: int) -> Callable[[], object]:
-        """Return a decode step as it is captured: `num_rows` sequences of `num_blocks` blocks, one token each."""
+        """Return a decode step like those that are captured, for `num_rows` sequences of `num_blocks` blocks."""
         device = model.spec.device
         position = upload(model.positions(1, ()).of(0, 1), device)
         ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -183,7 +192,7 @@ class WorstCase:
 
     @staticmethod
     def _encode_prompt(model: Seq2SeqModel, num_tokens: int) -> None:
-        """Encode a prompt of `num_tokens` tokens, all of them media, and decode the first token of the answer."""
+        """Encode a prompt of `num_tokens` media features, and decode the first token of the answer."""
         spec = model.spec
         features = torch.zeros(num_tokens, spec.hidden_size, dtype=spec.dtype, device=spec.device)
         ids = torch.zeros(num_tokens, dtype=torch.int64)
@@ -203,7 +212,7 @@ class WorstCase:
         return self._trials.measure(f"the tower on {kind}s", "features", trials, copies * features, seconds)
 
     def _tower_trials(self, kind: Kind, worst: Data, most: int) -> Iterator[Trial]:
-        """Yield trials with several worst-case items, or with one shorter item if the family accepts its length."""
+        """Yield trials of increasing size, with several worst-case items or with a part of an item."""
         whole = self._plan(kind, worst)
         for part in _PARTS:
             number = most // part // whole.num_features
@@ -221,7 +230,7 @@ class WorstCase:
         return torch.inference_mode()(lambda: self._model.tower(items))
 
     def _largest(self, kind: Kind) -> Data | None:
-        """Return the worst case of the family, cut to the longest prompt. None if no item fits in that prompt."""
+        """Return the family's largest item, cut to the maximum context length. Return None if no item fits."""
         worst = self._processor.worst_case(kind)
         plan = self._plan(kind, worst)
         while plan.num_features > self._max_model_len:
@@ -253,7 +262,7 @@ def _logits(model: Model, *batch: Any) -> Tensor:
 
 
 def _cut(data: Data, wanted: int, num_features: int) -> Data:
-    """Return the first frames, rows or samples of an item. The returned share is `wanted` / `num_features`."""
+    """Cut an item of `num_features` features to about `wanted` features. Keep its first frames, rows or samples."""
     if not isinstance(data, np.ndarray):
         return data
     if data.ndim > 3 and len(data) == 1:  # cut the rows of a single frame

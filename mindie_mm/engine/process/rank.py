@@ -1,4 +1,4 @@
-"""One rank of an engine, started by `launcher.py`. Its own channel to the launcher carries no messages."""
+"""One rank of an engine, started by `launcher.py`. Its channel to the launcher only shows when the launcher ends."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from mindie_mm.processes.ipc import ChildChannel, Lifeline
 def main(
     _: ChildChannel, lifeline: Lifeline, number: str, num_ranks: str, device: str, parent: str, store: str
 ) -> None:
-    """Serve until the launcher ends, which it does when the parent closes its channel or another rank dies.
+    """Run the engine until the launcher ends. The launcher ends if its parent closes the channel or a rank dies.
 
     Args:
-        lifeline: Ends this process when the launcher ends.
+        lifeline: Object that ends this process when the launcher ends.
         number: Rank of this process.
         num_ranks: Number of ranks.
         device: Device that the engine runs on.
         parent: Inherited descriptor of the channel to the launcher's parent.
-        store: Inherited descriptor of the file for the rendezvous.
+        store: Inherited descriptor of the file in which the ranks find each other.
 
     """
     logs.configure(logs.current(), f"engine.{number}")

@@ -1,7 +1,7 @@
-"""Measurement of the memory that work takes on a device, by trials of increasing size.
+"""Measurement of the memory that an operation needs on a device, by trials of increasing size.
 
-Trials grow until all are done or the next one would take too long. The memory for a larger size is extrapolated
-linearly from the first and the last trial.
+Trials are run until none is left, or the next trial would take too much memory or time. The memory for a larger size is
+extrapolated linearly from the first and the last trial.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A trial of work of one size."""
+    """A trial of an operation at one size."""
 
     size: int
     """Number of tokens, features or rows."""
     prepare: Callable[[], Callable[[], object]]
-    """Function that returns the work. Its own allocations are not measured."""
+    """Function that returns the operation. Allocations of this function are not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Trials that all ranks run together, each on its device."""
+    """Trials that all ranks run together. Each rank uses its own device."""
 
     device: Device
     ranks: Ranks
 
     def measure(self, what: str, unit: str, trials: Iterator[Trial], most: int, seconds: float) -> int:
-        """Return the memory in bytes that work of size `most` takes.
+        """Return the memory in bytes that the operation needs at size `most`.
 
         Args:
-            what: Name of the work, for messages.
+            what: Name of the operation, for messages.
             unit: Unit of sizes, for messages.
             trials: Trials in ascending order of size.
             most: Size to extrapolate to.
@@ -55,15 +55,15 @@ class Trials:
         took = 0.0
         for trial in trials:
             if not tried:
-                self._tried(trial, what, unit)  # warm-up: memory that the first run allocates for good is no peak
+                self._tried(trial, what, unit)  # warm-up, because the first run also allocates memory that it keeps
             elif trial.size <= tried[-1][0]:
                 continue
             else:
                 enough = _extrapolate(tried, trial.size) > self.device.free_bytes() or (
-                    # At least two trials, because one does not separate constant from growing memory.
+                    # Run at least two trials. One trial does not separate constant from growing memory.
                     len(tried) > 1 and took * trial.size / tried[-1][0] > deadline - time.monotonic()
                 )
-                if not self.ranks.all_reduce_min(int(not enough)):  # all ranks run the next trial, or none
+                if not self.ranks.all_reduce_min(int(not enough)):  # either all ranks run the next trial or none
                     break
             start = time.monotonic()
             tried.append((trial.size, self._tried(trial, what, unit)))
@@ -74,7 +74,7 @@ class Trials:
         return extrapolated
 
     def _tried(self, trial: Trial, what: str, unit: str) -> int:
-        """Run a trial on all ranks. All of them get the error of a rank, before any waits for another in a step."""
+        """Run a trial on all ranks. If a rank fails, raise its error on all ranks."""
         return self.ranks.run_on_all(lambda: self._peak_bytes(trial, what, unit))
 
     def _peak_bytes(self, trial: Trial, what: str, unit: str) -> int:
@@ -84,14 +84,14 @@ class Trials:
             raise
         except Exception as error:
             raise DeviceError(
-                f"{what} of {trial.size} {unit}, which requests may ask for, fails on {self.device.torch_device}: "
-                f"{error}. Lower max_model_len, max_num_batched_tokens, max_tower_tokens or max_tower_bytes, or set "
-                "measure_s to 0 to start without the trial"
+                f"{what} of {trial.size} {unit}, which requests may cause, fails on "
+                f"{self.device.torch_device}: {error}. Lower max_model_len, max_num_batched_tokens, "
+                "max_tower_tokens or max_tower_bytes, or set measure_s to 0 to start without the trial"
             ) from error
 
 
 def _extrapolate(tried: list[tuple[int, int]], size: int) -> int:
-    """Return the memory in bytes for `size`, by the line through the first and the last (size, bytes) pair.
+    """Extrapolate the memory in bytes for `size` from the first and the last (size, bytes) pair.
 
     With a single pair, memory is proportional to size.
     """

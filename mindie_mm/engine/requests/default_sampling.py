@@ -1,4 +1,4 @@
-"""Default sampling settings of a checkpoint, as its authors state them in generation_config.json."""
+"""Default sampling settings of a checkpoint, from its generation_config.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Keys of generation_config.json and the fields of `SamplingParams` that they set."""
+"""Fields of `SamplingParams` by the keys of generation_config.json that set them."""
 _NEUTRAL = {name: getattr(SamplingParams(), name) for name in _FIELDS.values()}
 
 
@@ -39,8 +39,8 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
             with a generation_config.json.
 
     Raises:
-        UnsupportedCheckpoint: A value in the checkpoint's file is wrong.
-        InputError: The folder has no generation_config.json, or a value in its file is wrong.
+        UnsupportedCheckpoint: A value in the checkpoint's file is invalid.
+        InputError: The folder has no generation_config.json, or a value in this file is invalid.
 
     """
     if source == "vllm":
@@ -51,7 +51,7 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
             return _params(config, checkpoint.path)
         except InputError as error:
             raise UnsupportedCheckpoint(
-                f"{error}. Correct the file, or choose other defaults by --generation-config vllm"
+                f"{error}. Correct the file, or use other defaults with --generation-config vllm"
             ) from error
     return _params(_file_in(source), Path(source))
 
@@ -59,9 +59,9 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
 def defaults_of(model: str | Path | None, family_name: str | None, source: str) -> SamplingParams:
     """Return the default sampling settings for a checkpoint directory.
 
-    Raises the errors of `default_sampling` and `family_of`.
+    It raises the errors of `default_sampling` and `family_of`.
     """
-    from mindie_mm.models import family_of, reading  # imports torch, which the service's own process never needs
+    from mindie_mm.models import family_of, reading  # imports torch, which the service process does not need
 
     checkpoint = Checkpoint.open(model)
     if source == "auto":
@@ -72,9 +72,10 @@ def defaults_of(model: str | Path | None, family_name: str | None, source: str) 
 
 
 def stated_end_tokens(source: str) -> tuple[int, ...] | None:
-    """Return the end-of-sequence ids in a folder's generation_config.json, as vLLM does.
+    """Return the end-of-sequence ids in a folder's generation_config.json. vLLM also reads these ids.
 
-    Return None if `source` is "auto" or "vllm", or if the file has no such ids. Then the checkpoint's own ids apply.
+    Return None if `source` is "auto" or "vllm", or if the file has no such ids. In this case the checkpoint's own ids
+    apply.
 
     Raises:
         InputError: The folder has no generation_config.json, or an id is not an integer.
@@ -89,14 +90,14 @@ def _file_in(source: str) -> dict[str, Any]:
     folder = Path(source)
     if not (folder / FILE).is_file():
         raise InputError(
-            f"generation_config is {source!r}, it must be auto, vllm or a folder with a {FILE}",
+            f"generation_config is {source!r}; it must be auto, vllm or a folder with a {FILE}",
             param="generation_config",
         )
     return Checkpoint(folder, {}).json(FILE)
 
 
 def effective(params: SamplingParams) -> dict[str, float]:
-    """Return the settings that a generation_config.json may set and that differ from the neutral values."""
+    """Return the settings that differ from their neutral values, among those that a generation_config.json can set."""
     return {name: value for name in _FIELDS.values() if (value := getattr(params, name)) != _NEUTRAL[name]}
 
 
@@ -107,9 +108,9 @@ def log_default_sampling(params: SamplingParams, source: str) -> None:
 
 
 def _params(config: Mapping[str, Any], folder: Path) -> SamplingParams:
-    """Return the settings in a folder's file. Raise InputError for a wrong value."""
+    """Return the settings in a folder's file. Raise InputError if a value is invalid."""
     given = {name: config[key] for key, name in _FIELDS.items() if config.get(key) is not None}
-    if given.get("top_k") == -1:  # vLLM's value for all tokens
+    if given.get("top_k") == -1:  # vLLM's value for "all tokens"
         given["top_k"] = 0
     try:
         return SamplingParams(**given, cut_max_tokens="max_tokens" in given).check(math.inf)

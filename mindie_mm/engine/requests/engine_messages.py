@@ -1,4 +1,4 @@
-"""Messages between the engine's client and the engine process, encoded as msgpack with one union per direction."""
+"""Messages between the engine's client and the engine process, encoded as msgpack. Each direction has one union."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ FinishReason = Literal["stop", "length"]
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The first message, which names the checkpoint to serve."""
+    """The first message, which contains the checkpoint to load."""
 
     model: str | None
-    """Checkpoint directory. None: the embedded checkpoint."""
+    """Checkpoint directory, or None for the embedded checkpoint."""
     config: EngineConfig
     family: str | None = None
-    """As `WorkerConfig.family`."""
+    """Same as `WorkerConfig.family`."""
     end_token_ids: tuple[int, ...] | None = None
-    """As the argument of `load_model`."""
+    """Same as the argument of `load_model`."""
     generation_config: str = "vllm"
-    """As `WorkerConfig.generation_config`."""
+    """Same as `WorkerConfig.generation_config`."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """A request to start."""
+    """A new request."""
 
     request_id: str
     input_ids: bytes
-    """Prompt ids, int64 [T], native byte order. Handle words in the slots are all that the engine learns of media."""
+    """Prompt ids, int64 [T], native byte order. The handle words among them are all that the engine receives about
+    media."""
     params: SamplingParams
     asked_s: float = msgspec.field(default_factory=time.monotonic)
-    """Time at which the client asked for the request, by time.monotonic. All processes of a machine share its clock."""
+    """Time at which the client received the request, by time.monotonic. All processes of a machine share this clock."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """A request to stop. An unknown or finished request is ignored."""
+    """Cancellation of a request. It is ignored if the request is unknown or has finished."""
 
     request_id: str
 
 
 class Refill(msgspec.Struct, frozen=True, tag="refill"):
-    """New media for a request that needs them (`Progress.needs_media`). Ignored if the request has ended."""
+    """New media for a request that needs them (`Progress.needs_media`). It is ignored if the request has ended."""
 
     request_id: str
     input_ids: bytes
@@ -62,7 +63,7 @@ class Mount(msgspec.Struct, frozen=True, tag="mount"):
 
 
 class Unmount(msgspec.Struct, frozen=True, tag="unmount"):
-    """The arena `number` to unmount. No request has handle words of this arena."""
+    """The number of an arena to unmount. No request refers to this arena."""
 
     number: int
 
@@ -84,7 +85,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Time that a request spent in each stage, in seconds."""
 
     queue_s: float
-    """Time until the request is scheduled. This includes the wait for an engine that is being restarted."""
+    """Time until the request is scheduled, including the time to restart an engine that died."""
     prefill_s: float
     """Time from the first scheduled chunk to the first token. This includes `tower_s`."""
     tower_s: float
@@ -98,29 +99,31 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     token_ids: list[int] = []
-    """Output tokens of this step. Empty if the request only scores its prompt, or if only media are reported."""
+    """Output tokens of this step. Empty if the request only scores its prompt, or if the progress only concerns
+    media."""
     logprobs: list[TokenLogprob] | None = None
-    """One per token, if the request asked for them."""
+    """Log-probabilities of each token, if the request asked for them."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """One per prompt token except the first, if the request asked for them. Sent with the first output token."""
+    """Log-probabilities of each prompt token except the first, if the request asked for them. They are sent with the
+    first output token."""
     cached_tokens: int | None = None
-    """Number of prompt tokens that were in the prefix cache. Sent with the first output token."""
+    """Number of prompt tokens that were in the prefix cache. It is sent with the first output token."""
     finish_reason: FinishReason | None = None
-    """None while the request runs."""
+    """Reason why the request has finished, or None while it runs."""
     stop_token_id: int | None = None
-    """Member of `stop_token_ids` that ended the request, if any."""
+    """The id in `stop_token_ids` that ended the request, if any."""
     media_consumed: bool = False
-    """Whether the blocks of the request's media may be freed. Sent once for each Add and Refill."""
+    """Whether the blocks of the request's media may be freed. This is sent once for each Add and Refill."""
     needs_media: bool = False
-    """Whether the request was preempted and waits for a Refill with its media. It does not delay other requests."""
+    """Whether the request was preempted and waits for a Refill with its media."""
     error: Failure | None = None
     """Error that ended the request. No more progress follows."""
     timings: Timings | None = None
-    """Times up to the token of this step. Sent with each token."""
+    """Times up to the token of this step. They are sent with each token."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The message that the engine accepts requests. An engine that cannot start sends a Failure instead."""
+    """The message that the engine is ready for requests. An engine that cannot start sends a Failure instead."""
 
     vocab_size: int
     max_model_len: int
@@ -131,7 +134,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     kv_cache_bytes: int
     """Size of each rank's KV cache in bytes."""
     kv_block_size: int
-    """Number of tokens in one block of the KV cache."""
+    """Number of tokens in a KV block."""
     max_output_len: int | None = None
     """Maximum number of output tokens, if they do not count towards `max_model_len`."""
     default_sampling: SamplingParams = SamplingParams()
@@ -150,12 +153,12 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queries: int = 0
     """Number of prompt tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int = 0
-    """Number of looked-up tokens that were in the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
     preemptions: int = 0
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """The results of one step, sent after Ready."""
+    """The results of one step. These messages follow Ready."""
 
     progress: list[Progress]
     stats: Stats

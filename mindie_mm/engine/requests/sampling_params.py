@@ -30,42 +30,43 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling settings of one request. Every entry point of the engine calls `check`."""
 
     max_tokens: int | None = None
-    """Maximum number of tokens to generate. None: as many as fit in the context. 0: only score the prompt, which may
-    fill the context."""
+    """Maximum number of tokens to generate. None means as many as fit in the context. 0 means that only
+    log-probabilities of the prompt are computed. In this case the prompt may fill the context."""
     cut_max_tokens: bool = False
-    """Whether to generate fewer than `max_tokens` if the context is too short for them. If False, such a request is
-    refused. This is True if `max_tokens` is a default of the checkpoint."""
+    """Whether to generate fewer than `max_tokens` tokens if the context is too short. If it is False, such a request is
+    refused. It is True if `max_tokens` is a default of the checkpoint."""
     min_tokens: int = 0
     """Minimum number of tokens before an end-of-sequence token, a stop token or a stop string can end the output."""
     temperature: float = 1.0
-    """Divisor of the logits, in [0, 100]. 0: greedy sampling."""
+    """Divisor of the logits, in [0, 100]. 0 means greedy sampling."""
     top_p: float = 1.0
-    """Probability, in (0, 1], that the smallest set of most likely tokens must reach. Only these tokens are drawn."""
+    """Probability, in (0, 1]. Tokens are drawn from the smallest set of most likely tokens whose sum reaches
+    `top_p`."""
     top_k: int = 0
-    """Number of most likely tokens to keep. 0: keep all tokens."""
+    """Number of most likely tokens to keep. 0 means all tokens."""
     min_p: float = 0.0
-    """Minimum probability of a token, as a share of the highest probability, in [0, 1]."""
+    """Minimum probability of a token, relative to the highest probability, in [0, 1]."""
     presence_penalty: float = 0.0
-    """Penalty, in [-2, 2], subtracted once from the logit of each token that was generated before."""
+    """Penalty, in [-2, 2], that is subtracted once from the logit of each token in the output."""
     frequency_penalty: float = 0.0
-    """Penalty, in [-2, 2], subtracted from the logit of a token once per earlier occurrence in the output."""
+    """Penalty, in [-2, 2], that is subtracted from the logit of a token for each of its occurrences in the output."""
     repetition_penalty: float = 1.0
     """Factor that divides positive and multiplies negative logits of tokens in prompt and output (Keskar et al., 2019).
 
-    In [0.01, 100]. A much smaller factor would overflow the logits to infinity.
+    The factor is in [0.01, 100]. With a much smaller factor, logits would overflow to infinity.
     """
     logit_bias: dict[int, float] = {}
-    """Bias, in [-100, 100], added to the logit of each token id."""
+    """Biases, in [-100, 100], by token id. A bias is added to the logit of its token."""
     seed: int | None = None
-    """Seed of the random generator. The same seed, prompt and settings draw the same tokens in any batch. None: a
-    random seed."""
+    """Seed of the random generator, or None for a random seed. With the same seed, prompt and settings, the same tokens
+    are drawn in any batch."""
     stop: tuple[str, ...] = ()
-    """Stop strings. The output ends before the first of them. `check` also accepts a list, or one string."""
+    """Stop strings. The output ends before the first stop string. `check` also accepts a list, or a single string."""
     include_stop_str_in_output: bool = False
     """Whether the output's text includes the stop string, or the special token that ends the output. A special token is
     written only if `skip_special_tokens` is False."""
     stop_token_ids: tuple[int, ...] = ()
-    """Stop token ids. The output ends with the first of them."""
+    """Stop token ids. The output ends with the first stop token."""
     ignore_eos: bool = False
     """Whether to generate past the end-of-sequence token."""
     skip_special_tokens: bool = True
@@ -80,22 +81,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None
     """Token ids that may be generated. None: all of them."""
     logprobs: int | None = None
-    """Number of most likely tokens whose log-probabilities are returned at each position, in addition to the drawn
-    token's. Log-probabilities are computed before any penalty. In [-1, 20], where -1 stands for the whole vocabulary.
-    None: none are returned."""
+    """Number of most likely tokens whose log-probabilities are returned at each position, in addition to that of the
+    drawn token. It is in [-1, 20], where -1 stands for the whole vocabulary. None means that no log-probabilities are
+    returned. They are computed before penalties are applied."""
     logprob_token_ids: tuple[int, ...] | None = None
-    """Token ids, at most 128, whose log-probabilities are returned instead of those of the most likely tokens. Needs
-    `logprobs`, whose value then has no effect."""
+    """Token ids, at most 128, whose log-probabilities are returned instead of those of the most likely tokens. It
+    requires `logprobs`, whose value then has no effect."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, for each position of the prompt except the first."""
+    """Same as `logprobs`, for each position of the prompt except the first."""
     priority: int = 0
-    """Rank in the queue of the engine. Requests with a lower number are scheduled earlier and preempted later."""
+    """Rank in the engine's queue. Requests with a lower number are scheduled earlier and preempted later."""
     cache_salt: str = ""
     """Salt of cache keys. Only requests with the same salt share preprocessed media, features and KV blocks."""
     json_schema: str | None = None
-    """JSON schema, as JSON text: short for `structured_outputs=StructuredOutputs(json=...)`."""
+    """JSON schema, as JSON text. This is short for `structured_outputs=StructuredOutputs(json=...)`."""
     structured_outputs: StructuredOutputs | None = None
-    """What the output must be. It conforms to this description unless `max_tokens` ends it first (grammar.py)."""
+    """Constraint on the output. The output conforms to it unless `max_tokens` ends the output first (grammar.py)."""
 
     @property
     def text_options(self) -> dict[str, bool]:
@@ -112,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def structure(self) -> StructuredOutputs | None:
-        """What the output must be, in whichever of the two ways it is given."""
+        """Constraint on the output, from `structured_outputs` or `json_schema`."""
         return self.structured_outputs if self.json_schema is None else StructuredOutputs(json=self.json_schema)
 
     def most_tokens(self, room: int) -> int:
@@ -120,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return room if self.max_tokens is None else min(room, self.max_tokens)
 
     def stating(self, **stated: Any) -> SamplingParams:
-        """Return a copy with the settings of a request. A value of None changes nothing.
+        """Return a copy with the settings that a request gives. Arguments that are None are ignored.
 
         An explicit `max_tokens` sets `cut_max_tokens` to False.
         """
@@ -131,30 +132,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether to take the most likely token. A temperature below 1e-5 is too small to divide float32 logits by."""
+        """Whether to take the most likely token. Float32 logits cannot be divided by a temperature below 1e-5."""
         return self.temperature < 1e-5
 
     def check(self, vocab_size: float) -> SamplingParams:
         """Return a copy with each setting converted to its type.
 
         Args:
-            vocab_size: Upper limit of token ids, exclusive. math.inf skips the check of ids before the model is loaded.
+            vocab_size: Exclusive upper limit of token ids. It is math.inf, which skips this check, before the model is
+                loaded.
 
         Raises:
-            InputError: A setting is wrong. The message names the setting, its value and its limits.
+            InputError: A setting is invalid. The message gives the setting, its value and its limits.
 
         """
         _require_ranges(self)
         typed = self._typed()
         if typed.top_p == 0:
-            raise InputError("top_p is 0, it must be above 0", param="top_p")
+            raise InputError("top_p is 0; it must be above 0", param="top_p")
         if typed.max_tokens is not None and typed.min_tokens > typed.max_tokens:
             raise InputError(
-                f"min_tokens is {typed.min_tokens}, above max_tokens, {typed.max_tokens}", param="min_tokens"
+                f"min_tokens is {typed.min_tokens}; it must not exceed max_tokens, {typed.max_tokens}",
+                param="min_tokens",
             )
         if len(typed.cache_salt) > MAX_SALT_CHARACTERS:
             raise InputError(
-                f"cache_salt has {len(typed.cache_salt)} characters, the limit is {MAX_SALT_CHARACTERS}",
+                f"cache_salt has {len(typed.cache_salt)} characters; the limit is {MAX_SALT_CHARACTERS}",
                 param="cache_salt",
             )
         with blaming("stop"):
@@ -165,10 +168,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if typed.logprob_token_ids is not None and typed.logprobs is None:
             raise InputError("logprob_token_ids needs logprobs", param="logprob_token_ids")
         try:
-            msgspec.msgpack.encode(typed)  # fails here rather than on the way to the engine
+            msgspec.msgpack.encode(typed)  # raise an error here rather than when the request is sent to the engine
         except UnicodeEncodeError as error:
             raise InputError(
-                "a stop string, a bad word, the salt or the structured output holds a lone surrogate"
+                "a stop string, a bad word, cache_salt or the structured output contains a lone surrogate"
             ) from error
         _require_structure(typed)
         return typed
@@ -218,7 +221,7 @@ def _require_ranges(params: SamplingParams) -> None:
     for name, low, high in _RANGES:
         value = getattr(params, name)
         if isinstance(value, int | float) and not low <= value <= high:
-            raise InputError(f"{name} is {shown(value)}, it must be in [{low}, {high}]", param=name)
+            raise InputError(f"{name} is {shown(value)}; it must be in [{low}, {high}]", param=name)
 
 
 def _require_structure(params: SamplingParams) -> None:
@@ -226,21 +229,27 @@ def _require_structure(params: SamplingParams) -> None:
     if (wanted := params.structure) is None:
         return
     if params.json_schema is not None and params.structured_outputs is not None:
-        raise InputError("there are json_schema and structured_outputs; give one", param="structured_outputs")
+        raise InputError(
+            "json_schema and structured_outputs cannot be used together; leave one of them out",
+            param="structured_outputs",
+        )
     with blaming("structured_outputs" if params.json_schema is None else "json_schema"):
         wanted.check()
     if params.ignore_eos or params.min_tokens:
-        raise InputError(f"{wanted.noun} determines the end of the output; leave out ignore_eos and min_tokens")
+        raise InputError(
+            f"ignore_eos and min_tokens cannot be used with {wanted.noun}, which determines the end of the output; "
+            "leave them out"
+        )
 
 
 def _require_texts(noun: str, texts: Sequence[str], most: int, most_characters: int) -> None:
     """Raise InputError if there are too many texts, or one is too long or empty."""
     if len(texts) > most:
-        raise InputError(f"there are {len(texts)} {noun}s, the limit is {most}")
+        raise InputError(f"there are {len(texts)} {noun}s; the limit is {most}")
     if "" in texts:
         raise InputError(f"{noun} {texts.index('')} of {len(texts)} is empty")
     if (longest := max(map(len, texts), default=0)) > most_characters:
-        raise InputError(f"a {noun} has {longest} characters, the limit is {most_characters}")
+        raise InputError(f"a {noun} has {longest} characters; the limit is {most_characters}")
 
 
 def _require_ids(params: SamplingParams, vocab_size: float) -> None:
@@ -256,16 +265,16 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
         if ids is None:
             continue
         if len(ids) > most:
-            raise InputError(f"{name} names {len(ids)} tokens, the limit is {most}", param=name)
+            raise InputError(f"{name} has {len(ids)} tokens; the limit is {most}", param=name)
         if not ids and name in _NEVER_EMPTY:
             raise InputError(f"{name} is empty; leave it out, or name at least one token", param=name)
         if (bad := next((i for i in ids if not 0 <= i < limit), None)) is not None:
-            raise InputError(f"{name} names token {shown(bad)}, ids are in [0, {limit})", param=name)
+            raise InputError(f"{name} has token id {shown(bad)}; it must be in [0, {limit})", param=name)
     if len(params.bad_token_ids) > 2 * MAX_BAD_WORDS:
-        message = f"there are {len(params.bad_token_ids)} bad_token_ids, the limit is {2 * MAX_BAD_WORDS}"
+        message = f"there are {len(params.bad_token_ids)} bad_token_ids; the limit is {2 * MAX_BAD_WORDS}"
         raise InputError(message, param="bad_token_ids")
     if bad_bias := [b for b in params.logit_bias.values() if not -100 <= b <= 100]:
-        raise InputError(f"logit_bias is {bad_bias[0]}, it must be in [-100, 100]", param="logit_bias")
+        raise InputError(f"logit_bias is {bad_bias[0]}; it must be in [-100, 100]", param="logit_bias")
 
 
 _MAX_BAD_TOKENS = 4 * MAX_BAD_WORD_CHARACTERS + 1
@@ -274,7 +283,7 @@ _NEVER_EMPTY = frozenset({"allowed_token_ids", "logprob_token_ids", "bad_token_i
 
 
 def _mistyped(given: Mapping[str, Any], message: str) -> InputError:
-    """Return the error for msgspec's `message`. If the setting's value is short, the error shows it."""
+    """Return the error for msgspec's `message`. It shows the setting's value if the value is short."""
     name = message.removeprefix("a key of ").partition(" ")[0].partition("[")[0].partition(".")[0]
     value = given.get(name)
     if message.startswith(f"{name} ") and isinstance(value, str | int | float) and len(repr(value)) <= _MAX_SHOWN:

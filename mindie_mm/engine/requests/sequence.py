@@ -27,55 +27,55 @@ class Sequence:
     request_id: str
     params: SamplingParams
     token_ids: list[int]
-    """Plain ids of the prompt, followed by the output."""
+    """Ids of the prompt, with placeholder ids in place of handle words, followed by the output."""
     num_prompt: int
     items: abc.Sequence[MediaItem]
     """Media of the prompt, in order."""
     prompt_positions: Positions
-    """Positions of the prompt's tokens, which also determine the positions of the output."""
+    """Positions of the prompt's tokens. They also determine the positions of the output."""
     span_ids: Tensor | None
-    """Span of each prompt token, int64 [num_prompt]. Tokens of one span attend to each other in both directions. A
-    negative id is no span. None: attention is causal everywhere."""
+    """Span id of each prompt token, int64 [num_prompt]. Tokens with the same id attend to each other in both
+    directions. Tokens with a negative id are not in a span. None means that attention is causal everywhere."""
     max_tokens: int
     """Maximum number of output tokens, from the request or from the context length."""
     generator: torch.Generator | None
-    """Random generator of this sequence. None: sampling is greedy."""
+    """Random generator of this sequence, or None if sampling is greedy."""
     constraint: Constraint | None = None
-    """Constraint on the output, if the request has a JSON schema."""
+    """Constraint on the output, if the request asks for a structured output."""
     blocks: list[int] = field(default_factory=list)
-    """Blocks of the KV cache, in order."""
+    """KV blocks of the sequence, in order."""
     media_consumed: bool = False
-    """Whether the blocks of `items` may be freed, because the KV cache contains the effect of all features."""
+    """Whether the shared-memory blocks of `items` may be freed, because the KV cache covers all features."""
     num_computed: int = 0
     """Number of tokens whose keys and values are in the KV cache."""
     num_cached: int | None = None
-    """Number of tokens found in the prefix cache when the sequence was first scheduled. None before that."""
+    """Number of tokens that were in the prefix cache when the sequence was first scheduled, or None before that."""
     num_shareable: int = 0
-    """Number of leading tokens whose blocks other sequences may share."""
+    """Number of leading tokens whose KV blocks other sequences may share."""
     root_key: bytes = b""
     """Key that precedes the key of the first block (`prefix.py`)."""
     keys: list[bytes] = field(default_factory=list)
-    """Keys of the first full blocks, as far as they have been computed."""
+    """Keys of the first full KV blocks, as far as they have been computed."""
     span_keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """Hashes of the content of `spans`, as far as they have been computed."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities at positions 1.. of the prompt, as far as they have been computed."""
     asked_s: float = field(default_factory=time.monotonic)
-    """As `Add.asked_s`."""
+    """Same as `Add.asked_s`."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     tower_s: float = 0.0
     spans: list[tuple[int, int]] = field(init=False)
     """Bidirectional spans [start, stop) of the prompt, ascending. No chunk may end within a span."""
     unique_prompt_ids: NDArray[np.int64] = field(init=False)
-    """Distinct ids of the prompt, int64, ascending. Empty without a repetition penalty."""
+    """Distinct ids of the prompt, int64, ascending. Empty if there is no repetition penalty."""
     output_counts: Counter[int] = field(init=False)
     """Number of occurrences of each id in the output."""
     _refused: NDArray[np.bool_] | None = field(init=False, default=None)
     _item_starts: list[int] = field(init=False)
-    """First slot of each item, ascending."""
+    """Position of the first placeholder of each item, ascending."""
     _item_stops: list[int] = field(init=False)
-    """Index after the last slot of each item and of all items before it, ascending."""
+    """For each item, one past the last placeholder of this item and of all items before it, ascending."""
 
     def __post_init__(self) -> None:
         self.spans = _spans(self.span_ids)
@@ -92,16 +92,16 @@ class Sequence:
 
     @property
     def media_stop(self) -> int:
-        """Index after the last slot of all items. 0 without media."""
+        """One past the last placeholder of all items, or 0 without media."""
         return self._item_stops[-1] if self._item_stops else 0
 
     def consume_media(self) -> None:
-        """Release the mappings of the media's blocks. The blocks may be freed afterwards."""
+        """Unmap the media's blocks. The blocks may be freed afterwards."""
         self.media_consumed = True
         self.items = [item.loose() for item in self.items]
 
     def refill(self, items: abc.Sequence[MediaItem]) -> None:
-        """Replace the items by the same media in other blocks."""
+        """Replace the items with the same media in other blocks."""
         self.media_consumed = False
         self.items = items
 
@@ -121,7 +121,7 @@ class Sequence:
         return self.token_ids[self.num_prompt :]
 
     def ids(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the plain ids of tokens [start, stop), int64."""
+        """Return the ids of tokens [start, stop), int64, without handle words."""
         return np.array(self.token_ids[start:stop], dtype=np.int64)
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -136,7 +136,7 @@ class Sequence:
         return self._refused
 
     def items_in(self, start: int, stop: int) -> list[MediaItem]:
-        """Return the media items with slots in [start, stop)."""
+        """Return the media items with placeholders in [start, stop)."""
         first, last = bisect_right(self._item_stops, start), bisect_left(self._item_starts, stop)
         return [item for item in self.items[first:last] if item.stop > start]
 
@@ -146,7 +146,7 @@ class Sequence:
         return self.spans[first : bisect_left(self.spans, stop, key=lambda span: span[0])]
 
     def timings(self) -> Timings:
-        """Return the time spent in each stage up to the present."""
+        """Return the time spent in each stage so far."""
         now = time.monotonic()
         scheduled = self.scheduled_s or now
         first = self.first_token_s or now
@@ -159,7 +159,7 @@ class Sequence:
 
 
 def _spans(span_ids: Tensor | None) -> list[tuple[int, int]]:
-    """Return each bidirectional span as [start, stop), with overlapping spans merged."""
+    """Return the bidirectional spans as [start, stop). Overlapping spans are merged."""
     if span_ids is None:
         return []
     numbers, first = np.unique(span_ids.numpy(), return_index=True)

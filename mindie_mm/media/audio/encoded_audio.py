@@ -1,7 +1,8 @@
-"""Decoding of audio through PyAV, with a mix to one channel and resampling, as in `load_audio` of transformers.
+"""Decoding of audio with PyAV. Like `load_audio` of transformers, this module mixes to one channel and resamples.
 
-The result equals that of its soundfile backend and of `librosa.load`, bit for bit for lossless files. Channels are
-averaged, soxr resamples at quality HQ, and the result has ceil(samples * rate / source rate) samples.
+For lossless files, the result is bit for bit the same as from the soundfile backend of `load_audio` and from
+`librosa.load`. Channels are averaged, soxr resamples with quality HQ, and the result has
+ceil(samples * rate / source rate) samples.
 """
 
 from __future__ import annotations
@@ -26,22 +27,24 @@ CONTAINERS = (
     *("wav", "flac", "mp3", "aac", "ogg", "aiff", "caf", "w64", "au", "nistsphere"),
     *("mov", "matroska", "asf", "avi", "mpegts", "flv", "mpeg"),
 )
-"""Supported containers, detected by content. Video containers are supported for their audio.
+"""Supported containers, detected by content. They include video containers with an audio stream.
 
-`mov` includes MP4 and M4A, `matroska` includes WebM, and `mpeg` is the program stream. Playlists are not supported.
+`mov` includes MP4 and M4A, `matroska` includes WebM, and `mpeg` is the MPEG program stream. Playlists are not
+supported.
 """
 _PASSED_OVER = (*BARE, "mpegts", "mpeg")
-"""Containers in which packets that do not decode are skipped. Broadcast recordings start in the middle of a frame."""
+"""Containers in which packets that cannot be decoded are skipped. A broadcast recording may start within a frame."""
 MIN_RATE, MAX_RATE = 1_000, 768_000
 """Minimum and maximum sampling rate of a source in Hz."""
 MAX_CHANNELS = 64
 MAX_AMPLITUDE = 1e9
-"""Maximum absolute sample value. Unscaled integers are far below it, and powers of larger values would overflow."""
+"""Maximum absolute sample value. Unscaled integers are far below this, and powers of larger values would overflow."""
 
 _MAX_PLANES = 7
-"""Maximum number of planes of a frame that PyAV can read. It needs an end marker, which a longer list lacks."""
+"""Maximum number of planes of a frame that PyAV can read. PyAV needs an end marker, which a longer list does not have.
+"""
 
-# Seconds that are decoded beyond a cut, so that the resampling filter does not see the cut.
+# Number of seconds to decode beyond a cut, so that the cut does not affect the resampling filter.
 _MARGIN_S = 1.0
 
 Samples = NDArray[np.float32]
@@ -50,13 +53,13 @@ Samples = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class EncodedAudio:
-    """A clip whose container has been read and checked against the caps. The samples are not decoded yet."""
+    """A clip whose container has been read and checked against the limits. The samples are not decoded yet."""
 
     rate: int
-    """Sampling rate in Hz, as the container states it. The decoder may report another rate."""
+    """Sampling rate in Hz in the container. The decoder may report another rate."""
     data: bytes
     max_source_samples: int
-    """Maximum number of decoded samples per channel. They are kept as float32 until they are resampled."""
+    """Maximum number of samples per channel to decode. Decoded samples are kept as float32 until they are resampled."""
     max_pixels: int
     """Maximum number of pixels of an embedded cover picture."""
 
@@ -65,12 +68,14 @@ class EncodedAudio:
         """Read the container of `data` without decoding it.
 
         Raises:
-            MediaError: The data are not readable as audio.
-            LimitExceeded: The clip exceeds a cap.
+            MediaError: The data cannot be read as audio.
+            LimitExceeded: The clip exceeds a limit.
 
         """
         limits = caps()
-        unreadable = MediaError(f"the {len(data)} bytes are no readable sound ({', '.join(CONTAINERS)})")
+        unreadable = MediaError(
+            f"the {len(data)} bytes cannot be read as audio (supported formats: {', '.join(CONTAINERS)})"
+        )
         with reading(lambda: unreadable), open_container(data, CONTAINERS, limits.max_video_pixels) as container:
             stream, num_channels = _stream_of(container)
             rate = stream.rate
@@ -78,13 +83,13 @@ class EncodedAudio:
             durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
         _check_rate(rate)
         if not 1 <= num_channels <= MAX_CHANNELS:
-            raise LimitExceeded(f"the clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
+            raise LimitExceeded(f"the audio clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
         if (stated := max(filter(None, durations), default=0.0)) > limits.max_audio_seconds:
-            raise LimitExceeded(f"the clip lasts {stated:.1f} s; the limit is {limits.max_audio_seconds:g} s")
+            raise LimitExceeded(f"the audio clip lasts {stated:.1f} s; the limit is {limits.max_audio_seconds:g} s")
         return cls(rate, data, limits.max_audio_samples, limits.max_video_pixels)
 
     def decode(self, rate: int, max_samples: int) -> Samples:
-        """Return the first `max_samples` samples, or fewer, at `rate` Hz. The rest of the clip is not decoded.
+        """Return at most the first `max_samples` samples at `rate` Hz. The rest of the clip is not decoded.
 
         Raises:
             MediaError: The clip is broken.
@@ -93,20 +98,22 @@ class EncodedAudio:
         """
         pieces: list[Samples] = []
         num_samples, own_rate = 0, self.rate
-        with reading(lambda: MediaError(f"the sound is broken: {num_samples} samples can be decoded")):
+        with reading(lambda: MediaError(f"the audio clip is broken: only {num_samples} samples could be decoded")):
             for frame in self._frames():
                 if not pieces:
                     own_rate = _check_rate(frame.sample_rate)
                 elif frame.sample_rate != own_rate:
-                    raise MediaError(f"the clip changes from {own_rate} samples a second to {frame.sample_rate}")
+                    raise MediaError(
+                        f"the audio clip changes its sampling rate from {own_rate} Hz to {frame.sample_rate} Hz"
+                    )
                 pieces.append(_mono(frame))
                 num_samples += len(pieces[-1])
                 if num_samples > self.max_source_samples:
-                    raise LimitExceeded(f"the clip has more than {self.max_source_samples} samples, the limit")
+                    raise LimitExceeded(f"the audio clip has more samples than the limit of {self.max_source_samples}")
                 if num_samples >= _num_source_samples(max_samples, own_rate, rate):
                     break
         if not num_samples:
-            raise MediaError("the clip has no samples")
+            raise MediaError("the audio clip has no samples")
         return _resample(np.concatenate(pieces), own_rate, rate, max_samples)
 
     def _frames(self) -> Iterator[av.AudioFrame]:
@@ -123,70 +130,74 @@ class EncodedAudio:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedAudio:
-    """Samples that the caller supplies, with the interface of an EncodedAudio."""
+    """Samples that the caller supplies, with the same interface as an EncodedAudio."""
 
     samples: Samples
     rate: int | None
-    """Sampling rate in Hz, or None for the rate of the model."""
+    """Sampling rate in Hz. None means the sampling rate of the model."""
 
     def decode(self, rate: int, max_samples: int) -> Samples:
-        """Return the first `max_samples` samples, or fewer, at `rate` Hz."""
+        """Return at most the first `max_samples` samples at `rate` Hz."""
         return _resample(self.samples, self.rate or rate, rate, max_samples)
 
 
 def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAudio:
-    """Read the header of a clip. Its samples are decoded on request.
+    """Read the header of a clip. Call `decode` on the result to decode the samples.
 
     Args:
         data: An encoded clip, or samples of one channel.
-        rate: Sampling rate of samples in Hz, or None for the rate of the model. Not allowed for an encoded clip.
+        rate: Sampling rate of the samples in Hz. None means the sampling rate of the model. Not allowed for an encoded
+            clip.
 
     Raises:
         InputError: `rate` is given for an encoded clip.
-        MediaError: The data are not readable as audio.
-        LimitExceeded: The clip exceeds a cap.
+        MediaError: The data cannot be read as audio.
+        LimitExceeded: The clip exceeds a limit.
 
     """
     assert not isinstance(data, tuple), "frames are a video's"
     if not isinstance(data, bytes):
         return DecodedAudio(data, rate)
     if rate is not None:
-        raise InputError(f"sampling_rate {rate} is given of an encoded clip, which states its own")
+        raise InputError(f"sampling_rate is {rate}, but an encoded clip has its own rate; leave sampling_rate out")
     return EncodedAudio.open(data)
 
 
 def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
     """Return the audio stream that players choose, and its number of channels.
 
-    The channel layout is replaced by a plain number of channels. If PyAV reads a layout with a custom order, as in some
-    CAF, AIFF and MOV files, it frees a list that belongs to FFmpeg, and would free it again for each frame.
+    This function replaces the channel layout by a layout without an order. If PyAV reads a layout with a custom order,
+    as in some CAF, AIFF and MOV files, it frees a list that belongs to FFmpeg. For each frame, it would free the list
+    again.
 
     Raises:
         MediaError: There is no supported audio stream.
 
     """
     if container.streams.best("audio") is None and any(_states_no_rate(one) for one in container.streams.audio):
-        raise MediaError("the file's sound states no rate, how many samples a second it has")
+        raise MediaError("the audio stream of the file has no sampling rate")
     stream: AudioStream = best_stream(container, "audio")
-    check_codec(stream.codec_context, "the file's sound")
+    check_codec(stream.codec_context, "the audio stream")
     if num_channels := stream.codec_context.channels:  # this frees the list, and the next line drops it
         stream.codec_context.layout = f"{num_channels} channels"
     return stream, num_channels
 
 
 def _states_no_rate(stream: AudioStream) -> bool:
-    """Return whether a stream states no sampling rate. FFmpeg then finds no best stream."""
+    """Return whether a stream does not state its sampling rate. FFmpeg does not choose such a stream as the best."""
     return stream.codec_context is not None and not stream.codec_context.sample_rate
 
 
 def _check_rate(rate: int) -> int:
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise LimitExceeded(f"the clip has {rate} samples a second; the limits are {MIN_RATE} and {MAX_RATE}")
+        raise LimitExceeded(
+            f"the audio clip has a sampling rate of {rate} Hz; it must be from {MIN_RATE} to {MAX_RATE}"
+        )
     return rate
 
 
 def _num_source_samples(max_samples: int, source_rate: int, rate: int) -> int:
-    """Return the number of source samples that are needed for the first `max_samples` at `rate`."""
+    """Return the number of source samples that are needed to compute the first `max_samples` samples at `rate`."""
     return math.ceil(max_samples * source_rate / rate) + math.ceil(_MARGIN_S * source_rate)
 
 
@@ -194,7 +205,7 @@ def _mono(frame: av.AudioFrame) -> Samples:
     """Return float32 [samples]. Integers are scaled to [-1, 1), and channels are averaged."""
     array = frame.to_ndarray()
     channels = array if frame.format.is_planar else array.reshape(-1, frame.layout.nb_channels).T
-    with np.errstate(over="ignore", invalid="ignore"):  # `_resample` refuses NaN and infinities
+    with np.errstate(over="ignore", invalid="ignore"):  # `_resample` refuses NaN and infinity
         scaled: Samples = channels.astype(np.float32)
         if array.dtype.kind == "u":
             scaled -= 128  # unsigned samples always have 8 bits
@@ -207,7 +218,7 @@ def _mono(frame: av.AudioFrame) -> Samples:
 def _resample(samples: Samples, source_rate: int, rate: int, max_samples: int) -> Samples:
     peak = np.abs(samples).max()
     if not peak <= MAX_AMPLITUDE:  # true for NaN, too
-        raise MediaError(f"the clip has samples of {peak}; the limit is {MAX_AMPLITUDE:g}")
+        raise MediaError(f"the audio clip has a sample of amplitude {peak}; the limit is {MAX_AMPLITUDE:g}")
     if source_rate != rate:
         samples = samples[: _num_source_samples(max_samples, source_rate, rate)]
         num_samples = math.ceil(len(samples) * rate / source_rate)

@@ -1,8 +1,8 @@
-"""Log-mel spectrograms, as computed by transformers' WhisperFeatureExtractor with torch.
+"""Log-mel spectrograms, equal to those of the torch implementation in transformers' WhisperFeatureExtractor.
 
-The steps follow Whisper (arXiv 2212.04356, section 2.2): Hann windows, power, mel filters, log10, a floor of 8 below
-the maximum of the clip, and (x + 4) / 4. The extractor pads each clip with silence to 30 s or more. Here only the
-requested part of that silence is computed.
+The steps follow Whisper (arXiv 2212.04356, section 2.2): Hann windows, power, mel filters, log10, clamping to at
+least the maximum of the clip minus 8, and (x + 4) / 4. The feature extractor pads each clip with silence to 30 s or
+more. This module computes only the part of the silence that the caller requests.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class MelSettings:
     hop: int
     """Distance between frames in samples."""
     max_samples: int
-    """Maximum length of a clip in samples. The rest is cut off, as in the reference."""
+    """Maximum length of a clip in samples. Further samples are cut off, as in the reference."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> MelSettings:
-        """Read the configuration of a feature extractor. `where` names it in errors.
+        """Read the configuration of a feature extractor. `where` is its name in error messages.
 
         Raises:
             UnsupportedCheckpoint: A setting is not supported.
@@ -51,7 +51,7 @@ class MelSettings:
         """
         for name, needed in (("padding_value", 0.0), ("dither", 0.0)):
             if config.get(name, needed) != needed:
-                raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}, only {needed!r} is served")
+                raise UnsupportedCheckpoint(f"{where}: {name} is {config[name]!r}; only {needed!r} is supported")
         rate = config.get("sampling_rate", 16_000)
         return cls(
             rate=rate,
@@ -63,11 +63,11 @@ class MelSettings:
 
     @property
     def max_frames(self) -> int:
-        """Number of frames of the longest clip."""
+        """Number of frames in a clip of maximum length."""
         return self.max_samples // self.hop
 
     def num_frames(self, num_samples: int) -> int:
-        """Return the number of frames that begin within a clip of `num_samples`, up to `max_frames`."""
+        """Return the number of frames that begin within a clip of `num_samples` samples, at most `max_frames`."""
         return min(math.ceil(num_samples / self.hop), self.max_frames)
 
 
@@ -77,31 +77,31 @@ def write_log_mel(samples: Samples, settings: MelSettings, out: NDArray[np.float
     Args:
         samples: Samples at the rate of `settings`, float32 [samples].
         settings: Spectrogram settings.
-        out: Output, float32 [num_bins, frames], with `settings.num_frames(len(samples))` to `settings.max_frames`
-            frames. Frames after the clip contain silence.
+        out: Output, float32 [num_bins, frames]. The number of frames is at least `settings.num_frames(len(samples))`
+            and at most `settings.max_frames`. Frames after the clip are silent.
 
     """
     samples = samples[: settings.max_samples]
     num_frames = out.shape[1]
     assert settings.num_frames(len(samples)) <= num_frames <= settings.max_frames, (len(samples), out.shape)
-    # Silence follows the clip, so that the last frames do not depend on where the silence ends.
+    # Pad the clip with enough silence that the last frames do not depend on the length of the silence.
     length = min(max(len(samples), num_frames * settings.hop) + 2 * settings.window, settings.max_samples)
     padded = torch.zeros(length)
     padded[: len(samples)] = torch.from_numpy(samples.copy() if not samples.flags.writeable else samples)
     spectrum = torch.stft(
         padded, settings.window, settings.hop, window=torch.hann_window(settings.window), return_complex=True
     )
-    real, imaginary = torch.view_as_real(spectrum.T[:-1]).unbind(-1)  # torch's memory order, so no copy
+    real, imaginary = torch.view_as_real(spectrum.T[:-1]).unbind(-1)  # transposed, as torch stores it: no copy
     power = real.square().addcmul_(imaginary, imaginary)
     logarithm = (_filters(settings.rate, settings.num_bins, settings.window) @ power.T).clamp_(min=_FLOOR).log10_()
-    floor = logarithm.max() - _RANGE  # over all frames, including those that are not requested
+    floor = logarithm.max() - _RANGE  # the maximum of all frames, including frames that are not requested
     torch.from_numpy(out).copy_(logarithm[:, :num_frames].clamp_(min=floor).add_(4.0).div_(4.0))
 
 
 @cache
 def _filters(rate: int, num_bins: int, window: int) -> Tensor:
     """Return the filters of Slaney's Auditory Toolbox, float32 [num_bins, 1 + window // 2]."""
-    from transformers.audio_utils import mel_filter_bank  # late, because it takes a second and few prompts need it
+    from transformers.audio_utils import mel_filter_bank  # late: the import takes a second, and few prompts need it
 
     filters = mel_filter_bank(
         num_frequency_bins=1 + window // 2,

@@ -1,1 +1,1 @@
-"""Fetching media: URLs, and HTTP restricted to public addresses."""
+"""Fetching of media: parsing of URLs, and HTTP requests to public addresses only."""

@@ -1,8 +1,8 @@
-"""Fetching of media over HTTP, restricted to public addresses.
+"""Fetching of media over HTTP from public addresses only.
 
-A name is resolved once per connection, and every address that it resolves to must be public. The socket is opened only
-to an address that was checked, so a DNS record that changes after the check has no effect. Each redirect is checked
-like the first URL (`http_url.py`).
+A host name is resolved once per connection, and all its addresses must be public. The socket connects only to an
+address that has been checked, so a DNS record that changes after the check has no effect. Each redirect is checked like
+the first URL (`http_url.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from mindie_mm.processes.tasks import in_thread
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 1 << 16
 
-# Python's is_global accepts these networks, but they may lead to any IPv4 address or into the cloud of the machine.
+# Python's is_global accepts these networks, but their addresses may lead to any IPv4 address, or to internal services
+# of a cloud.
 _CLOSED = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -73,16 +74,16 @@ async def fetch(
 
     Args:
         url: An http or https URL.
-        max_bytes: Maximum size of the body in bytes, as sent and as decoded.
+        max_bytes: Maximum size of the body in bytes, both as sent and after decoding.
         timeout_s: Maximum duration in seconds, including redirects.
         connect_timeout_s: Maximum time in seconds to open a connection.
-        read_timeout_s: Maximum time in seconds in which the server sends nothing.
+        read_timeout_s: Maximum time in seconds between two pieces of data from the server.
         max_redirects: Maximum number of redirects.
         allowed_domains: Allowed hosts, including their subdomains. If empty, every host is allowed.
         allow_private: Whether to allow addresses that are not public.
-        spend: Called with the size in bytes of each chunk, and with the bytes that decoding adds. An exception from it
-            ends the fetch.
-        request: Request on whose behalf the URL is fetched. Its concurrent name lookups are limited.
+        spend: Function that is called with the size of each chunk in bytes, and with the number of bytes that decoding
+            adds. It can raise an exception to abort the fetch.
+        request: Id of the request that needs the URL. The number of its concurrent name lookups is limited.
 
     Raises:
         MediaError: The URL is not allowed or cannot be fetched.
@@ -98,7 +99,7 @@ async def fetch(
             asyncio.timeout(timeout_s),
             aiohttp.ClientSession(
                 connector=connector,
-                trust_env=False,  # a proxy would connect in our place, and no address could be checked
+                trust_env=False,  # a proxy would connect on our behalf, so that no address could be checked
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 headers={"Accept-Encoding": "identity", "User-Agent": "mindie_mm"},
@@ -111,15 +112,17 @@ async def fetch(
                         return await _body(response, max_bytes, spend)
                     location = response.headers.get("Location", "")
                     target = checked_url(redirected_url(location, target), allowed_domains)
-            raise MediaError(f"{target.host} redirects more than {max_redirects} times")
+            raise MediaError(f"{target.host} redirects more often than the limit of {max_redirects} times")
     except aiohttp.ConnectionTimeoutError as error:
-        raise MediaError(f"{target.host} took no connection within the limit of {connect_timeout_s:g} s") from error
+        raise MediaError(
+            f"{target.host} did not accept a connection within the limit of {connect_timeout_s:g} s"
+        ) from error
     except aiohttp.SocketTimeoutError as error:
-        raise MediaError(f"{target.host} was silent for longer than the limit of {read_timeout_s:g} s") from error
+        raise MediaError(f"{target.host} sent nothing for longer than the limit of {read_timeout_s:g} s") from error
     except TimeoutError as error:
         raise MediaError(f"fetching from {target.host} took longer than the limit of {timeout_s:g} s") from error
     except TooManyInterim as error:
-        raise MediaError(f"{target.host} sends more than {MAX_INTERIM} interim answers, the limit") from error
+        raise MediaError(f"{target.host} sent more interim responses than the limit of {MAX_INTERIM}") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise MediaError(f"could not fetch from {target.host}: {_reason(error)}") from error
 
@@ -127,15 +130,15 @@ async def fetch(
 async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callable[[int], None] | None) -> bytes:
     host = response.url.host
     if response.status != 200:
-        raise MediaError(f"{host} answered with status {response.status}")
+        raise MediaError(f"{host} responded with status {response.status}")
     codings = codings_of(response.headers.getall("Content-Encoding", ()), host)
     if (length := response.content_length) is not None and length > max_bytes:
-        raise LimitExceeded(f"{host} announces {length} bytes, the limit for one item is {max_bytes}")
+        raise LimitExceeded(f"{host} announced {length} bytes; the limit for one item is {max_bytes}")
     body = bytearray()
     async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
         body += chunk
         if len(body) > max_bytes:
-            raise LimitExceeded(f"{host} sends more than {max_bytes} bytes, the limit for one item")
+            raise LimitExceeded(f"{host} sent more bytes than the limit of {max_bytes} for one item")
         if spend is not None:
             spend(len(chunk))
     if not codings:
@@ -147,11 +150,11 @@ async def _body(response: aiohttp.ClientResponse, max_bytes: int, spend: Callabl
 
 
 LOOKUPS = Threads("lookup")
-"""Threads for name lookups, shared by all fetches, because their number is limited per process."""
+"""Threads for name lookups. All fetches share them, because the number of threads is limited per process."""
 
 
 class _Resolver(AbstractResolver):
-    """The system's resolver, except that a name is refused if any of its addresses is not public."""
+    """Resolver that uses the system's resolver, but refuses a name if any of its addresses is not public."""
 
     def __init__(self, allow_private: bool, request: str | None) -> None:
         self._allow_private = allow_private
@@ -166,11 +169,11 @@ class _Resolver(AbstractResolver):
         return results
 
     async def close(self) -> None:
-        """Do nothing, because the resolver holds no resources."""
+        """Do nothing, because the resolver has no resources to release."""
 
 
 def _resolve(host: str, port: int, family: int) -> list[ResolveResult]:
-    """Resolve `host` as aiohttp does, but without the event loop.
+    """Resolve `host` as aiohttp does, but in the calling thread.
 
     Raises:
         OSError: The name cannot be resolved (gaierror).
@@ -181,7 +184,7 @@ def _resolve(host: str, port: int, family: int) -> list[ResolveResult]:
     return [
         ResolveResult(
             hostname=host,
-            host=socket.getnameinfo(address, numeric)[0],  # includes the zone
+            host=socket.getnameinfo(address, numeric)[0],  # includes the zone of an IPv6 address
             port=port,
             family=found,
             proto=protocol,
@@ -196,7 +199,7 @@ def _resolve(host: str, port: int, family: int) -> list[ResolveResult]:
 class _NotPublic(OSError):
     """An error for an address that is not public.
 
-    It is an OSError, as the connector expects for a failed connection.
+    The class derives from OSError, because the connector expects an OSError if a connection fails.
     """
 
 
@@ -211,18 +214,18 @@ def _socket_factory(allow_private: bool) -> Callable[[aiohttp.AddrInfoType], soc
 
 
 def _reason(error: BaseException) -> str:
-    """Describe a failure. The messages of aiohttp are not used, because they contain addresses and have any length."""
+    """Describe a failure. Do not use the messages of aiohttp, which contain addresses and may be long."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, _NotPublic):
             return "its address is not public"
         cause = getattr(cause, "os_error", None) or cause.__cause__
     if isinstance(error, aiohttp.InvalidURL):
-        return "its host is no name and no canonical address"
+        return "its host is neither a valid name nor a canonical address"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "its name cannot be resolved"
     if isinstance(error, aiohttp.ClientSSLError):
-        return "no trustworthy TLS connection"
+        return "the TLS certificate or handshake is invalid"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return "no connection"
-    return "the answer broke off or is not HTTP"
+        return "the connection failed"
+    return "the response ended early or is not valid HTTP"

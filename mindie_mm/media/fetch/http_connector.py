@@ -1,6 +1,7 @@
 """An aiohttp connector that limits the number of interim responses (1xx) before the final response.
 
-aiohttp skips any number of interim responses. A server that sends them without end would occupy the event loop.
+aiohttp skips any number of interim responses. If a server kept sending interim responses, it would occupy the event
+loop.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class TooManyInterim(aiohttp.ClientError):
 
 
 class Connector(aiohttp.TCPConnector):
-    """A TCP connector whose requests raise TooManyInterim.
+    """A TCP connector. Its requests raise TooManyInterim if the server sends too many interim responses.
 
-    Responses are counted per connection. Set `force_close`, so that each connection carries only one request.
+    Responses are counted per connection. Set `force_close`, so that each connection is used for only one request.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -35,7 +36,7 @@ class Connector(aiohttp.TCPConnector):
 
 
 class _Protocol(ResponseHandler):
-    """Protocol of one connection. It counts the responses."""
+    """Protocol of one connection, which counts the responses."""
 
     _num_answers = 0
 
@@ -46,4 +47,4 @@ class _Protocol(ResponseHandler):
             super().feed_data(data, size)
         elif self.transport is not None and not self.transport.is_closing():
             self.transport.abort()
-            self.set_exception(TooManyInterim())  # raised where the response is awaited, unless it has already arrived
+            self.set_exception(TooManyInterim())  # raised by the code that waits for the response, if it still waits

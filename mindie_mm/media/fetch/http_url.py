@@ -1,7 +1,7 @@
 """Checks of URLs before they are fetched.
 
-The path and the query are sent byte for byte, because the signature of a signed URL covers them. yarl alone parses the
-host, so the host that is checked is the host that is connected to.
+The path and the query are sent byte for byte, because the signature of a signed URL covers them. Only yarl parses the
+host, so that the host in the check is the same as the host in the connection.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _UNPRINTABLE = re.compile(r"[\0-\x20\x7f]")
 def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
     """Return `url` in the form in which it is requested, without its fragment.
 
-    Characters outside ASCII are percent-encoded as UTF-8, as in browsers. The path and the query are not changed in any
-    other way.
+    Characters outside ASCII are percent-encoded as UTF-8, as in browsers. Otherwise, the path and the query are not
+    changed.
 
     Args:
         url: The URL as the client gave it.
@@ -40,26 +40,26 @@ def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
 
     """
     if len(url) > MAX_URL_LENGTH:
-        raise LimitExceeded(f"a URL of {len(url)} characters, the limit is {MAX_URL_LENGTH}")
+        raise LimitExceeded(f"the URL has {len(url)} characters; the limit is {MAX_URL_LENGTH}")
     if "\\" in url or _UNPRINTABLE.search(url):
-        raise MediaError("a URL with a backslash, white space or a control character")
+        raise MediaError("the URL has a backslash, white space or a control character")
     try:
         parsed = URL(url)
-        own, port = parsed.host, parsed.port  # yarl decodes them on access, and raises if xn-- is not a valid name
+        own, port = parsed.host, parsed.port  # yarl decodes the host here, and raises if an xn-- name is invalid
         target = _escaped(url).partition("#")[0]
     except ValueError as error:
-        raise MediaError("a URL that cannot be parsed") from error
+        raise MediaError("the URL cannot be parsed") from error
     if parsed.scheme not in ("http", "https"):
-        raise MediaError(f"a URL of scheme {parsed.scheme!r}, http and https are fetched")
+        raise MediaError(f"the URL has the scheme {parsed.scheme!r}; it must be http or https")
     origin = _ORIGIN.match(target)
     if not own or port == 0 or origin is None:
-        raise MediaError("a URL without a host or with port 0")
+        raise MediaError("the URL has no host, or port 0")
     if parsed.user is not None or parsed.password is not None:
-        raise MediaError("a URL with a user name or password")
+        raise MediaError("the URL has a user name or password; remove it")
     host = (parsed.raw_host or "").rstrip(".").lower()
     allowed = map(encoded_domain, allowed_domains)
     if allowed_domains and not any(host == domain or host.endswith(f".{domain}") for domain in allowed):
-        raise MediaError(f"{own} is none of the allowed media domains")
+        raise MediaError(f"{own} is not one of the allowed media domains (--allowed-media-domains)")
     path_and_query = target[origin.end() :]
     # The query is passed as part of the path, because yarl would drop the ? of an empty query.
     path = path_and_query if path_and_query.startswith("/") else f"/{path_and_query}"
@@ -69,18 +69,18 @@ def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
 def redirected_url(location: str, base: URL) -> str:
     """Resolve the Location header of a response against `base`.
 
-    Some servers send white space, control characters and bytes that are not UTF-8. These are percent-encoded.
+    Some servers send white space, control characters and bytes that are not UTF-8. This function percent-encodes them.
 
     Raises:
         MediaError: The location is empty, too long or malformed.
 
     """
     if not location or len(location) > MAX_URL_LENGTH:
-        raise MediaError(f"{base.host} redirects without a usable location")
+        raise MediaError(f"{base.host} sent a redirect with an empty or too long location")
     try:
         location = _escaped(location)
     except ValueError as error:
-        raise MediaError(f"{base.host} redirects to a URL that cannot be parsed") from error
+        raise MediaError(f"{base.host} sent a redirect to a URL that cannot be parsed") from error
     if scheme_of(location):
         return location
     if location.startswith("//"):
@@ -92,12 +92,12 @@ def redirected_url(location: str, base: URL) -> str:
 
 @lru_cache
 def encoded_domain(domain: str) -> str:
-    """Return a domain name in its ASCII form, in lower case and without a trailing dot.
+    """Return a domain name in ASCII and lower case, without a trailing dot.
 
     The result is xn--bcher-kva.de for bücher.de, Bücher.de and xn--bcher-kva.de.
 
     Raises:
-        InputError: The name cannot be the host of a URL or a parent domain of one.
+        InputError: The name cannot be the host of a URL or a parent domain of a host.
 
     """
     try:
@@ -106,14 +106,14 @@ def encoded_domain(domain: str) -> str:
         host = ""
     if not _DOMAIN.fullmatch(host) and ":" not in host:
         raise InputError(
-            f"allowed_media_domains holds {domain!r}; it must be a host name such as example.org, without a scheme, "
-            "port or *. Its subdomains are allowed too"
+            f"allowed_media_domains has {domain!r}; it must be a host name such as example.org, without a "
+            "scheme, port or *. Its subdomains are allowed too"
         )
     return host.lower()
 
 
 def _escaped(url: str) -> str:
-    """Percent-encode characters after the origin that are not printable ASCII. Raise UnicodeEncodeError."""
+    """Percent-encode all characters after the origin that are not printable ASCII. May raise UnicodeEncodeError."""
     origin = _ORIGIN.match(url)
     start = origin.end() if origin is not None else 0
     return url[:start] + quote(url[start:], safe=_PRINTABLE, errors="surrogateescape")

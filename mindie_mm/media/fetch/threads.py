@@ -1,7 +1,7 @@
 """Threads for system calls that may hang, such as name lookups and reads from a stalled mount.
 
-Neither a lookup nor a read can be cancelled. In the few threads of the event loop, calls that hang would block all
-other work long after their requests ended.
+A lookup or a read cannot be canceled. The event loop has few threads. Calls that hang in those threads would block all
+other work, even long after the requests have ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MAX_THREADS = 64
-"""Maximum number of running calls, including calls whose result is no longer awaited."""
+"""Maximum number of running calls. Calls whose callers do not wait any more count, too."""
 MAX_OF_A_REQUEST = 4
 """Maximum number of running calls for one request. Further calls wait."""
 
@@ -25,18 +25,18 @@ MAX_OF_A_REQUEST = 4
 class _Work:
     do: Callable[[], Any]
     request: str | None
-    """Request on whose behalf the call runs, or None."""
+    """Id of the request that needs the result, or None."""
     done: Future[Any] = field(default_factory=Future)
 
 
 class Threads:
-    """A limited set of daemon threads, one per call, that do not keep the process alive.
+    """A limited number of daemon threads, which do not keep the process alive. Each call has its own thread.
 
     The methods may be called from any thread and any event loop.
     """
 
     def __init__(self, name: str) -> None:
-        """Set the name of the threads."""
+        """Create an object without threads. `name` is the name for all its threads."""
         self._name = name
         self._lock = threading.Lock()
         self._waiting: list[_Work] = []
@@ -45,13 +45,13 @@ class Threads:
     async def run(self, do: Callable[[], T], request: str | None = None) -> T:
         """Call `do` in a thread and return its result.
 
-        If this coroutine is cancelled, a call that is running continues and its result is dropped. A call that is
-        waiting is not made.
+        If this coroutine is canceled while the call runs, the call continues and its result is dropped. If the call is
+        still waiting, it never runs.
 
         Args:
             do: The function to call.
-            request: Request on whose behalf the call is made. At most `MAX_OF_A_REQUEST` of its calls run at a time.
-                None if there is no request, so that this limit does not apply.
+            request: Id of the request that needs the result. At most `MAX_OF_A_REQUEST` calls of a request run at the
+                same time. None means that there is no request, and that this limit does not apply.
 
         Raises:
             OSError: The system cannot start another thread.
@@ -69,7 +69,7 @@ class Threads:
                     self._waiting.remove(work)
 
     def _start(self) -> None:
-        """Start the waiting calls that may run, in the order of their arrival. The caller holds the lock."""
+        """Start the waiting calls that may run, in order of arrival. The caller holds the lock."""
         for work in [*self._waiting]:
             if len(self._running) >= MAX_THREADS:
                 return
@@ -89,7 +89,7 @@ class Threads:
     def _run(self, work: _Work) -> None:
         try:
             work.done.set_result(work.do())
-        except Exception as error:  # noqa: BLE001 - passed on to the caller of `run`
+        except Exception as error:  # noqa: BLE001 - the future passes the exception to the caller of `run`
             work.done.set_exception(error)
         finally:
             with self._lock:

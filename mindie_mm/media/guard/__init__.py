@@ -1,1 +1,1 @@
-"""Limits on hostile media, checked before and during decoding."""
+"""Limits that protect against hostile media. They are checked before and during decoding."""

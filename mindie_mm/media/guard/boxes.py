@@ -1,4 +1,4 @@
-"""Limits for JPEG 2000 and AVIF files, checked in their boxes before a decoder runs."""
+"""Limits on the boxes of JPEG 2000 and AVIF files, checked before a decoder runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from mindie_mm.errors import LimitExceeded
 
 MAX_BOXES = 1000
-"""Maximum number of boxes before the codestream of a JPEG 2000 file. Pillow reads each of them."""
+"""Maximum number of boxes before the codestream of a JPEG 2000 file. Pillow reads each box."""
 MAX_JPEG2000_PIXELS = 2**26
 """Maximum number of pixels of a JPEG 2000 image. OpenJPEG takes 20 bytes and 30 ns per pixel, even for a tiny file."""
 MAX_TABLE_BYTES = 2**17
-"""Maximum size in bytes of the tables of an AVIF file, including its colour profile.
+"""Maximum size in bytes of the tables of an AVIF file, including its color profile.
 
-libavif searches the tables from the start for each item or chunk. Real tables take a few hundred bytes.
+For each item or chunk, libavif searches the tables from the beginning. Real tables have a few hundred bytes.
 """
 
 _JP2_START = b"\0\0\0\x0cjP  \r\n\x87\n"
@@ -28,7 +28,7 @@ def check_boxes(data: bytes) -> tuple[int, int] | None:
     """Check the limits of a JPEG 2000 or AVIF file. Other files pass.
 
     Returns:
-        Width and height of the codestream of a JPEG 2000 file, None for any other file.
+        Width and height of the codestream of a JPEG 2000 file. None for any other file.
 
     Raises:
         LimitExceeded: Decoding would take too much memory or time.
@@ -43,7 +43,7 @@ def check_boxes(data: bytes) -> tuple[int, int] | None:
     if data[4:8] == b"ftyp":
         num_bytes = sum(stop - start for kind, start, stop in _boxes(data, 0, len(data)) if kind in _TABLES)
         if num_bytes > MAX_TABLE_BYTES:
-            raise LimitExceeded(f"the AVIF has {num_bytes} bytes of tables; the limit is {MAX_TABLE_BYTES}")
+            raise LimitExceeded(f"the AVIF image has {num_bytes} bytes of tables; the limit is {MAX_TABLE_BYTES}")
     return None
 
 
@@ -56,7 +56,7 @@ def _find_codestream(data: bytes) -> int:
         if kind == b"jp2h":
             num_boxes += sum(1 for _ in _boxes(data, start, stop))
         if num_boxes > MAX_BOXES:
-            raise LimitExceeded(f"the JPEG 2000 has {num_boxes} or more boxes; the limit is {MAX_BOXES}")
+            raise LimitExceeded(f"the JPEG 2000 image has {num_boxes} or more boxes; the limit is {MAX_BOXES}")
     raise ValueError("no codestream")
 
 
@@ -68,7 +68,7 @@ def _check_codestream(data: bytes, start: int) -> tuple[int, int]:
     width, height = right - left, bottom - top
     if width * height > MAX_JPEG2000_PIXELS:
         raise LimitExceeded(
-            f"the JPEG 2000 has {width}x{height} = {width * height} pixels; the limit of the format is "
+            f"the JPEG 2000 image has {width}x{height} = {width * height} pixels; the limit of the format is "
             f"{MAX_JPEG2000_PIXELS}"
         )
     if components > _MAX_COMPONENTS:
@@ -77,7 +77,10 @@ def _check_codestream(data: bytes, start: int) -> tuple[int, int]:
 
 
 def _boxes(data: bytes, start: int, stop: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield kind, start and stop of the content of each box, up to the first broken box (ISO/IEC 14496-12, 4.2)."""
+    """Yield the kind of each box and the start and stop of its content, up to the first broken box.
+
+    ISO/IEC 14496-12, 4.2 defines boxes.
+    """
     while start + 8 <= stop:
         size, kind = struct.unpack_from(">I4s", data, start)
         head = 8

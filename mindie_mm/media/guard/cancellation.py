@@ -1,7 +1,7 @@
-"""Cancellation of work in a thread whose request was given up.
+"""Cancellation of decoding in a thread after its request was aborted.
 
-A thread calls `check` at each packet of a video or audio stream and at each frame that the caller supplies. It also
-does so while a pipe or a URL delivers no data. Decoder processes are killed instead.
+A thread calls `check` for each packet of a video or audio stream, for each frame that the caller supplies, and while it
+waits for data from a pipe or a URL. Decoder processes do not need this, because they can be killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _own = threading.local()
 
 @contextmanager
 def until(given_up: threading.Event) -> Iterator[None]:
-    """Make `check` raise in this thread once `given_up` is set, because the result is no longer wanted."""
+    """Make `check` raise in this thread after `given_up` has been set. The event means that the request was aborted."""
     _own.given_up = given_up
     try:
         yield
@@ -29,7 +29,7 @@ def until(given_up: threading.Event) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise RequestAborted if the request that this thread works for was given up."""
+    """Raise RequestAborted if the request that this thread works for was aborted."""
     given_up = getattr(_own, "given_up", None)
     if given_up is not None and given_up.is_set():
-        raise RequestAborted("the request was given up while its media were decoded")
+        raise RequestAborted("the request was aborted while its media were being decoded")

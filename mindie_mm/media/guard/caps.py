@@ -1,4 +1,4 @@
-"""Caps on media, held in a context variable so that model families can open media without passing them."""
+"""Limits on media (MediaCaps) in a context variable, so that model families need not pass them when they open media."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from mindie_mm.settings.config import MediaCaps
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """Decoding work of all media of one request that have been opened."""
+    """Amount of decoding work for the media of one request that have been opened so far."""
 
     caps: MediaCaps
     picture_pixels: int = 0
     """Number of pixels of images, including video frames that are images."""
     video_pixels: int = 0
-    """Number of pixels of decoded frames of encoded videos, including frames between the sampled ones."""
+    """Number of pixels of decoded video frames, including frames between the sampled frames."""
 
     def add_picture(self, pixels: int) -> None:
-        """Count the pixels of an image. Raise LimitExceeded if the images of the request have too many."""
+        """Count the pixels of an image. Raise LimitExceeded if the images of the request have too many pixels."""
         self.picture_pixels += pixels
         if self.picture_pixels > (limit := self.caps.max_request_pixels):
             raise LimitExceeded(
-                f"the request's images have {self.picture_pixels} pixels or more, those of frames included; "
-                f"the limit is {limit}"
+                f"the request's images and frames have at least {self.picture_pixels} pixels in total; the "
+                f"limit is {limit} (--max-request-pixels)"
             )
 
     def add_video(self, pixels: int) -> None:
-        """Count pixels of a video that will be decoded. Raise LimitExceeded if the request would decode too many."""
+        """Count pixels of a video that are to be decoded. Raise LimitExceeded if the request has too many of them."""
         self.video_pixels += pixels
         if self.video_pixels > (limit := self.caps.max_request_video_pixels):
             raise LimitExceeded(
-                f"of the request's videos {self.video_pixels} pixels or more would be decoded, frames between the "
-                f"sampled ones included; the limit is {limit}"
+                f"at least {self.video_pixels} pixels of the request's videos would be decoded, including the "
+                f"frames between the sampled ones; the limit is {limit} (--max-request-video-pixels)"
             )
 
 
@@ -46,12 +46,12 @@ _decodes_to_count: ContextVar[bool] = ContextVar("decodes_to_count", default=Fal
 
 
 def work() -> Work:
-    """Return the work of the current request, or a new one with default caps outside `under`."""
+    """Return the Work object of the current request. Outside `under`, return a new object with the default limits."""
     return _work.get() or Work(_DEFAULTS)
 
 
 def caps() -> MediaCaps:
-    """Return the caps of this context, or the defaults outside `under`."""
+    """Return the limits of this context. Outside `under`, return the default limits."""
     return work().caps
 
 
@@ -63,16 +63,20 @@ def check_pixels(width: int, height: int) -> None:
 
 
 def add_picture(width: int, height: int) -> None:
-    """Count an image that will be decoded. Raise LimitExceeded if it or the request has too many pixels."""
+    """Count an image that is to be decoded. Raise LimitExceeded if the image or the request has too many pixels."""
     check_pixels(width, height)
     work().add_picture(width * height)
 
 
 @contextmanager
 def under(these: MediaCaps) -> Iterator[Work]:
-    """Apply the caps `these` to all media opened inside this context, which count as one request.
+    """Apply the limits `these` to all media that are opened inside this context. These media count as one request.
 
-    Opened media keep these caps when they are decoded later. The context manager yields the work of this request.
+    The limits still apply when the media are decoded after the context has exited.
+
+    Yields:
+        The Work object of the request.
+
     """
     of_request = Work(these)
     token = _work.set(of_request)
@@ -84,7 +88,7 @@ def under(these: MediaCaps) -> Iterator[Work]:
 
 @contextmanager
 def decoding_to_count() -> Iterator[None]:
-    """Make each video opened inside this context count its frames by decoding them instead of by its packets."""
+    """Count the frames of videos that are opened inside this context by decoding them, and not by their packets."""
     token = _decodes_to_count.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Opening of audio and video containers, from memory only and restricted to the formats and codecs listed here."""
+"""Opening of audio and video containers in memory. Only the formats and codecs in this module are allowed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 MAX_STREAMS = 64
 """Maximum number of streams of a container."""
 OPEN_S = 0.5
-"""Maximum processor time in seconds to find the tracks of a container, once more than `OPEN_BYTES` have been read.
+"""Maximum CPU time in seconds for finding the tracks of a container, if more than `OPEN_BYTES` have been read.
 
 The time includes the checks in this package.
 """
@@ -37,31 +37,32 @@ OPEN_BYTES = 3 * 2**21
 FFmpeg decodes at most 5 MB of frames to find the tracks.
 """
 DECODE_S = 3.0
-"""Maximum processor time in seconds to find the tracks of any container. One second of 7680x4320 video takes 1 s."""
+"""Maximum CPU time in seconds for finding the tracks of any container. One second of 7680x4320 video takes 1 s."""
 WHOLE_BYTES = 2**24 + OPEN_BYTES
-"""Maximum number of bytes that FFmpeg reads as whole objects until the tracks are known.
+"""Maximum number of bytes that FFmpeg may read as whole objects before it has found the tracks.
 
 Such objects are pictures, texts, attached files, tables and first frames.
 """
 MAX_READ = 4
-"""Maximum size of a stream's packets as a multiple of the container size. Samples of an MP4 may share bytes."""
+"""Maximum total size of a stream's packets, as a multiple of the container's size. In an MP4, samples may share bytes.
+"""
 SPARE_BYTES = 2**24
-"""Number of bytes that packets may have in addition to this multiple."""
+"""Number of bytes by which the packets may exceed this multiple."""
 BARE = ("mp3", "aac")
-"""Formats without a container, whose frames decoders find by themselves.
+"""Formats without a container. The decoder itself finds their frames.
 
-Tags and zeros may lie between the frames and after them.
+There may be tags and zeros between and after the frames.
 """
 _TRANSPORT_STREAM = "mpegts"
 _PROBE_PACKETS = 100
 """Maximum number of packets that FFmpeg probes to identify a stream whose codec the container does not state.
 
-FFmpeg runs all of its probes again for each packet. For 64 streams this can take 3 s.
+FFmpeg repeats all its probes for each packet. For 64 streams, this can take 3 s.
 """
 _BUFFER_BYTES = 2**15
-"""Size in bytes of FFmpeg's read buffer. FFmpeg bypasses the buffer for larger reads."""
+"""Size in bytes of FFmpeg's read buffer. For larger reads, FFmpeg does not use the buffer."""
 _PIECE_BYTES = 2**20
-"""Maximum number of bytes that one read returns, because each read makes a copy."""
+"""Maximum number of bytes that one read returns. Each read makes a copy."""
 _VIDEO_CODECS = (
     "h264,hevc,libdav1d,av1,vp8,vp9,mpeg1video,mpeg2video,mpeg4,h263,flv,msmpeg4v1,msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
     "theora,mjpeg,prores,dnxhd,ffv1,huffyuv,rawvideo,gif,dvvideo,qtrle,cinepak"
@@ -72,22 +73,22 @@ _SOUND_CODECS = (
     "pcm_s16le,pcm_s24be,pcm_s24le,pcm_s32be,pcm_s32le,pcm_s8,pcm_u8,pcm_bluray,pcm_dvd"
 )
 CODECS = frozenset([*_VIDEO_CODECS.split(","), *_SOUND_CODECS.split(",")])
-"""Decoders that may run, by FFmpeg's names.
+"""FFmpeg's names of the decoders that may run.
 
-FFmpeg has hundreds of other decoders, for example for games and cameras. Few of them are ever fuzzed.
+FFmpeg has hundreds of other decoders, for example for the formats of games and cameras. Few of them have been fuzzed.
 """
 
 
 class _Source(io.BytesIO):
-    """The bytes of a container, which FFmpeg reads in pieces.
+    """The bytes of a container, which FFmpeg reads in pieces. Reads are limited while the container is being opened.
 
-    FFmpeg does not limit the number of boxes, chunks, tags or cues. 40 MiB of them can take 6 s. It does not limit the
-    size of objects that it keeps whole either. Reads of these objects can be recognised, because FFmpeg requests the
-    size of the object instead of the size of its buffer.
+    FFmpeg does not limit the number of boxes, chunks, tags or cues. 40 MiB of these can take 6 s. FFmpeg also does not
+    limit the size of objects that it keeps as a whole. Reads of such objects can be recognized, because FFmpeg requests
+    the size of the object instead of the size of its buffer.
     """
 
     def __init__(self, data: bytes, began: float) -> None:
-        """Wrap `data`. `began` is the value of `time.thread_time()` when opening began."""
+        """Wrap `data`. `began` is the value of `time.thread_time()` before the container was opened."""
         super().__init__(data)
         self._num_bytes = len(data)
         self._began = began
@@ -96,9 +97,9 @@ class _Source(io.BytesIO):
         self._refusal = ""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return at most `_PIECE_BYTES` bytes, or no bytes after a limit was exceeded.
+        """Return at most `_PIECE_BYTES` bytes, or no bytes if a limit has been exceeded.
 
-        The limit is reported later by `opened`, because PyAV prints an exception that is raised here more than once.
+        `opened` later raises the error. If this method raised it more than once, PyAV would print it.
         """
         size = self._num_bytes if size is None or size < 0 else size
         if not self._is_open:
@@ -109,23 +110,23 @@ class _Source(io.BytesIO):
         return piece
 
     def opened(self) -> None:
-        """End the limits on reading, with or without tracks found. Raise LimitExceeded if a limit was exceeded."""
+        """Stop limiting reads, because the search for tracks is over. Raise LimitExceeded if a limit was exceeded."""
         if self._refusal:
-            raise LimitExceeded(f"to find out what the container holds takes more than {self._refusal}, the limit")
+            raise LimitExceeded(f"opening the container takes more than the limit of {self._refusal}")
         self._is_open = True
 
     def _refuses(self, size: int) -> str:
-        """Return the limit that is exceeded by reading `size` more bytes, or an empty string."""
+        """Return the limit that reading `size` more bytes would exceed, or an empty string."""
         limit_s = OPEN_S if self._num_read > OPEN_BYTES else DECODE_S
         if time.thread_time() - self._began > limit_s:
             return f"{limit_s:g} s"
         whole = min(size, self._num_bytes - self.tell()) if size > _BUFFER_BYTES else 0
-        return f"{WHOLE_BYTES} bytes at once" if self._num_whole + whole > WHOLE_BYTES else ""
+        return f"{WHOLE_BYTES} bytes read at once" if self._num_whole + whole > WHOLE_BYTES else ""
 
 
 @contextmanager
 def reading(failure: Callable[[], MediaError]) -> Iterator[None]:
-    """Raise `failure()` in place of PyAV's errors for a broken container. Lack of memory is not such an error."""
+    """Raise `failure()` instead of PyAV's errors about a broken container. A MemoryError is raised unchanged."""
     try:
         yield
     except MemoryError:
@@ -139,14 +140,14 @@ def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> Inpu
 
     Args:
         data: The container.
-        formats: Allowed formats, by FFmpeg's names.
-        max_pixels: Maximum number of pixels of a frame, apart from padding to whole blocks. FFmpeg does not decode
-            larger frames, not even to identify a stream.
+        formats: FFmpeg's names of the allowed formats.
+        max_pixels: Maximum number of pixels of a frame, without padding to whole blocks. FFmpeg does not decode larger
+            frames, not even to identify a stream.
 
     Raises:
         LimitExceeded: The container exceeds a limit.
         MediaError: The container has a feature that is not supported.
-        av.FFmpegError: The data are not a container of one of `formats`. `reading` translates this error.
+        av.FFmpegError: The data are not a container in one of `formats`. `reading` replaces this error.
 
     """
     began = time.thread_time()
@@ -181,17 +182,17 @@ def _open(data: bytes, formats: Sequence[str], max_pixels: int, began: float) ->
 
 @contextmanager
 def _adding_streams() -> Iterator[None]:
-    """Raise LimitExceeded in place of PyAV's MemoryError, which is all that FFmpeg reports above `max_streams`."""
+    """Raise LimitExceeded instead of PyAV's MemoryError. FFmpeg reports too many streams as a lack of memory."""
     try:
         yield
     except av.MemoryError:
         raise LimitExceeded(
-            f"the container has more than {MAX_STREAMS} streams, the limit, or takes more memory than there is"
+            f"the container has more streams than the limit of {MAX_STREAMS}, or needs more memory than is available"
         ) from None
 
 
 def best_stream(container: InputContainer, kind: Literal["video", "audio"]) -> Any:
-    """Return the stream of `kind` that players choose, instead of a preview or a commentary.
+    """Return the stream of `kind` that players choose, and not, for example, a preview or a commentary.
 
     Raises:
         MediaError: The container has no stream of this kind.
@@ -204,23 +205,25 @@ def best_stream(container: InputContainer, kind: Literal["video", "audio"]) -> A
 
 
 def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[av.Packet[_Stream]]:
-    """Yield the packets of `stream` in decoding order, without empty ones. Other streams are skipped without reading.
+    """Yield the packets of `stream` in decoding order, except empty packets. Other streams are skipped without reading.
 
     Raises:
-        LimitExceeded: The packets have many more bytes than the `num_bytes` of the container.
-        RequestAborted: The request was given up.
+        LimitExceeded: The packets together have many more bytes than the container, which has `num_bytes` bytes.
+        RequestAborted: The request was aborted.
 
     """
     for other in container.streams:
         if other.index != stream.index:
             other.discard = Discard.all
     read, limit = 0, MAX_READ * num_bytes + SPARE_BYTES
-    with _adding_streams(), suppress(IndexError):  # PyAV's, at the end, if streams appeared late
+    with _adding_streams(), suppress(IndexError):  # PyAV raises IndexError at the end if streams appeared late
         for packet in container.demux(stream):
             cancellation.check()
             read += packet.size
             if read > limit:
-                raise LimitExceeded(f"the container's {num_bytes} bytes make packets of more than {limit}, the limit")
+                raise LimitExceeded(
+                    f"the packets of the container's {num_bytes} bytes have more bytes than the limit of {limit}"
+                )
             if packet.size:
                 yield packet
 
@@ -228,13 +231,13 @@ def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> It
 def frames_of(
     container: InputContainer, stream: _Stream, num_bytes: int, tolerant: Sequence[str] = BARE
 ) -> Iterator[Any]:
-    """Decode `stream` and yield its frames, including those that the decoder buffers until the end.
+    """Decode `stream` and yield its frames, including frames that the decoder buffers until the end.
 
-    Packets that do not decode are skipped in containers of the `tolerant` formats. A stream without a container
-    (`BARE`) may have any data between its frames.
+    In a container in one of the `tolerant` formats, packets that cannot be decoded are skipped. A stream without a
+    container (`BARE`) may have any data between its frames.
 
     Raises:
-        LimitExceeded: As in `packets_of`.
+        LimitExceeded: In the same cases as `packets_of`.
 
     """
     passed_over = (av.InvalidDataError,) if container.format.name in tolerant else ()
@@ -245,16 +248,16 @@ def frames_of(
 
 
 def coded_pixels(max_pixels: int) -> int:
-    """Return FFmpeg's limit for frames of at most `max_pixels`.
+    """Return the value of FFmpeg's limit that allows frames of at most `max_pixels`.
 
-    FFmpeg counts coded pixels, with sides that are rounded up to blocks of 16 or 32.
+    FFmpeg counts coded pixels: it rounds width and height up to multiples of 16 or 32.
     """
     return max_pixels + 64 * math.isqrt(max_pixels) + 32 * 32
 
 
 def check_codec(context: av.CodecContext | None, what: str) -> None:
-    """Raise MediaError unless the decoder of a stream is one of `CODECS`. `what` names the stream in the error."""
+    """Raise MediaError unless the decoder of a stream is in `CODECS`. `what` is the name of the stream in the error."""
     if context is None:
-        raise MediaError(f"{what} is of a codec that is not known")
+        raise MediaError(f"{what} has an unknown codec")
     if context.name not in CODECS:
-        raise MediaError(f"{what} is of a codec that is not decoded here")
+        raise MediaError(f"{what} has a codec that is not supported")

@@ -1,13 +1,13 @@
-"""Limits on the metadata of media files, checked before FFmpeg reads them, because FFmpeg has none.
+"""Limits on the metadata of media files, checked before FFmpeg reads the files. FFmpeg itself has no such limits.
 
 FFmpeg compares the name of each tag with all earlier names, so a megabyte of names takes minutes. Tags are counted
-wherever they occur inside the element that holds them. Walking from one tag to the next would not be reliable, because
-readers disagree on where a broken tag ends. Matroska elements follow RFC 9559, comments follow the Vorbis I
-specification (section 5.2), and ID3 follows id3.org.
+wherever they occur inside their parent element. Going from one tag to the next would not be reliable, because readers
+do not agree where a broken tag ends. RFC 9559 defines the elements of Matroska, section 5.2 of the Vorbis I
+specification defines comments, and id3.org defines ID3.
 
-Only names that escape the limits in `container` are counted: names that FFmpeg compares without reading in between, and
-names after the first frames. The time limit there applies to names in RIFF, CAF, Wave64, SPHERE and ASF. The byte
-limit applies to cover pictures and attached files.
+This module counts only names to which the limits in `container` do not apply: names that FFmpeg compares without
+reading data in between, and names after the first frames. The time limit in `container` applies to names in RIFF, CAF,
+Wave64, SPHERE and ASF, and the limit on bytes applies to cover pictures and attached files.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mindie_mm.errors import LimitExceeded, MediaError
 MAX_TAGS = 2**12
 """Maximum number of tags, chapters or attached files."""
 MAX_PLACES = 2**17
-"""Maximum number of index or chapter entries in Matroska, enough for one entry per frame of an hour."""
+"""Maximum number of index or chapter entries in Matroska. This suffices for an hour with one entry per frame."""
 MAX_PAGES = 2**19
-"""Maximum number of pages in Ogg, enough for one page of 128 bytes per 20 ms of about three hours."""
+"""Maximum number of pages in Ogg. This suffices for about three hours with one page of 128 bytes per 20 ms."""
 MAX_MAKER = 128
 """Maximum size in bytes of the vendor string, which precedes the number of comments in Ogg.
 
-Within this size the number is contiguous, because a packet continues on another page only after its first 255 bytes.
+With this limit, the number is contiguous, because the first 255 bytes of a packet are always on the same page.
 """
 
 _MATROSKA = b"\x1a\x45\xdf\xa3"
@@ -40,24 +40,25 @@ _COUNTED = (
     ("cues", b"\x1c\x53\xbb\x6b", b"\xbb", MAX_PLACES),
     ("cues", b"\x1c\x53\xbb\x6b", b"\xb7", MAX_PLACES),
 )
-"""Counted elements: name in error messages, ID of the parent element, ID of the element, and maximum number."""
+"""Elements to count: name in error messages, ID of the parent element, ID of the element, and maximum number."""
 _BY_CHANCE = 192
-"""Number of bytes per chance match that is tolerated, for elements that are limited to `MAX_PLACES`.
+"""For elements with the limit `MAX_PLACES`, the limit is raised by 1 for each 192 bytes of the file.
 
-Their IDs have one byte, so media data match once in 256 bytes.
+The IDs of these elements have one byte, so that media data contain an ID by chance once in 256 bytes.
 """
 _FLAC_COMMENTS = 4
 _ID3 = re.compile(rb"ID3[\2-\4].{2}([\0-\x7f]{4})", re.DOTALL)
 _ID3_CHUNKS = (b"ID3 ", b"id3 ")
 _FRAME = re.compile(rb"T[A-Z0-9]{2}|PRIV|GEO|PIC|CHAP|ULT|USLT|COM|WXX")
 _MP4_TAGS = (b"----\0", b"mdta")
-"""Beginnings of MP4 tags with arbitrary names. The names of other tags are known to FFmpeg, and they are few."""
+"""Beginnings of MP4 tags with arbitrary names. Other tags have one of the few names that FFmpeg knows."""
 _FLV_SCRIPT = re.compile(rb"onMetaData|onCuePoint")
 _AMF_BYTES = {0: 8, 1: 1, 5: 0, 6: 0, 11: 10, 13: 0}
-"""Size in bytes of the AMF0 types of fixed size, by type marker. Other types are strings, objects and arrays."""
+"""Size in bytes of AMF0 values with a fixed size, by type marker. Other values are strings, objects and arrays."""
 _AMF_TEXT, _AMF_OBJECT, _AMF_NAMED_ARRAY, _AMF_ARRAY = 2, 3, 8, 10
 _COMMENTS = (b"OpusTags", b"\3vorbis", b"\x81theora")
-"""Beginnings of comments in Ogg. They are searched one by one, because a joint search takes ten times as long."""
+"""Beginnings of comments in Ogg. They are searched one by one, because a single search for all takes ten times as long.
+"""
 _PAGE = b"OggS\0"
 _OGG_FLAC = b"\x7fFLAC"
 _OGG_UNREAD = (
@@ -70,14 +71,14 @@ _OGG_UNREAD = (
     b"\1text\0",
     b"Direct Show Sam",
 )
-"""Beginnings of unsupported Ogg streams whose comments have no marker and so cannot be counted."""
+"""Beginnings of unsupported Ogg streams. Their comments cannot be counted, because they have no marker."""
 
 
 def check_metadata(data: bytes) -> None:
     """Check the number of tags, chapters, cues and attached files of a media file.
 
     Raises:
-        LimitExceeded: There are too many of them.
+        LimitExceeded: The file has too many tags, chapters, cues or attached files.
         MediaError: An Ogg file has an unsupported stream whose comments cannot be counted.
 
     """
@@ -90,7 +91,7 @@ def check_metadata(data: bytes) -> None:
     if data.startswith(b"FLV"):
         _check_flv(data)
     place = _check_id3(data, 0)
-    if data[:4] in (b"RIFF", b"FORM", b"RF64"):  # found by tag, as a search by chunk name takes 0.3 s
+    if data[:4] in (b"RIFF", b"FORM", b"RF64"):  # search for tags, because a search for chunk names takes 0.3 s
         tags = (tag.start() for tag in _ID3.finditer(data))
         for start in islice((at for at in tags if data[at - 8 : at - 4] in _ID3_CHUNKS), MAX_TAGS):
             _check_id3(data, start)
@@ -106,14 +107,14 @@ def _check(what: str, number: int, limit: int) -> None:
 
 
 def _spans(data: bytes, holder: bytes) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of the content of each element `holder`, without overlaps.
+    """Yield the start and stop of the content of each element `holder`, without overlaps.
 
-    Media data match an ID by chance once in 2**32 bytes.
+    Media data contain the ID of `holder` by chance once in 2**32 bytes.
     """
     place, done, num_found = -1, 0, 0
     while (place := data.find(holder, place + 1)) >= 0:
         num_found += 1
-        _check("lists of one kind", num_found, MAX_TAGS)
+        _check("lists of the same kind", num_found, MAX_TAGS)
         start, stop = _content(data, place + len(holder))
         if stop > max(start, done):
             yield max(start, done), stop
@@ -121,7 +122,10 @@ def _spans(data: bytes, holder: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _content(data: bytes, place: int) -> tuple[int, int]:
-    """Return start and stop of the content of an element whose size is at `place`, cut off at the end of `data`."""
+    """Return the start and stop of an element's content. `place` is the offset of the element's size.
+
+    `stop` is at most the size of `data`.
+    """
     width = 9 - int.from_bytes(data[place : place + 1]).bit_length()
     most = (1 << 7 * width) - 1
     size = int.from_bytes(data[place : place + width]) & most
@@ -129,7 +133,7 @@ def _content(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _check_id3(data: bytes, place: int) -> int:
-    """Check the ID3 tags at `place` and return the offset of their end."""
+    """Check the ID3 tags at `place` and return the offset at which they end."""
     num_tags = 0
     while tag := _ID3.match(data, place):
         size = 0
@@ -144,13 +148,13 @@ def _check_id3(data: bytes, place: int) -> int:
 def _check_ogg(data: bytes) -> None:
     num_comments = 0
     for start in _ogg_comments(data):
-        _check("bytes that name its maker", int.from_bytes(data[start : start + 4], "little"), MAX_MAKER)
+        _check("bytes in its vendor string", int.from_bytes(data[start : start + 4], "little"), MAX_MAKER)
         num_comments += _num_comments(data, start)
         _check("comments", num_comments, MAX_TAGS)
 
 
 def _places(data: bytes, name: bytes) -> Iterator[int]:
-    """Yield each offset of `name`. A search with `re` takes ten times as long."""
+    """Yield the offset of each occurrence of `name`. A search with `re` would take ten times as long."""
     place = -1
     while (place := data.find(name, place + 1)) >= 0:
         yield place
@@ -166,13 +170,13 @@ def _ogg_comments(data: bytes) -> Iterator[int]:
         sizes = data[page + 27 : page + 27 + int.from_bytes(data[page + 26 : page + 27])]
         start = page + 27 + len(sizes)
         if data.startswith(_OGG_UNREAD, start):
-            raise MediaError("the container has a stream of a codec that is not decoded here")
+            raise MediaError("the container has a stream with a codec that is not supported")
         is_flac = is_flac or data.startswith(_OGG_FLAC, start)
         num_pieces += len(sizes) if is_flac else 0
-        _check("pieces of pages", num_pieces, MAX_PAGES)
+        _check("page segments", num_pieces, MAX_PAGES)
         is_first = True
         for size in sizes if is_flac else b"":
-            if is_first and data[start : start + 1] in (b"\4", b"\x84"):  # audio packets begin with FF
+            if is_first and data[start : start + 1] in (b"\4", b"\x84"):  # an audio packet would begin with FF
                 yield start + 4
             start += size
             is_first = size < 255
@@ -184,7 +188,7 @@ def _check_flac(data: bytes, place: int) -> None:
     while not is_last and place + 4 <= len(data):
         is_last, kind = data[place] >= 0x80, data[place] & 0x7F
         num_blocks += 1
-        _check("blocks of metadata", num_blocks, MAX_TAGS)
+        _check("metadata blocks", num_blocks, MAX_TAGS)
         num_comments += _num_comments(data, place + 4) if kind == _FLAC_COMMENTS else 0
         _check("comments", num_comments, MAX_TAGS)
         place += 4 + int.from_bytes(data[place + 1 : place + 4])
@@ -197,19 +201,19 @@ def _check_flv(data: bytes) -> None:
             num_values += 1
             num_names += is_named
             _check("or more tags", num_names, MAX_TAGS)
-            _check("or more values of tags", num_values, MAX_PLACES)
+            _check("or more tag values", num_values, MAX_PLACES)
 
 
 def _amf_values(data: bytes, place: int) -> Iterator[bool]:
-    """Yield whether a value has a name, for the value at `place` and for each value inside it."""
-    unnamed: list[int | None] = [1]  # values left in each open array; None for objects, whose values have names
+    """Yield whether a value has a name, first for the value at `place`, then for each value inside it."""
+    unnamed: list[int | None] = [1]  # number of values left in each open array; None for an object, which names values
     while unnamed and place < len(data):
         if (left := unnamed[-1]) is None:
             size = int.from_bytes(data[place : place + 2])
             place += 2 + size
             if not size:
                 unnamed.pop()
-                place += 1  # the end of an object has a type marker too
+                place += 1  # there is a type marker at the end of an object, too
                 continue
         elif left:
             unnamed[-1] = left - 1
@@ -234,6 +238,6 @@ def _amf_values(data: bytes, place: int) -> Iterator[bool]:
 
 
 def _num_comments(data: bytes, place: int) -> int:
-    """Return the number of comments that is stated after the vendor string at `place`."""
+    """Return the number of comments, which is stated after the vendor string at `place`."""
     place += 4 + int.from_bytes(data[place : place + 4], "little")
     return int.from_bytes(data[place : place + 4], "little")

@@ -15,69 +15,76 @@ from numpy.typing import NDArray
 from mindie_mm.errors import LimitExceeded, MediaError
 
 MAX_TABLES = 2**19
-"""Maximum number of sample tables of an MP4, enough for one fragment per frame of four hours."""
+"""Maximum number of sample tables in an MP4. This suffices for four hours with one fragment per frame."""
 MAX_BOXES = 2**17
-"""Maximum number of top-level boxes of an MP4: two for each of 65,000 fragments.
+"""Maximum number of top-level boxes in an MP4: two for each of 65,000 fragments.
 
-FFmpeg takes more than a second to read that many.
+FFmpeg takes more than a second to read so many boxes.
 """
 MAX_INDEX = 2**25
-"""Maximum size in bytes of all boxes that may hold tables.
+"""Maximum total size in bytes of all boxes that may contain tables.
 
-A frame takes about 30 bytes, a fragment 200 bytes, and a cover picture its own size.
+A frame takes about 30 bytes, and a fragment 200 bytes. A cover picture takes as many bytes as its file.
 """
 EDITS_OF_ALL = 16
-"""Maximum number of edits if each shows as many samples as the container has bytes.
+"""Maximum number of edits if each edit has as many samples as the container has bytes.
 
 FFmpeg copies the index for each edit.
 """
 _PIECE = 160
-"""Minimum number of audio samples in a piece, where FFmpeg cuts chunks into pieces instead of reading sizes."""
+"""Minimum number of audio samples in a piece. FFmpeg may cut chunks into pieces instead of reading sample sizes."""
 _READ = frozenset(
     b"moov moof trak mdia minf stbl mvex traf tref dinf edts udta meta ilst sinf schi wave stsd iprp ipco cmov hoov "
     b"free stsz stz2 trun sidx".split()
 )
-"""Top-level boxes in which FFmpeg finds sample tables, whatever the standard says. Media data are excluded."""
+"""Top-level boxes in which FFmpeg finds sample tables, even if the standard does not allow this. Media data are not
+included."""
 _UPRIGHT = struct.pack(">5i", 1 << 16, 0, 0, 0, 1 << 16)
-"""First five entries of the identity matrix, the entries that can rotate or mirror."""
+"""First five entries of the identity matrix. Only these entries can rotate or mirror."""
 _MATROSKA_POSES = tuple(name + size for name in (b"\x76\x73", b"\x76\x75") for size in (b"\x84", b"\x88"))
-"""Identifiers and sizes of ProjectionPoseYaw, which mirrors, and ProjectionPoseRoll, which rotates.
+"""Element IDs and sizes of ProjectionPoseYaw, which mirrors frames, and ProjectionPoseRoll, which rotates frames.
 
-Other data may contain the same bytes. A false match only costs another read of the file.
+Other data may contain the same bytes. After a false match, the file is only read once more.
 """
 _MATROSKA_HEAD = 2**16
-"""Number of bytes at the start of a file in which the track entries of Matroska are searched."""
+"""Number of bytes at the start of a Matroska file in which to search for track entries."""
 Span = tuple[int, int]
 """Start and stop offsets in bytes."""
 
 
 def check_tables(data: bytes) -> None:
-    """Check that an MP4 does not state more samples than it has bytes. FFmpeg first builds an index of all samples.
+    """Check that an MP4 does not state more samples than it has bytes. Files of other formats pass.
 
-    Tables are searched by name instead of from box to box, because FFmpeg descends into more boxes than the standard
-    nests. Other formats pass.
+    This check is needed because FFmpeg builds an index of all samples when it opens the file. Tables are searched by
+    name, and not from box to box, because FFmpeg finds tables inside more kinds of boxes than the standard allows.
 
     Raises:
         LimitExceeded: The tables state too many samples or edits, overlap, or are too many or too large.
-        MediaError: The index is compressed, as in QuickTime 3. It could state anything.
+        MediaError: The index is compressed, as in QuickTime 3, so that its tables cannot be checked.
 
     """
     spans = _read_spans(data)
     num_pieces = _stated_pieces(data, spans)
-    # Not the sum: FFmpeg reads sizes or cuts pieces of a track, and the sizes of PCM already add up to all its bytes.
+    # The maximum and not the sum: for each track, FFmpeg either reads sizes or cuts pieces. The sizes of PCM samples
+    # alone already add up to all bytes.
     stated = max(_stated_samples(data, spans), num_pieces, _grouped_samples(data, spans))
     if stated > len(data):
-        raise LimitExceeded(f"the container states {stated} samples; its {len(data)} bytes cannot hold them")
+        raise LimitExceeded(f"the container declares {stated} samples, more than its {len(data)} bytes can hold")
     edits = sum(_number(data, place + 4) for place in _places(data, b"elst", spans))
     num_sized = (_number(data, place + 8) for kind in (b"stsz", b"stz2") for place in _places(data, kind, spans))
     if edits * (num_samples := num_pieces + sum(num_sized)) > EDITS_OF_ALL * len(data):
-        raise LimitExceeded(f"the container states {edits} edits of {num_samples} samples; it has {len(data)} bytes")
+        raise LimitExceeded(
+            f"the container declares {edits} edits of {num_samples} samples, too many for its {len(data)} bytes"
+        )
     if any(True for _ in _places(data, b"cmov", spans)):
-        raise MediaError("the container's index is compressed, which is not read")
+        raise MediaError("the container's index is compressed, which is not supported")
 
 
 def may_be_turned(data: bytes) -> bool:
-    """Return whether a matrix (MP4) or a projection pose (Matroska) may rotate or mirror the frames of a container."""
+    """Return whether a container may state a rotation or mirroring of its frames.
+
+    MP4 states it as a matrix, and Matroska as a projection pose.
+    """
     head = data[:_MATROSKA_HEAD]
     if any(pose in head for pose in _MATROSKA_POSES):
         return True
@@ -91,7 +98,7 @@ def may_be_turned(data: bytes) -> bool:
 
 
 def _stated_samples(data: bytes, spans: Sequence[Span]) -> int:
-    """Return the number of samples that tables state. Each sample takes at least one byte, as data or in its table."""
+    """Return the number of samples that tables state. Each sample takes at least one byte of data or of its table."""
     stated = sum(_number(data, place + 4) for place in _places(data, b"trun", spans))
     stated += sum(_number(data, place + 8) for place in _places(data, b"stz2", spans))
     for place in _places(data, b"stsz", spans):
@@ -102,10 +109,11 @@ def _stated_samples(data: bytes, spans: Sequence[Span]) -> int:
 def _stated_pieces(data: bytes, spans: Sequence[Span]) -> int:
     """Return an upper bound for the number of audio pieces without sizes.
 
-    FFmpeg reads no sizes if all samples have a duration of 1.
+    FFmpeg does not read sizes if all samples have a duration of 1.
     """
     times = ((_number(data, place + 4), _number(data, place + 12)) for place in _places(data, b"stts", spans))
-    if not any(count == 1 and (lasts == 1 or lasts >= 2**31) for count, lasts in times):  # negative ones count as 1
+    # FFmpeg treats a negative duration as 1.
+    if not any(count == 1 and (lasts == 1 or lasts >= 2**31) for count, lasts in times):
         return 0
     num_chunks = sum(_number(data, place + 4) for kind in (b"stco", b"co64") for place in _places(data, kind, spans))
     num_chunks = min(num_chunks, len(data) // 4)
@@ -114,9 +122,9 @@ def _stated_pieces(data: bytes, spans: Sequence[Span]) -> int:
 
 
 def _grouped_samples(data: bytes, spans: Sequence[Span]) -> int:
-    """Return the number of samples in groups and with composition offsets, or 0 if there are no groups.
+    """Return the number of samples in groups plus the number of samples with composition offsets.
 
-    FFmpeg makes a list of both if there are groups.
+    If there are no groups, return 0, because FFmpeg creates lists of both only if there are groups.
     """
     grouped = sum(int(table[:, 0].sum(dtype=np.uint64)) for table in _tables(data, b"sbgp", 2, spans))
     return grouped and grouped + sum(
@@ -125,7 +133,10 @@ def _grouped_samples(data: bytes, spans: Sequence[Span]) -> int:
 
 
 def _tables(data: bytes, kind: bytes, width: int, spans: Sequence[Span]) -> Iterator[NDArray[np.uint32]]:
-    """Yield the entries of each box `kind`, uint32 [entries, width]. Raise LimitExceeded if they cannot all fit."""
+    """Yield the entries of each box `kind`, uint32 [entries, width].
+
+    Raise LimitExceeded if the entries of all boxes together need more bytes than the file has.
+    """
     num_entries = 0
     for place in _places(data, kind, spans):
         begin = place + 8
@@ -134,13 +145,16 @@ def _tables(data: bytes, kind: bytes, width: int, spans: Sequence[Span]) -> Iter
         count = min(_number(data, begin - 4), max(0, len(data) - begin) // (4 * width))
         num_entries += count
         if 4 * width * num_entries > len(data):
-            raise LimitExceeded(f"the container's tables overlap: its {len(data)} bytes cannot hold them")
+            raise LimitExceeded(f"the container's tables overlap: its {len(data)} bytes cannot hold all of them")
         if count:
             yield np.frombuffer(data, ">u4", width * count, begin).reshape(count, width)
 
 
 def _places(data: bytes, kind: bytes, spans: Sequence[Span]) -> Iterator[int]:
-    """Yield the offset after each occurrence of `kind`, where content of a box may begin. Raise LimitExceeded."""
+    """Yield the offset after each occurrence of `kind`, at which the content of a box may begin.
+
+    Raise LimitExceeded if there are more than `MAX_TABLES`.
+    """
     num_places = 0
     for start, stop in spans:
         place = start
@@ -148,7 +162,7 @@ def _places(data: bytes, kind: bytes, spans: Sequence[Span]) -> Iterator[int]:
             place += 4
             num_places += 1
             if num_places > MAX_TABLES:
-                raise LimitExceeded(f"the container has more than {MAX_TABLES} tables of samples, the limit")
+                raise LimitExceeded(f"the container has more sample tables than the limit of {MAX_TABLES}")
             yield place
 
 
@@ -157,10 +171,10 @@ def _number(data: bytes, place: int) -> int:
 
 
 def _read_spans(data: bytes) -> list[Span]:
-    """Return the spans in which FFmpeg reads boxes of an MP4, or the whole file if this is uncertain.
+    """Return the spans in which FFmpeg reads boxes of an MP4, or the whole file if the spans are uncertain.
 
-    The list is empty for other formats. Media data are left out, because they contain the name of a table by chance
-    once in 2**32 bytes.
+    The list is empty for other formats. The spans exclude media data, which contain the name of a table by chance once
+    in 2**32 bytes.
 
     Raises:
         LimitExceeded: There are more than `MAX_BOXES` top-level boxes, or more than `MAX_INDEX` bytes in the spans.
@@ -175,7 +189,7 @@ def _read_spans(data: bytes) -> list[Span]:
         if size and size < head:
             break
         if len(starts) == MAX_BOXES:
-            raise LimitExceeded(f"the container has more than {MAX_BOXES} outermost boxes, the limit")
+            raise LimitExceeded(f"the container has more top-level boxes than the limit of {MAX_BOXES}")
         starts.append(place)
         stop = min(place + size, end) if size else end
         if kind in _READ:
@@ -188,9 +202,9 @@ def _read_spans(data: bytes) -> list[Span]:
 
 
 def _stays_within(data: bytes, spans: Sequence[Span]) -> bool:
-    """Return whether sample entries and item properties end inside their span.
+    """Return whether all sample entries and item properties end inside their span.
 
-    FFmpeg does not cut them off at the end of the enclosing box.
+    FFmpeg reads them even beyond the end of the enclosing box.
     """
     num_entries = 0
     for start, stop in spans:
@@ -208,9 +222,9 @@ def _stays_within(data: bytes, spans: Sequence[Span]) -> bool:
 
 
 def _reads_in_order(data: bytes, spans: Sequence[Span], starts: AbstractSet[int]) -> bool:
-    """Return whether FFmpeg only comes to the `starts` of boxes.
+    """Return whether FFmpeg reads boxes only at `starts`.
 
-    FFmpeg jumps to the fragments whose positions a segment index (sidx) states.
+    FFmpeg jumps to the positions of fragments that a segment index (sidx) states.
     """
     if all(data.find(b"sidx", start, stop) < 0 for start, stop in spans):
         return True

@@ -1,7 +1,7 @@
 """Limits on the parts of an image file, checked before a decoder runs.
 
-A part of four bytes costs Pillow one iteration of a Python loop. A scan of ten bytes costs libjpeg one pass over all
-coefficients.
+For a part of only four bytes, Pillow runs one iteration of a Python loop. For a scan of only ten bytes, libjpeg
+processes all coefficients once.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ MAX_PARTS = 100_000
 """Maximum number of parts, for which Pillow takes about half a second.
 
 Parts are the segments of a JPEG header, the chunks of a PNG, the blocks of a GIF before its first frame, and the
-entries or strips of a TIFF. Where Pillow searches or parses data byte by byte, each byte counts as a part.
+entries or strips of a TIFF. If Pillow searches or parses data byte by byte, each byte counts as a part.
 """
 MAX_SCANS = 20
 """Number of scans that a JPEG of any size may have.
 
-libjpeg writes a progressive JPEG in 10 scans, or in 18 if it has four colour components.
+libjpeg writes a progressive JPEG in 10 scans, or in 18 scans if it has four color components.
 """
 MAX_SCAN_PIXELS = 2**28
 """Maximum product of pixels and scans of a JPEG with more than `MAX_SCANS` scans.
 
-A pixel of a scan takes 1 to 2 ns, and an irregular JPEG is decoded twice.
+Decoding takes 1 to 2 ns for each pixel of each scan. An irregular JPEG is decoded twice.
 """
 
 JPEG_START = b"\xff\xd8\xff"
@@ -37,25 +37,25 @@ PNG_START = b"\x89PNG\r\n\x1a\n"
 _GIF_STARTS = (b"GIF87a", b"GIF89a")
 _TIFF_STARTS = (b"II", b"MM")
 
-_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # FF 00 and RSTn are scan data, FF FF is padding
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")  # FF 00 and RSTn are scan data, and FF FF is padding
 _SOS, _EOI, _TEM, _DQT, _APP1, _APP13 = 0xDA, 0xD9, 0x01, 0xDB, 0xE1, 0xED
 _WITH_LENGTH = frozenset({*range(0xC0, 0xC8), *range(0xC9, 0xD0), *range(0xDA, 0xF0), 0xFE})
 _EXIF_PARTS = 1000
 """Number of parts that an EXIF segment counts as. Real files have one or two such segments, of up to 64 KiB.
 
-Pillow copies all earlier EXIF segments for each further one.
+For each EXIF segment, Pillow copies all earlier EXIF segments.
 """
 _SCAN_MARGIN = 64
-"""Pixels added to each side of a JPEG, for blocks beyond the edge and for the fixed cost of a scan."""
+"""Number of pixels to add to width and height of a JPEG, for blocks beyond the edge and the fixed cost of a scan."""
 _STRIP_TAGS = frozenset({273, 279, 324, 325})
 """TIFF tags with the offsets and sizes of strips and tiles."""
 
 
 def check_parts(data: bytes) -> None:
-    """Check the number of parts of an image file, whose format is detected by content. Broken files pass.
+    """Check the number of parts of an image file. Its format is detected by content. Broken files pass.
 
     Raises:
-        LimitExceeded: There are more than `MAX_PARTS`.
+        LimitExceeded: The file has more than `MAX_PARTS` parts.
 
     """
     if data.startswith(JPEG_START):
@@ -69,12 +69,12 @@ def check_parts(data: bytes) -> None:
 
 
 def jpeg_head(data: bytes) -> int:
-    """Return the size in bytes of a JPEG before its first scan, or of the whole file if it has no scan.
+    """Return the number of bytes before the first scan of a JPEG, or the size of the file if it has no scan.
 
-    Parts are counted as Pillow reads them, which skips bytes outside segments one by one.
+    Each byte outside segments counts as a part, because Pillow skips such bytes one by one.
 
     Raises:
-        LimitExceeded: There are more than `MAX_PARTS`.
+        LimitExceeded: The file has more than `MAX_PARTS` parts.
 
     """
     num_parts, behind = 0, 2
@@ -88,9 +88,9 @@ def jpeg_head(data: bytes) -> int:
             num_parts += _EXIF_PARTS
         elif kind == _APP13:
             num_parts += data.count(b"8BIM", start, stop)
-        _check_parts("JPEG's head", "segments and bytes between them", num_parts)
+        _check_parts("JPEG header", "segments and bytes between them", num_parts)
         behind = stop
-    _check_parts("JPEG's head", "segments and bytes between them", num_parts + len(data) - behind)
+    _check_parts("JPEG header", "segments and bytes between them", num_parts + len(data) - behind)
     return len(data)
 
 
@@ -98,14 +98,14 @@ def check_scans(data: bytes, width: int, height: int, *, up_to_end: bool = False
     """Check the number of scans of a JPEG.
 
     Args:
-        data: The file. Scan markers count at any position, because a decoder may find them there.
+        data: The file. Scan markers at any position count, because a decoder may find them.
         width: Width in pixels, as stated in the frame header.
         height: Height in pixels, as stated in the frame header.
-        up_to_end: Count only the scans that libjpeg finds. It skips segments by their length and stops at the end of
-            the image, which other images or a video may follow.
+        up_to_end: Count only the scans that libjpeg finds. libjpeg skips segments by their length, and stops at the end
+            of the image. Other images or a video may follow in the same file.
 
     Raises:
-        LimitExceeded: There are more scans than the size allows.
+        LimitExceeded: The JPEG has more scans than its size allows.
 
     """
     limit = max(MAX_SCANS, MAX_SCAN_PIXELS // ((width + _SCAN_MARGIN) * (height + _SCAN_MARGIN)))
@@ -117,7 +117,10 @@ def check_scans(data: bytes, width: int, height: int, *, up_to_end: bool = False
 
 
 def _scan_markers(data: bytes) -> int:
-    """Count FF DA in `data`, as 16-bit numbers at even and at odd offsets, because bytes.count is slow."""
+    """Count occurrences of FF DA in `data`.
+
+    bytes.count would be slow, so this function compares 16-bit numbers at even and at odd offsets.
+    """
     num = 0
     for start in (0, 1)[: max(len(data) - 1, 0)]:
         pairs = np.frombuffer(data, "<u2", (len(data) - start) // 2, start)
@@ -126,7 +129,7 @@ def _scan_markers(data: bytes) -> int:
 
 
 def _scans_up_to_end(data: bytes, num_markers: int) -> int:
-    """Return the number of scans that libjpeg finds, or `num_markers` if that is uncertain."""
+    """Return the number of scans that libjpeg finds, or `num_markers` if this number is uncertain."""
     num_scans = 0
     for place, (kind, _, _) in enumerate(_segments(data)):
         if kind == _EOI:
@@ -138,7 +141,10 @@ def _scans_up_to_end(data: bytes, num_markers: int) -> int:
 
 
 def _segments(data: bytes, reach: int = sys.maxsize) -> Iterator[tuple[int, int, int]]:
-    """Yield kind, start and stop of each segment after the start of a JPEG, up to a gap of more than `reach` bytes."""
+    """Yield the kind, start and stop of each segment after the start marker of a JPEG.
+
+    Stop at a gap of more than `reach` bytes.
+    """
     place = 2
     while (marker := _MARKER.search(data, place, min(len(data), place + reach))) is not None:
         start, place = marker.span()
@@ -157,7 +163,7 @@ def _check_png(data: bytes) -> None:
 
 
 def _check_gif(data: bytes) -> None:
-    """Check the blocks up to the first frame as Pillow reads them, which skips other data byte by byte."""
+    """Check the number of blocks before the first frame. Count other bytes, too, which Pillow skips one by one."""
     palette = 3 << (data[10] & 7) + 1 if data[10:11] >= b"\x80" else 0
     place, num_parts = 13 + palette, 0
     while (kind := data[place : place + 1]) not in {b",", b";", b""}:
@@ -173,7 +179,7 @@ def _check_gif(data: bytes) -> None:
 
 
 def _check_tiff(data: bytes) -> None:
-    """Check the directory of the first page. The other pages are not read."""
+    """Check the directory of the first page. Other pages are never read."""
     order, big = "<" if data.startswith(b"II") else ">", b"+" in data[2:4]
     offset, count, entry = ("Q", "Q", "HHQ8x") if big else ("L", "H", "HHL4x")
     entry_bytes = struct.calcsize(order + entry)

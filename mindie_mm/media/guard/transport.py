@@ -1,8 +1,8 @@
 """A limit on the program lists of MPEG transport streams, checked before FFmpeg compares the programs with each other.
 
-FFmpeg limits neither the number of programs nor the number of changes. 300 kB of lists can take seven minutes. Packets
-of 188 bytes follow ISO/IEC 13818-1, 2.4.3. BDAV puts four bytes of time before each packet (192 bytes), and DVB puts
-parity after it (204 bytes).
+FFmpeg limits neither the number of programs nor the number of changes. For 300 kB of lists, it can take seven minutes.
+Packets have 188 bytes, as in ISO/IEC 13818-1, 2.4.3. With the time code that BDAV puts before a packet, they have 192
+bytes. With the parity bytes that DVB puts after a packet, they have 204 bytes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 from mindie_mm.errors import LimitExceeded
 
 MAX_LISTS = 32
-"""Maximum number of packets that list other programs than the previous list. Each packet lists at most 46.
+"""Maximum number of changes of the program list. Each packet lists at most 46 programs.
 
-Captures that were joined have a few such packets, or two at each joint if they have 43 programs or more.
+Joined recordings have a few changes: two at each joint if they have 43 programs or more.
 """
 
 _PACKET_BYTES = 188
@@ -22,13 +22,13 @@ _STRIDES = (_PACKET_BYTES, 192, 204)
 _HEAD_BYTES = 4
 _ANYWHERE = 1
 _LIST = re.compile(rb"G[\x00\x20\x40\x60\x80\xa0\xc0\xe0]\x00")
-"""Beginning of a packet that lists programs, whatever flags are set."""
+"""Beginning of a packet that lists programs, with any combination of flags."""
 
 
 def whole_packets(data: bytes) -> bytes:
     """Return the packets of a transport stream without the bytes between them.
 
-    The data are returned unchanged if the distance between packets is not constant.
+    If the distance between packets is not constant, return the data unchanged.
 
     Raises:
         LimitExceeded: The list of programs changes more than `MAX_LISTS` times.
@@ -42,7 +42,9 @@ def whole_packets(data: bytes) -> bytes:
             before, listed = listed, data[place + _HEAD_BYTES : place + _PACKET_BYTES]
             num_lists += listed != before
             if num_lists > MAX_LISTS:
-                raise LimitExceeded(f"the container lists its programs anew more than {MAX_LISTS} times, the limit")
+                raise LimitExceeded(
+                    f"the container repeats its program list more often than the limit of {MAX_LISTS} times"
+                )
     if stride == _ANYWHERE or (stride, start) == (_PACKET_BYTES, 0):
         return data
     return b"".join(data[place : place + _PACKET_BYTES] for place in range(start, len(data), stride))
@@ -51,7 +53,7 @@ def whole_packets(data: bytes) -> bytes:
 def _order(data: bytes) -> tuple[int, int]:
     """Return the distance between packets and the offset of the first packet, in bytes.
 
-    The result is 1 and 0 if FFmpeg must search for each packet.
+    If the distance is not constant, so that FFmpeg must search for each packet, return 1 and 0.
     """
     for stride in _STRIDES:
         for start in range(stride):

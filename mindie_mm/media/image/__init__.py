@@ -1,1 +1,1 @@
-"""Images: decoding, colour conversion, resizing, tiles and patches."""
+"""Images: decoding, color conversion, resizing, tiles and patches."""

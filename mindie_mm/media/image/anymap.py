@@ -1,7 +1,7 @@
-"""Decoder of portable anymaps: PBM, PGM, PPM, and PFM with one channel.
+"""Decoder of portable anymaps: PBM, PGM, PPM, and PFM with a single channel.
 
 Pillow decodes these formats in Python, one sample at a time, which is too slow. The formats are specified at
-netpbm.sourceforge.net/doc/pbm.html and the pages beside it.
+netpbm.sourceforge.net/doc/pbm.html and on the neighboring pages.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _PIECE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Anymap:
-    """A portable anymap whose header has been read and checked against the caps. The samples are not decoded yet."""
+    """A portable anymap whose header has been read and checked against the limits. The samples are not decoded yet."""
 
     height: int
     width: int
     kind: bytes
-    """The digit or letter after the P of the magic number."""
+    """The digit or letter after the P in the magic number."""
     scale: bytes
-    """Maximum sample value, or scale and byte order of a PFM. Empty for PBM."""
+    """Maximum sample value. For PFM, a number whose sign indicates the byte order. Empty for PBM."""
     raster: memoryview
 
     @classmethod
@@ -59,7 +59,9 @@ class Anymap:
         head = data[:_MAX_HEAD]
         found = next(filter(None, (pattern.match(head) for pattern in _HEADS)), None)
         if found is None:
-            raise MediaError(f"the {len(data)} bytes are no readable image (a portable anymap without a valid header)")
+            raise MediaError(
+                f"the {len(data)} bytes cannot be read as an image (a portable anymap without a valid header)"
+            )
         width, height = int(found[2]), int(found[3])
         if not width or not height:
             raise MediaError(f"the portable anymap has {width}x{height} pixels")
@@ -102,7 +104,7 @@ class Anymap:
         if most == 255:
             as_they_are: NDArray[np.uint8] = values.astype(np.uint8)
             return as_they_are
-        if most == 65535:  # writers state 65535 whatever the real depth is
+        if most == 65535:  # writers state 65535 even if the samples have fewer bits
             return scaled_integers(values, None)
         table = np.rint(np.arange(most + 1) * 255 / most).astype(np.uint8)
         scaled: NDArray[np.uint8] = table[values]
@@ -135,7 +137,7 @@ class Anymap:
             raise ValueError("too few samples, or a sample that is not a number")
         values, num_found, start = np.empty(count, np.int64), 0, 0
         while num_found < count and start < len(text):
-            # Samples are parsed in pieces, because one list of all would take 40 bytes per sample.
+            # Parse the samples in pieces, because a list of all samples would take 40 bytes per sample.
             stop = (text.find(b" ", start + _PIECE_BYTES) + 1) or len(text)
             piece = list(map(int, text[start:stop].split()))[: count - num_found]
             values[num_found : num_found + len(piece)] = piece

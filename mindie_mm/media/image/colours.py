@@ -1,4 +1,4 @@
-"""Conversion of images of any mode to 8-bit RGB, with a background for transparency and scaling of deep samples."""
+"""Conversion of images in any mode to 8-bit RGB, with a background for transparent pixels."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ _TURNS: Mapping[Any, Image.Transpose] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Transpositions that turn an image upright, by EXIF orientation. Files may hold values that are not listed."""
+"""Transpositions that turn an image upright, by EXIF orientation. Files may contain other values."""
 _DEEP_MODES = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I", "F"})
-"""Greyscale modes with more than 8 bits, which Pillow would clip at 255."""
+"""Grayscale modes with more than 8 bits per sample, which Pillow would clip at 255."""
 _WITH_ALPHA = frozenset({"RGBA", "RGBa", "LA", "La", "PA", "P", "RGB", "L", "1"})
-"""Modes that may have transparent pixels, through an alpha channel, a palette or a transparent colour."""
+"""Modes in which pixels can be transparent, because of an alpha channel, a palette or a transparent color."""
 _PNG_DEPTH = re.compile(r"(?:L|RGB);(\d+)B?")
-"""Pillow's raw modes for PNG samples that are not 8 bits wide."""
+"""Pillow's raw modes for PNG samples that do not have 8 bits."""
 
 
 def pil_to_rgb(image: Image.Image, background: Colour | None, significant_bits: int | None = None) -> Image.Image:
     """Return `image` upright, as 8-bit RGB.
 
-    The result is that of `transformers.image_utils.load_image`, with three differences:
+    The result is the same as from `transformers.image_utils.load_image`, with three exceptions:
 
-    - Transparent pixels show `background`, as in vLLM and qwen-vl-utils. load_image drops the alpha channel, and most
-      writers leave black under it. A `background` of None drops it too.
-    - Greyscale samples of more than 8 bits are scaled to 8 bits, from `significant_bits` if the file states them.
-      Pillow would clip them to white.
-    - Only the orientation is read from the EXIF. ImageOps.exif_transpose rewrites all other entries, and fails if one
-      of them has a wrong type.
+    - Transparent pixels show `background`, as in vLLM and qwen-vl-utils. load_image drops the alpha channel, and
+      transparent pixels are black in most files. If `background` is None, this function drops the alpha channel, too.
+    - Grayscale samples of more than 8 bits are scaled to 8 bits, from `significant_bits` if the file states this
+      number. Pillow would clip large values to white.
+    - Only the orientation is read from the EXIF data. ImageOps.exif_transpose rewrites all other entries, and fails if
+      an entry has a wrong type.
     """
-    image.load()  # for a TIFF this applies the orientation and removes it
+    image.load()  # for a TIFF, this applies the orientation and removes it from the EXIF data
     if (turn := _TURNS.get(image.getexif().get(_ORIENTATION_TAG))) is not None:
         image = image.transpose(turn)
     if image.mode in _DEEP_MODES:
         image = _shallow(image, significant_bits)
     if background is not None and image.has_transparency_data and image.mode in _WITH_ALPHA:
         return _on_background(image, background)
-    return image if image.mode == "RGB" else image.convert("RGB")  # convert copies an RGB image
+    return image if image.mode == "RGB" else image.convert("RGB")  # `convert` would copy an RGB image
 
 
 def orientation_of(image: Image.Image) -> Any:
-    """Return the EXIF orientation of `image`, or 1 if it has none."""
+    """Return the EXIF orientation of `image`, or 1 if the image has none."""
     return image.getexif().get(_ORIENTATION_TAG, 1)
 
 
@@ -64,9 +64,9 @@ def states_orientation_in_tiff(image: Image.Image) -> bool:
 
 
 def mend_transparency(image: Image.Image) -> None:
-    """Scale the transparent colour of a PNG (tRNS) to 8 bits. The image must not be loaded yet.
+    """Scale the transparent color of a PNG (tRNS) to 8 bits. Call this function before the image is loaded.
 
-    Pillow keeps the colour at the depth of the file and scales only the pixels, so that no pixel would match it.
+    Pillow scales the pixels, but not the transparent color, so that no pixel would match the color.
     """
     colour = image.info.get("transparency")
     tiles = getattr(image, "tile", None)
@@ -85,7 +85,7 @@ def mend_transparency(image: Image.Image) -> None:
 
 
 def significant_bits_of(png: bytes) -> int | None:
-    """Return the number of significant bits that a greyscale PNG states (sBIT), or None if it states none."""
+    """Return the number of significant bits that a grayscale PNG states (sBIT), or None if it does not state it."""
     place = png.find(b"\0\0\0\1sBIT", 0, max(0, png.find(b"IDAT")))
     bits = png[place + 8] if place >= 0 else 0
     return bits if 1 <= bits <= 16 else None
@@ -101,7 +101,7 @@ def _on_background(image: Image.Image, background: Colour) -> Image.Image:
 
 
 def _shallow(image: Image.Image, significant_bits: int | None) -> Image.Image:
-    """Return an image of a deep mode as 8-bit grey, with alpha if it has a transparent value."""
+    """Convert an image in a deep mode to 8-bit grayscale, with an alpha channel if one value is transparent."""
     deep = np.asarray(image)
     grey = Image.fromarray(scaled_floats(deep) if deep.dtype.kind == "f" else scaled_integers(deep, significant_bits))
     if isinstance(value := image.info.get("transparency"), int):
@@ -110,9 +110,11 @@ def _shallow(image: Image.Image, significant_bits: int | None) -> Image.Image:
 
 
 def scaled_integers(deep: NDArray[np.integer[Any]], significant_bits: int | None) -> NDArray[np.uint8]:
-    """Scale integers to uint8, from `significant_bits` or else from the fewest bits, at least 8, that hold all values.
+    """Scale integers to uint8.
 
-    Most writers store 10, 12 or 14 bits unscaled in 16. Values up to 255 are kept, as in Pillow.
+    The integers have `significant_bits` bits. If this is None, they have the smallest number of bits, at least 8, that
+    holds all values, because most writers store samples of 10, 12 or 14 bits unscaled in 16 bits. If all values are at
+    most 255, they are kept, as in Pillow.
     """
     offset = min(0, int(deep.min()))
     found = (int(deep.max()) - offset).bit_length()
@@ -120,7 +122,7 @@ def scaled_integers(deep: NDArray[np.integer[Any]], significant_bits: int | None
         bits = max(8, found)
     elif found <= significant_bits:
         bits = significant_bits
-    else:  # the writer scaled the samples to the full range, as the PNG specification asks
+    else:  # the writer has scaled the samples to the full range, as the PNG specification requires
         bits = 8 * deep.dtype.itemsize
     values = deep.astype(np.int64) - offset if offset else deep
     scaled = values >> (bits - 8) if bits >= 8 else values.astype(np.int64) * 255 // (2**bits - 1)
@@ -130,8 +132,8 @@ def scaled_integers(deep: NDArray[np.integer[Any]], significant_bits: int | None
 def scaled_floats(deep: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
     """Scale floats to uint8.
 
-    Values from 0 to 1 are fractions of white, and values from 0 to 255 are kept. Other values are scaled to fill the
-    range. NaN and infinities become 0 before scaling.
+    If all values are from 0 to 1, they are multiplied by 255. If all values are from 0 to 255, they are kept. Otherwise
+    they are scaled so that they fill the range from 0 to 255. NaN and infinity become 0 before scaling.
     """
     numbers = np.where(np.isfinite(deep), deep, 0).astype(np.float64)
     least, most = min(0.0, float(numbers.min())), float(numbers.max())

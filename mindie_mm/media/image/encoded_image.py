@@ -1,4 +1,4 @@
-"""Decoding and resizing of images, as in `load_image` of transformers and its torchvision backend."""
+"""Decoding and resizing of images, like `load_image` and the torchvision backend of transformers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from mindie_mm.media.image.colours import (
 from mindie_mm.media.image.icons import ICON_START, picture_of_icon
 from mindie_mm.settings.config import MAX_IMAGE_PIXELS, Colour
 
-# Each strip of a TIFF may be a JPEG. libtiff reads this variable when it decodes one, and allows 100 scans by default.
+# Each strip of a TIFF may be a JPEG. libtiff reads this variable when it decodes a JPEG. By default, it allows 100
+# scans.
 os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO", "PPM")
 """Supported formats, detected by content.
 
-Pillow reads other formats too. Some of them have decoders in Python, which take minutes for a few megabytes, and some
+Pillow can read more formats. For some of them it has decoders in Python, which take minutes for a few megabytes. Others
 cannot be detected by content.
 """
 _FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
@@ -44,18 +45,18 @@ _FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
 Pixels = NDArray[np.uint8]
 """RGB pixels, uint8 [height, width, 3] for an image and [frames, height, width, 3] for a video."""
 Frames = tuple[bytes | Pixels, ...]
-"""Frames of a video, each as an encoded image or as pixels."""
+"""Frames of a video. Each frame is an encoded image or pixels."""
 Data = bytes | NDArray[Any] | Frames
 """Input of preprocessing: encoded bytes, pixels, audio samples, or frames of a video."""
 
 Resample = Literal["bilinear", "bicubic", "lanczos"]
 RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
-"""Filters by their number in Pillow, which preprocessor configurations use too."""
+"""Resampling filters by their number in Pillow. Preprocessor configurations use the same numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """An image whose header has been read and checked against the caps. The pixels are not decoded yet."""
+    """An image whose header has been read and checked against the limits. The pixels are not decoded yet."""
 
     height: int
     """Height in pixels after the EXIF orientation is applied."""
@@ -63,17 +64,17 @@ class EncodedImage:
     """Width in pixels after the EXIF orientation is applied."""
     file: Image.Image
     background: Colour | None
-    """Colour behind transparent pixels. None drops the alpha channel instead."""
+    """Color behind transparent pixels. None means that the alpha channel is dropped."""
     significant_bits: int | None = None
-    """Number of significant bits of 16-bit grey samples, if a PNG states it."""
+    """Number of significant bits of 16-bit grayscale samples, if a PNG states it."""
 
     @classmethod
     def open(cls, data: bytes, *, drop_alpha: bool = False) -> EncodedImage:
-        """Read the header of `data`. `drop_alpha` is as in `open_image`.
+        """Read the header of `data`. `drop_alpha` has the same meaning as in `open_image`.
 
         Raises:
             MediaError: The data are not a readable image.
-            LimitExceeded: The image exceeds a cap.
+            LimitExceeded: The image exceeds a limit.
 
         """
         try:
@@ -81,8 +82,8 @@ class EncodedImage:
                 data = picture_of_icon(data)
             file = _open_file(data)
             width, height = file.size
-            add_picture(width, height)  # first, because reading the orientation may decode the image
-            if data.startswith(JPEG_START):  # not by format, because Pillow reports a JPEG with several images as MPO
+            add_picture(width, height)  # before reading the orientation, which may decode the image
+            if data.startswith(JPEG_START):  # `file.format` is MPO for a JPEG with several images
                 check_scans(data, width, height, up_to_end=True)
             mend_transparency(file)
             orientation = orientation_of(file) if _has_exif(file, data) else 1
@@ -91,7 +92,9 @@ class EncodedImage:
         except (LimitExceeded, MemoryError):
             raise
         except Exception:  # noqa: BLE001 - a hostile header makes decoders raise anything
-            raise MediaError(f"the {len(data)} bytes are no readable image ({', '.join(FORMATS)})") from None
+            raise MediaError(
+                f"the {len(data)} bytes cannot be read as an image (supported formats: {', '.join(FORMATS)})"
+            ) from None
         # Pillow reports the upright size if a TIFF tag states the orientation, but not if XMP does.
         if orientation in {5, 6, 7, 8} and not states_orientation_in_tiff(file):
             width, height = height, width
@@ -110,12 +113,12 @@ class EncodedImage:
             return np.asarray(pil_to_rgb(self.file, self.background, self.significant_bits))
         except MemoryError:
             raise
-        except Exception:  # noqa: BLE001 - broken data makes decoders raise anything
+        except Exception:  # noqa: BLE001 - for broken data, a decoder may raise any exception
             raise MediaError(
                 f"the {self.file.format} image of {self.width}x{self.height} pixels is broken or truncated"
             ) from None
         finally:
-            self.file.close()  # the file would keep its decoded pixels until the whole prompt is done
+            self.file.close()  # otherwise, the file keeps its decoded pixels until the whole prompt is processed
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +133,14 @@ class PlainJpeg:
         """Return RGB pixels, uint8 [height, width, 3]. Raise MediaError if the image is broken or truncated."""
         try:
             rgb: Pixels = simplejpeg.decode_jpeg(self.data, "RGB", strict=True)
-        except ValueError:  # Pillow decides about irregular files; open_image has counted the pixels
+        except ValueError:  # Pillow may accept an irregular file; `open_image` has counted the pixels already
             return EncodedImage.open(self.data).decode()
         return rgb
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedImage:
-    """Pixels that the caller supplies, with the interface of an EncodedImage."""
+    """Pixels that the caller supplies, with the same interface as an EncodedImage."""
 
     pixels: Pixels
 
@@ -155,15 +158,15 @@ class DecodedImage:
 
 
 def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | EncodedImage | DecodedImage:
-    """Read the size of an image. Its pixels are decoded on request.
+    """Read the size of an image. Call `decode` on the result to decode the pixels.
 
     Args:
-        data: The file, or pixels, uint8 [height, width, 3].
-        drop_alpha: Show the colours that transparent pixels have in the file, instead of the background.
+        data: An encoded image, or pixels, uint8 [height, width, 3].
+        drop_alpha: Whether transparent pixels show their color in the file instead of the background.
 
     Raises:
         MediaError: The data are not a readable image.
-        LimitExceeded: The image exceeds a cap.
+        LimitExceeded: The image exceeds a limit.
 
     """
     assert not isinstance(data, tuple), "frames are a video's"
@@ -180,7 +183,7 @@ def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | 
 
 
 def _open_file(data: bytes) -> Image.Image:
-    """Check the limits of the format, then open the file with Pillow. Any exception may be raised."""
+    """Check the limits of the format, then open the file with Pillow. This may raise any exception."""
     check_parts(data)
     codestream = check_boxes(data)
     file = Image.open(io.BytesIO(data), formats=_FORMATS_OF_PILLOW)
@@ -192,11 +195,12 @@ def _open_file(data: bytes) -> Image.Image:
 def _beyond_pillows_limit() -> LimitExceeded:
     """Return the error for an image above Pillow's limit.
 
-    Pillow warns at its limit and raises at twice the limit. The program that uses this package may have changed it.
+    Pillow warns about images above its limit, and raises an error for images above twice this limit. The program that
+    uses this package may have changed the limit.
     """
     limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
     if limit == MAX_IMAGE_PIXELS:
-        return LimitExceeded(f"the image has more than {MAX_IMAGE_PIXELS} pixels, the limit")
+        return LimitExceeded(f"the image has more pixels than the limit of {MAX_IMAGE_PIXELS}")
     return LimitExceeded(
         f"the image has more pixels than Pillow accepts in this process (PIL.Image.MAX_IMAGE_PIXELS is "
         f"{Image.MAX_IMAGE_PIXELS})"
@@ -204,19 +208,19 @@ def _beyond_pillows_limit() -> LimitExceeded:
 
 
 def _has_exif(file: Image.Image, data: bytes) -> bool:
-    """Return whether the file may have EXIF. For a PNG, Pillow would decode all pixels to find out."""
+    """Return whether the file may contain EXIF data. For a PNG, Pillow would have to decode all pixels to find out."""
     return file.format != "PNG" or b"eXIf" in data or b"XML:com.adobe.xmp" in data or b"Raw profile type" in data
 
 
 def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic") -> Pixels:
-    """Resize uint8 [..., H, W, 3] to uint8 [..., height, width, 3] with antialiasing. An equal size is returned as is.
+    """Resize uint8 [..., H, W, 3] to uint8 [..., height, width, 3] with antialiasing.
 
-    torch computes the result in uint8, as torchvision's `resize` does.
+    If the size is already right, return `rgb` itself. torch computes the result in uint8, as in torchvision's `resize`.
     """
     if rgb.shape[-3:-1] == (height, width):
         return rgb
     frames = from_dlpack(rgb.reshape(-1, *rgb.shape[-3:]))  # torch.from_numpy warns about read-only arrays
-    # The strides are those of channels_last, for which torch has a kernel that is twice as fast.
+    # The strides are those of the channels_last memory format, for which torch has a kernel that is twice as fast.
     resized = torch.nn.functional.interpolate(
         frames.permute(0, 3, 1, 2), size=(height, width), mode=resample, align_corners=False, antialias=True
     )
@@ -225,7 +229,7 @@ def resize(rgb: Pixels, height: int, width: int, resample: Resample = "bicubic")
 
 
 def _plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Return height and width of a grey or RGB JPEG whose header states no orientation, or None for anything else."""
+    """Return the height and width of a grayscale or color JPEG without an orientation. Return None for other data."""
     if not data.startswith(JPEG_START):
         return None
     header = data[: jpeg_head(data)]

@@ -1,4 +1,4 @@
-"""Selection of the image in a Windows icon that Pillow would choose, without decoding any of its images."""
+"""Selection of the same image in a Windows icon that Pillow would choose, without decoding any image."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ENTRY = "<BBBBHHII"
 
 
 def picture_of_icon(data: bytes) -> bytes:
-    """Return the largest image of the icon `data`, as a PNG or as an icon with only that bitmap.
+    """Return the largest image of the icon `data`, as a PNG or as an icon that contains only this bitmap.
 
-    Pillow decodes an icon when it opens it, before the size can be checked. Among images of equal size it chooses the
-    one with the fewest colours, and so does this function.
+    Pillow decodes an icon when it opens the file, before the size can be checked. Among images of equal size, this
+    function chooses the image with the fewest colors, as Pillow does.
 
     Raises:
-        LimitExceeded: A side of the bitmap is longer than `MAX_SIDE`.
+        LimitExceeded: The bitmap is wider or higher than `MAX_SIDE`.
         ValueError: The icon is broken.
         struct.error: The icon is truncated.
 
@@ -41,7 +41,7 @@ def picture_of_icon(data: bytes) -> bytes:
 
 
 def _entries(data: bytes) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """Yield the sort key by which Pillow chooses, the size in bytes and the offset of each image."""
+    """Yield three values for each image: the sort key by which Pillow chooses, the size in bytes and the offset."""
     (num_pictures,) = struct.unpack_from("<H", data, 4)
     for place in range(num_pictures):
         width, height, colours, _, _, bits, num_bytes, offset = struct.unpack_from(_ENTRY, data, 6 + 16 * place)
@@ -50,9 +50,9 @@ def _entries(data: bytes) -> Iterator[tuple[tuple[int, int], int, int]]:
 
 
 def _size_of_bitmap(bitmap: bytes) -> tuple[int, int]:
-    """Return width and height. The height in the header covers the bitmap and the mask below it."""
+    """Return the width and height of a bitmap. The height in the header is that of the bitmap and its mask together."""
     (head,) = struct.unpack_from("<I", bitmap)
     width, height = struct.unpack_from("<HH" if head == 12 else "<ii", bitmap, 4)
     if width <= 0 or abs(height) < 2:
-        raise ValueError("a bitmap of no size")
+        raise ValueError("a bitmap without a size")
     return width, abs(height) // 2

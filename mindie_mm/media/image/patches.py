@@ -1,4 +1,4 @@
-"""Conversion of images to rows of patches, the input of vision towers with a convolutional patch embedding."""
+"""Conversion of images to patches, the input of vision towers with a convolutional patch embedding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from mindie_mm.media.image.encoded_image import Pixels
 def patchify(rgb: Pixels, patches: np.ndarray[Any, np.dtype[np.uint8]], patch_size: int, merge_size: int) -> None:
     """Cut an image into patches.
 
-    The patches that a tower merges into one token are adjacent: blocks of merge_size x merge_size patches, row by row.
+    Patches that a tower merges into one token are adjacent in the output. The output consists of blocks of
+    merge_size x merge_size patches, row by row.
 
     Args:
         rgb: Pixels, uint8 [H, W, 3]. H and W are multiples of patch_size * merge_size.
-        patches: Output, uint8 [H/patch * W/patch, patch, patch, 3]. Its patches are contiguous, or stored as one plane
-            per channel, which takes five times as long.
+        patches: Output, uint8 [H/patch * W/patch, patch, patch, 3]. In memory, each patch is contiguous or consists of
+            one plane per channel. Writing planes takes five times as long.
         patch_size: Side of a patch in pixels.
         merge_size: Side of a merged block in patches.
 
@@ -30,7 +31,7 @@ def patchify(rgb: Pixels, patches: np.ndarray[Any, np.dtype[np.uint8]], patch_si
         assert np.shares_memory(apart, patches)
         np.copyto(apart, blocks.transpose(0, 3, 1, 4, 2, 5, 6))
         return
-    # One element is one row of one patch, which numpy copies as a unit.
+    # One element is one row of one patch, so that numpy copies whole rows.
     patch_row = np.dtype((np.void, patch_size * channels))
     rows = np.ascontiguousarray(rgb).reshape(height, -1).view(patch_row)
     source = rows.reshape(blocks_high, merge_size, patch_size, blocks_wide, merge_size)
@@ -43,7 +44,7 @@ def patchify(rgb: Pixels, patches: np.ndarray[Any, np.dtype[np.uint8]], patch_si
 
 
 def unpatchify(patches: Pixels, rows: int, columns: int, merge_size: int) -> Pixels:
-    """Return the image that `patchify` cut into patches.
+    """Return the image from which `patchify` has cut the patches.
 
     Args:
         patches: Patches, uint8 [rows * columns, patch, patch, 3].

@@ -1,4 +1,4 @@
-"""The steps of transformers' image processors before normalisation, as configured by preprocessor_config.json."""
+"""The steps of transformers' image processors before normalization, as preprocessor_config.json configures them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Color = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Target size of a resize: a fixed height and width, or the length of the shorter side."""
+    """Target size for resizing: a fixed height and width, or the length of the shorter side."""
 
     height: int | None = None
     width: int | None = None
@@ -31,11 +31,11 @@ class Size:
 
         Args:
             value: The value in the configuration.
-            where: Name of the configuration in errors.
-            square: Use a single number for both sides instead of the shorter side.
+            where: Name of the configuration in error messages.
+            square: Whether a single number is the length of both sides. If False, it is the length of the shorter side.
 
         Raises:
-            UnsupportedCheckpoint: The value has an unsupported form.
+            UnsupportedCheckpoint: The value has an unsupported format.
 
         """
         if isinstance(value, int):
@@ -45,7 +45,7 @@ class Size:
             if edges.keys() in ({"height", "width"}, {"shortest_edge"}, {"shortest_edge", "longest_edge"}):
                 return cls(**edges)
         raise UnsupportedCheckpoint(
-            f"{where}: a size is {value!r}, only height and width, or shortest_edge and perhaps longest_edge, is served"
+            f"{where}: a size is {value!r}; it must have height and width, or shortest_edge and optionally longest_edge"
         )
 
     @property
@@ -63,26 +63,26 @@ class Size:
             short = self.longest_edge * min(height, width) / max(height, width)
         if min(height, width) == round(short):
             return height, width
-        # The reference rounds the shorter side, but derives the longer one from the unrounded value.
+        # The reference rounds the shorter side, but computes the longer side from the unrounded value.
         long = int(short * max(height, width) / min(height, width))
         return (long, round(short)) if width < height else (round(short), long)
 
 
 @dataclass(frozen=True, slots=True)
 class Preprocess:
-    """Padding to a square, resize and centre crop, in this order. Each step is optional."""
+    """Padding to a square, resizing and center cropping, in this order. Each step is optional."""
 
     size: Size | None
-    """Size to which images are resized, or None for no resize."""
+    """Size to which images are resized. None means no resizing."""
     resample: Resample
     crop: tuple[int, int] | None = None
-    """Height and width of the centre crop in pixels, or None for no crop."""
+    """Height and width of the center crop in pixels. None means no cropping."""
     background: Color | None = None
-    """Colour of the padding to a square, or None for no padding."""
+    """Color of the padding to a square. None means no padding."""
 
     @property
     def output_size(self) -> tuple[int, int] | None:
-        """Height and width of every result, or None if they depend on the image."""
+        """Height and width of every preprocessed image, or None if they depend on the image."""
         if self.crop is not None or self.size is None:
             return self.crop
         return self.size.of(1, 1) if self.background is not None else self.size.fixed
@@ -95,12 +95,12 @@ class Preprocess:
         new_height, new_width = self.size.of(side, side) if self.background is not None else self.size.of(height, width)
         if new_height * new_width > MAX_IMAGE_PIXELS:
             raise LimitExceeded(
-                f"{width}x{height} pixels would be resized to {new_width}x{new_height}; "
-                f"the limit is {MAX_IMAGE_PIXELS} pixels"
+                f"the image of {width}x{height} pixels would be resized to {new_width}x{new_height}; the limit "
+                f"is {MAX_IMAGE_PIXELS} pixels"
             )
 
     def apply(self, rgb: Pixels) -> Pixels:
-        """Apply all steps to uint8 [..., H, W, 3], an image or frames of one size."""
+        """Apply all steps to an image, or to frames of the same size, uint8 [..., H, W, 3]."""
         if self.background is not None:
             rgb = pad_to_square(rgb, self.background)
         if self.size is not None:
@@ -109,16 +109,16 @@ class Preprocess:
 
 
 def pad_to_square(rgb: Pixels, background: Color) -> Pixels:
-    """Pad uint8 [..., H, W, 3] to a square as wide as the longer side, with the image in the centre."""
+    """Pad uint8 [..., H, W, 3] to a square whose side is the longer side. The image is in the center of the square."""
     height, width = rgb.shape[-3:-1]
     side = max(height, width)
     return pad(rgb, side, side, background)
 
 
 def pad(rgb: Pixels, height: int, width: int, background: Color = (0, 0, 0)) -> Pixels:
-    """Pad uint8 [..., H, W, 3] to `height` and `width`, with the image in the centre.
+    """Pad uint8 [..., H, W, 3] to `height` and `width`, with the image in the center.
 
-    If a margin is odd, the image is one pixel nearer to the top or left.
+    If the number of padding pixels is odd, the image is one pixel nearer to the top or left.
     """
     if rgb.shape[-3:-1] == (height, width):
         return rgb
@@ -126,46 +126,47 @@ def pad(rgb: Pixels, height: int, width: int, background: Color = (0, 0, 0)) -> 
     padded: Pixels = np.empty((*rgb.shape[:-3], height, width, 3), np.uint8)
     padded.reshape(*padded.shape[:-2], -1)[...] = np.tile(
         np.array(background, np.uint8), width
-    )  # by rows, because copying 3 bytes at a time is slow
+    )  # filled in whole rows, because copying 3 bytes at a time is slow
     padded[..., top : top + rgb.shape[-3], left : left + rgb.shape[-2], :] = rgb
     return padded
 
 
 def center_crop(rgb: Pixels, height: int, width: int) -> Pixels:
-    """Crop uint8 [..., H, W, 3] to its centre, [..., height, width, 3]. Smaller images are padded with black."""
+    """Crop uint8 [..., H, W, 3] to its center, [..., height, width, 3]. Smaller images are padded with black."""
     rgb = pad(rgb, max(height, rgb.shape[-3]), max(width, rgb.shape[-2]))
     top, left = (rgb.shape[-3] - height) // 2, (rgb.shape[-2] - width) // 2
     return rgb[..., top : top + height, left : left + width, :]
 
 
 def background_of(mean: Any) -> Color:
-    """Return the colour of the normalisation mean, with which the reference processors pad images."""
+    """Return the color of the normalization mean, with which the reference processors pad images."""
     red, green, blue = (int(value * 255) for value in mean)
     return red, green, blue
 
 
 def resample_of(config: Mapping[str, Any], where: str, name: str = "resample") -> Resample:
-    """Return the filter whose number a preprocessor configuration has under `name`.
+    """Return the resampling filter that a preprocessor configuration specifies under `name`, by its number.
 
     Raises:
-        UnsupportedCheckpoint: The number is not one of `RESAMPLES`.
+        UnsupportedCheckpoint: The number is not in `RESAMPLES`.
 
     """
     if (number := config[name]) not in RESAMPLES:
-        raise UnsupportedCheckpoint(f"{where}: {name} is {number!r}, only {[*RESAMPLES]} are served")
+        raise UnsupportedCheckpoint(f"{where}: {name} is {number!r}; only {[*RESAMPLES]} are supported")
     return RESAMPLES[number]
 
 
 def check_output_size(output_size: tuple[int, int] | None, side: int, where: str) -> None:
-    """Raise UnsupportedCheckpoint unless every result is a square with the `side` of the tower in pixels."""
+    """Raise UnsupportedCheckpoint unless every preprocessed image is a square of `side` pixels, as the tower needs."""
     if output_size != (side, side):
         raise UnsupportedCheckpoint(
-            f"{where}: images become {output_size or 'of several sizes'}, the tower takes {side} pixels a side"
+            f"{where}: images are resized to {output_size or 'several sizes'}, but the tower takes squares of "
+            f"{side} pixels"
         )
 
 
 def check_settings(config: Mapping[str, Any], needed: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedCheckpoint if a configuration has another value than `needed`. Missing and null values pass."""
+    """Raise UnsupportedCheckpoint if a value in a configuration differs from `needed`. Missing and null values pass."""
     for name, value in needed.items():
         if (found := config.get(name)) is not None and found != value:
-            raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}, only {value!r} is served")
+            raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}; only {value!r} is supported")

@@ -1,4 +1,4 @@
-"""Division of images into tiles of the input size of a tower, next to a tile with the whole image."""
+"""Division of images into tiles that have the input size of a tower, in addition to one tile with the whole image."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ CanvasSize = tuple[int, int]
 
 
 def best_canvas(height: int, width: int, canvases: Sequence[CanvasSize]) -> CanvasSize:
-    """Return the canvas that keeps the most pixels of an image. Among equals, the first of the smallest is returned.
+    """Return the canvas on which an image keeps the most pixels.
 
-    An image as thin as a line keeps no pixels on small canvases. These canvases are then equal.
+    If this is true of several canvases, return the first of the smallest of them. An image that is as thin as a line
+    keeps no pixels on a small canvas.
     """
     best, most, least_wasted = canvases[0], 0, math.inf
     for canvas in canvases:
@@ -28,7 +29,7 @@ def best_canvas(height: int, width: int, canvases: Sequence[CanvasSize]) -> Canv
 
 
 def fit(height: int, width: int, canvas: CanvasSize) -> tuple[int, int]:
-    """Return the height and width of an image that is scaled to fit `canvas`, with its aspect ratio kept."""
+    """Return the height and width of an image that is scaled to fit `canvas` and keeps its aspect ratio."""
     by_width, by_height = canvas[1] / width, canvas[0] / height
     if by_width < by_height:
         return min(math.ceil(height * by_width), canvas[0]), canvas[1]
@@ -36,9 +37,9 @@ def fit(height: int, width: int, canvas: CanvasSize) -> tuple[int, int]:
 
 
 def closest_grid(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
-    """Return the rows and columns of the grid of tiles whose aspect ratio is nearest to that of an image.
+    """Return the numbers of rows and columns of the grid of tiles whose aspect ratio is nearest to that of an image.
 
-    Among equally near grids, a larger one is preferred if the image has more than half as many pixels as that grid.
+    Of two equally near grids, the larger is preferred if the image has more than half as many pixels as that grid.
 
     Args:
         height: Height of the image in pixels.
@@ -49,7 +50,7 @@ def closest_grid(height: int, width: int, tile: int, least: int, most: int) -> t
 
     """
     sides = range(1, most + 1)
-    # Grids with the same number of tiles stay in the order of their columns, as in the reference.
+    # Grids with the same number of tiles are in the order of their columns, as in the reference.
     grids = sorted(
         ((rows, columns) for columns in sides for rows in sides if least <= rows * columns <= most), key=math.prod
     )
@@ -63,7 +64,10 @@ def closest_grid(height: int, width: int, tile: int, least: int, most: int) -> t
 
 
 def without_padding(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-    """Return how many of a canvas's `rows` and `columns` of features show an image of this size, not its padding."""
+    """Return the numbers of rows and columns of features that show an image of this size, without its padding.
+
+    `rows` and `columns` are the numbers of rows and columns of features on the whole canvas.
+    """
     if width / height > columns / rows:
         return rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
     return rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2
@@ -85,13 +89,13 @@ def cut(rgb: Pixels, tiles: Pixels) -> None:
 
 
 def write_canvas(rgb: Pixels, canvas: CanvasSize, tiles: Pixels, resample: Resample) -> None:
-    """Write an image resized to one tile, followed by the tiles of a canvas that shows the image in its centre.
+    """Write an image resized to one tile, followed by the tiles of a canvas with the image in its center.
 
     Args:
         rgb: Pixels, uint8 [height, width, 3].
         canvas: Height and width of the canvas in pixels.
         tiles: Output, uint8 [1 + tiles of the canvas, tile, tile, 3].
-        resample: Filter for both sizes.
+        resample: Filter for resizing.
 
     """
     side = tiles.shape[1]

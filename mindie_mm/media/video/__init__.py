@@ -1,1 +1,1 @@
-"""Videos: timeline, choice of frames, seeking and decoding."""
+"""Videos: frame times, sampling of frames, seeking and decoding."""

@@ -1,4 +1,4 @@
-"""Inspection of video packets without decoding them. Names of H.264 syntax elements follow ITU-T H.264."""
+"""Inspection of video packets without decoding. The names of H.264 syntax elements are those in ITU-T H.264."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from collections.abc import Iterator
 
 _IDR, _SPS = 5, 7
 _AVCC = 1
-"""First byte of the extradata of MP4 and Matroska, where a length precedes each NAL unit. Others use start codes."""
+"""First byte of the extradata in formats like MP4, in which a length precedes each NAL unit instead of a start code."""
 _START_CODE = b"\0\0\1"
 _MAX_UNITS = 64
-"""Number of NAL units of a packet that are inspected. The first slice of the picture is among them."""
+"""Maximum number of NAL units of a packet to inspect. The first slice of the picture is one of them."""
 _MOST_UNITS = 2**10
-"""Maximum number of NAL units in a packet that counts as whole."""
+"""Maximum number of NAL units in a packet. A packet with more units does not count as complete."""
 _VP8_START, _JPEG_START = b"\x9d\x01\x2a", b"\xff\xd8"
 _SPS_BYTES = 128
-"""Number of bytes of a sequence parameter set in which frame_mbs_only_flag is searched.
+"""Number of bytes of a sequence parameter set to search for frame_mbs_only_flag.
 
-Only 12 full scaling lists would move the flag further back, and no real encoder writes them.
+The flag could be after these bytes only if there were 12 full scaling lists before it. No real encoder writes so many.
 """
 _WITH_CHROMA = frozenset({100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135})
-"""Values of profile_idc for which a sequence parameter set has a chroma format and scaling lists."""
+"""Values of profile_idc for which a sequence parameter set contains a chroma format and scaling lists."""
 
 
 def is_whole(packet: memoryview, codec: str, extradata: bytes | None) -> bool:
-    """Return whether a packet of `codec` looks complete. In a broken download, zeros or other data replace parts.
+    """Return whether a packet of `codec` looks complete.
 
-    In MP4 and Matroska the lengths of the NAL units of H.264 and HEVC must add up to the size of the packet. For other
-    codecs only the beginning of the packet is checked.
+    In a broken download, zeros or other data may replace parts of a packet. For H.264 and HEVC in MP4 and Matroska, the
+    lengths of the NAL units must add up to the size of the packet. For other codecs, only the beginning of the packet
+    is checked.
     """
     if codec in ("h264", "hevc"):
         width = _length_bytes(codec, extradata)
@@ -41,9 +42,9 @@ def is_whole(packet: memoryview, codec: str, extradata: bytes | None) -> bool:
 
 
 def is_idr(packet: memoryview, extradata: bytes | None) -> bool:
-    """Return whether the picture of a packet is an IDR picture. No later picture refers to one before it.
+    """Return whether the picture in a packet is an IDR picture. Later pictures never refer to pictures before it.
 
-    Other keyframes are recovery points. The picture may be complete only some frames later.
+    Other keyframes are recovery points. After such a keyframe, pictures may be correct only some frames later.
     """
     return any(packet[at] & 31 == _IDR for at in _units(packet, extradata))
 
@@ -51,8 +52,8 @@ def is_idr(packet: memoryview, extradata: bytes | None) -> bool:
 def has_fields(packet: memoryview | None, extradata: bytes | None) -> bool:
     """Return whether pictures may be coded as two fields, possibly in separate packets.
 
-    The parameter sets of `packet`, a keyframe, are read, or those in `extradata` if `packet` is None. A parameter set
-    that cannot be read counts as one that allows fields.
+    This function reads the parameter sets in `packet`, which is a keyframe, or in `extradata` if `packet` is None. A
+    parameter set that cannot be read is assumed to allow fields.
     """
     if packet is not None:
         return any(_allows_fields(packet[at:]) for at in _units(packet, extradata) if packet[at] & 31 == _SPS)
@@ -97,7 +98,7 @@ def _units(data: memoryview, extradata: bytes | None) -> Iterator[int]:
             yield at + width
             at += width + int.from_bytes(data[at : at + width])
         return
-    # Only short units precede the slices. Searching the whole packet would copy it.
+    # The units before the slices are short. Searching the whole packet would require a copy of it.
     head = bytes(data[:4096])
     place = -1
     for _ in range(_MAX_UNITS):
@@ -108,7 +109,7 @@ def _units(data: memoryview, extradata: bytes | None) -> Iterator[int]:
 
 
 def _allows_fields(unit: memoryview) -> bool:
-    """Return whether frame_mbs_only_flag of a sequence parameter set is 0, or missing because the set is cut off."""
+    """Return whether frame_mbs_only_flag of a sequence parameter set is 0, or missing because the set is truncated."""
     bits = _Bits(bytes(unit[1 : 1 + _SPS_BYTES]).replace(b"\0\0\3", b"\0\0"))
     try:
         profile = bits.read(8)
@@ -136,7 +137,7 @@ def _allows_fields(unit: memoryview) -> bool:
 
 
 def _skip_chroma(bits: _Bits) -> None:
-    """Skip the chroma format and scaling lists that high profiles have before log2_max_frame_num_minus4."""
+    """Skip the chroma format and the scaling lists, which precede log2_max_frame_num_minus4 in high profiles."""
     chroma = bits.exp_golomb()
     if chroma == 3:
         bits.read(1)
@@ -155,7 +156,7 @@ def _skip_chroma(bits: _Bits) -> None:
 
 
 class _Bits:
-    """Reader of bits, most significant first. It raises EOFError at the end."""
+    """Reader of bits, which starts with the most significant bit. It raises EOFError at the end of the data."""
 
     def __init__(self, data: bytes) -> None:
         self._value = int.from_bytes(data)

@@ -1,4 +1,4 @@
-"""Rotation and mirroring of video frames, as the display matrix of the container states."""
+"""Rotation and mirroring of video frames according to the display matrix in the container."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindie_mm.media.image.encoded_image import Pixels
 
 @dataclass(frozen=True, slots=True)
 class Orientation:
-    """One of the eight orientations of a frame. The frame is transposed first and mirrored second."""
+    """One of the eight orientations of a frame. To make a frame upright, transpose it first, then mirror or flip it."""
 
     transposed: bool = False
     """Whether rows become columns."""

@@ -1,4 +1,4 @@
-"""Decoding of videos through PyAV. Only sampled frames are converted to RGB, and distant frames are skipped."""
+"""Decoding of videos with PyAV. Only sampled frames are converted to RGB. If possible, other frames are not decoded."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from mindie_mm.settings.config import MediaCaps
 CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg", "gif", "dv", "ogg", "ivf")
 """Supported containers, detected by content.
 
-`mov` includes MP4, `matroska` includes WebM, and `mpeg` is the program stream. Playlists are not supported, because
-they would make FFmpeg open files and addresses that the client chooses.
+`mov` includes MP4, `matroska` includes WebM, and `mpeg` is the MPEG program stream. Playlists are not supported,
+because FFmpeg would open files and addresses that the client chooses.
 """
 _FEW_FRAMES = 64
-"""Number of further frames that may be decoded to check that a video is complete, even if few are sampled."""
+"""Number of further frames that may always be decoded to check that a video is complete, even if few are sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedVideo:
-    """A video whose container has been read and checked against the caps. The frames are not decoded yet."""
+    """A video whose container has been read and checked against the limits. The frames are not decoded yet."""
 
     height: int
     """Height in pixels of an upright frame."""
@@ -63,16 +63,16 @@ class EncodedVideo:
     num_frames: int
     """Number of frames that FFmpeg decodes from the file."""
     fps: float | None
-    """Mean frames per second, or None if neither the container nor the frame times reveal it."""
+    """Average number of frames per second. None if neither the container nor the frame times state it."""
     orientation: Orientation
     """Rotation and mirroring that make a frame upright."""
     data: bytes
     max_pixels: int
-    """Maximum number of pixels of a frame, whatever the container states."""
+    """Maximum number of pixels of a decoded frame. The container may state a smaller size."""
     keyframes: Keyframes | None
-    """Positions from which decoding can start, or None if the file must be decoded from its start."""
+    """Keyframes at which decoding can start. None if decoding must start at the beginning of the file."""
     is_counted: bool
-    """Whether `num_frames` counts packets instead of decoded frames."""
+    """Whether `num_frames` is the number of packets instead of the number of decoded frames."""
     work: Work
     """Decoding work of the request that the video belongs to."""
 
@@ -80,12 +80,12 @@ class EncodedVideo:
     def open(cls, data: bytes) -> EncodedVideo:
         """Read the container of `data`.
 
-        One frame is decoded if the frames may be rotated or mirrored. All frames are decoded if packets cannot be
-        counted as frames.
+        If frames may be rotated or mirrored, this method decodes one frame. If packets cannot be counted as frames, it
+        decodes all frames.
 
         Raises:
             MediaError: The data are not a readable video, or are damaged.
-            LimitExceeded: The video exceeds a cap.
+            LimitExceeded: The video exceeds a limit.
 
         """
         of_request = work()
@@ -103,9 +103,11 @@ class EncodedVideo:
                 _check_length(max(packets.number, stated if stated < PLACEHOLDER else 0), None, limits)
             num_missing = _num_missing(stream, name, packets.number, data)
             if num_missing > longest_tail(packets.number + num_missing):
-                raise MediaError(f"the video is truncated: it states {stated} frames and holds {packets.number}")
+                raise MediaError(
+                    f"the video is truncated: its header declares {stated} frames, but it has {packets.number}"
+                )
             if not (height and width):  # FFmpeg does not parse frames that are above the limit
-                raise LimitExceeded(f"the frame size is unknown, or above the limit of {max_pixels} pixels")
+                raise LimitExceeded(f"the frame size is unknown or above the limit of {max_pixels} pixels")
             num_frames, times = packets.num_shown, packets.times
             is_counted = packets.are_frames and not num_missing and not decodes_to_count()
             if num_frames and not is_counted:
@@ -127,7 +129,7 @@ class EncodedVideo:
         return cls(height, width, num_frames, fps, orientation, data, max_pixels, keyframes, is_counted, of_request)
 
     def count(self, indices: Sequence[int]) -> None:
-        """Count the pixels that `decode` will decode for `indices`. Nothing is decoded.
+        """Count the pixels that `decode` will decode for `indices`, without decoding them.
 
         Raises:
             LimitExceeded: The request would decode too many pixels.
@@ -138,8 +140,9 @@ class EncodedVideo:
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Yield the frame for each of the ascending `indices` as RGB pixels, uint8 [height, width, 3].
 
-        A frame of another size is scaled. If the container supports seeking, distant frames are not decoded. Frames up
-        to the end of the video may be decoded to verify the frame count.
+        A frame of another size is scaled to the size of the video. If the container supports seeking, frames that are
+        far from the sampled frames are not decoded. The remaining frames of the video may be decoded to verify the
+        number of frames.
 
         Raises:
             MediaError: The video ends before the last of `indices`.
@@ -152,9 +155,9 @@ class EncodedVideo:
         def broken() -> MediaError:
             kind = FramesMiscounted if self.is_counted else MediaError
             decoded = min(taken, len(indices))
-            return kind(f"the video is broken: {decoded} of {len(indices)} sampled frames can be decoded")
+            return kind(f"the video is broken: only {decoded} of {len(indices)} sampled frames could be decoded")
 
-        scaler = VideoReformatter()  # shared, because its setup takes longer than scaling a small frame
+        scaler = VideoReformatter()  # used for all frames, because its setup takes longer than scaling a small frame
         wanted = self._up_to_end(indices)
         with reading(broken):
             for frame in self._frames_at(wanted):
@@ -165,9 +168,9 @@ class EncodedVideo:
             raise broken()
 
     def _frames_at(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
-        """Yield the frames of `indices` up to the first one that is missing.
+        """Yield the frames at `indices`. Stop before the first frame that is missing.
 
-        PyAV's errors are not translated.
+        Errors of PyAV are raised unchanged.
 
         Raises:
             FramesMiscounted: The video has more frames than its packets indicated.
@@ -179,7 +182,7 @@ class EncodedVideo:
             taken += 1
         if taken == len(indices):
             return
-        if self.keyframes is not None and self.keyframes.spare(indices):  # `count` assumed that seeking works
+        if self.keyframes is not None and self.keyframes.spare(indices):  # `count` has assumed that seeking works
             self.work.add_video((indices[-1] + 1) * self.height * self.width)
         with open_container(self.data, CONTAINERS, self.max_pixels) as container:
             stream = _stream_to_decode(container, self.max_pixels)
@@ -197,7 +200,7 @@ class EncodedVideo:
         return indices[-1] + 1 if self.keyframes is None else self.keyframes.num_decoded(indices)
 
     def _up_to_end(self, indices: Sequence[int]) -> Sequence[int]:
-        """Return `indices` plus the last frame if decoding on to that frame is cheap enough, or else `indices`."""
+        """Return `indices`, followed by the index of the last frame if decoding up to this frame is cheap enough."""
         wanted = [*indices, self.num_frames - 1]
         before = self._num_decoded(indices)
         further = self._num_decoded(wanted) - before
@@ -209,7 +212,10 @@ class EncodedVideo:
         return wanted
 
     def _sought(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
-        """Yield the frames of `indices` up to the first one that seeking misses, or none if seeking saves nothing."""
+        """Yield the frames at `indices` by seeking. Stop before the first frame that seeking does not find.
+
+        If seeking would not save anything, yield no frames.
+        """
         if self.keyframes is None or not self.keyframes.spare(indices):
             return
         with (
@@ -228,14 +234,14 @@ class EncodedVideo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledVideo:
-    """Frames that the caller has already sampled, with the interface of an EncodedVideo."""
+    """Frames that the caller has already sampled, with the same interface as an EncodedVideo."""
 
     height: int
     """Height in pixels of each frame."""
     width: int
     """Width in pixels of each frame."""
     fps: float | None
-    """Rate in frames per second at which the frames were sampled, or None if unknown."""
+    """Rate in frames per second at which the caller sampled the frames. None if the rate is unknown."""
     frames: Frames | Pixels
 
     @classmethod
@@ -244,8 +250,8 @@ class SampledVideo:
 
         Raises:
             InputError: The frames have different sizes.
-            MediaError: A frame is not readable.
-            LimitExceeded: A frame or the number of frames exceeds a cap.
+            MediaError: A frame cannot be read.
+            LimitExceeded: A frame or the number of frames exceeds a limit.
 
         """
         limits = work().caps
@@ -259,8 +265,8 @@ class SampledVideo:
             if sizes[index] != sizes[0]:
                 (height, width), (first_height, first_width) = sizes[index], sizes[0]
                 raise InputError(
-                    f"frame {index} is {width}x{height} pixels, frame 0 is {first_width}x{first_height}: "
-                    "the frames of a video are of one size"
+                    f"frame {index} has {width}x{height} pixels, but frame 0 has {first_width}x{first_height}; "
+                    "all frames of a video must have the same size"
                 )
         return cls(*sizes[0], fps, frames)
 
@@ -269,14 +275,14 @@ class SampledVideo:
         return len(self.frames)
 
     def count(self, indices: Sequence[int]) -> None:
-        """Do nothing. Each encoded image was counted when it was opened, and pixels need no decoding."""
+        """Do nothing. Encoded frames were counted when they were opened, and pixels need no decoding."""
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Yield RGB pixels, uint8 [height, width, 3], for each index. Raise MediaError if an image is broken."""
         for index in indices:
             cancellation.check()
             with naming(f"frame {index}"):
-                pixels = open_image(self.frames[index]).decode()  # opened again, because an index may occur twice
+                pixels = open_image(self.frames[index]).decode()  # open the image again: an index may occur twice
             yield pixels
 
 
@@ -285,30 +291,31 @@ Video = EncodedVideo | SampledVideo
 
 
 def open_video(data: Data, sample_fps: float | None) -> Video:
-    """Read the frame count and size of a video. Its frames are decoded on request.
+    """Read the number and size of the frames of a video. Call `decode` on the result to decode frames.
 
     Args:
         data: An encoded video, or frames that the caller has sampled.
-        sample_fps: Rate in frames per second of sampled frames. Not allowed for an encoded video.
+        sample_fps: Rate in frames per second at which the caller sampled the frames. Not allowed for an encoded video.
 
     Raises:
         InputError: `sample_fps` is given for an encoded video, or frames have different sizes.
-        MediaError: The data are not readable, or are damaged.
-        LimitExceeded: The video exceeds a cap.
+        MediaError: The data cannot be read, or are damaged.
+        LimitExceeded: The video exceeds a limit.
 
     """
     if not isinstance(data, bytes):
         return SampledVideo.open(data, sample_fps)
     if sample_fps is not None:
-        raise InputError(f"sample_fps {sample_fps:g} is given of an encoded video, which states its own rate")
+        raise InputError(f"sample_fps is {sample_fps:g}, but an encoded video has its own rate; leave sample_fps out")
     return EncodedVideo.open(data)
 
 
 def _num_missing(stream: VideoStream, container: str, num_packets: int, data: bytes) -> int:
-    """Return how many of its stated packets a truncated file lacks.
+    """Return the number of packets that are missing because the file is truncated.
 
-    A complete file may have fewer packets than its container states. FFmpeg's index omits packets that edit lists hide,
-    AVI repeats a frame with an empty chunk, and an AVI written to a pipe has placeholders in its header.
+    A complete file may have fewer packets than its container states, for three reasons. FFmpeg's index omits packets
+    that edit lists hide. AVI has empty chunks that repeat a frame. An AVI that was written to a pipe has placeholders
+    in its header.
     """
     if num_packets >= stream.frames:
         return 0
@@ -320,7 +327,7 @@ def _num_missing(stream: VideoStream, container: str, num_packets: int, data: by
 
 
 def _decoded(data: bytes, max_pixels: int, num_packets: int) -> tuple[int, NDArray[np.int64] | None]:
-    """Decode all frames and return their number and times. The times are None if any is missing or out of order.
+    """Decode all frames and return their number and times. If a time is missing or out of order, the times are None.
 
     Raises:
         MediaError: The video is broken.
@@ -347,13 +354,13 @@ def _stream_to_decode(container: InputContainer, max_pixels: int) -> VideoStream
     stream: VideoStream = best_stream(container, "video")
     stream.codec_context.options = {"max_pixels": str(coded_pixels(max_pixels))}
     stream.thread_type = "AUTO"
-    # The HEVC threads of FFmpeg wait for each other's frames. In a damaged file they may wait forever.
+    # FFmpeg's HEVC threads wait for each other's frames. For a damaged file, they may wait forever.
     stream.codec_context.thread_count = 1 if stream.codec_context.name == "hevc" else torch.get_num_threads()
     return stream
 
 
 def _unreadable(data: bytes) -> MediaError:
-    return MediaError(f"the {len(data)} bytes are no readable video ({', '.join(CONTAINERS)})")
+    return MediaError(f"the {len(data)} bytes cannot be read as a video (supported formats: {', '.join(CONTAINERS)})")
 
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:

@@ -1,4 +1,4 @@
-"""Selection of video frames, by the options of an item or by the sampling of the model family."""
+"""Selection of the video frames to decode, by an item's options or the sampling settings of the model family."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mindie_mm.media.video.encoded_video import SampledVideo, Video
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The default sampling of transformers.
+    """Default sampling settings, as in transformers.
 
-    At most one of `num_frames` and `fps` is set. If neither is set, all frames are taken. The sampling applies to
-    encoded videos. Frames that the caller supplies are all taken unless an option asks for fewer.
+    At most one of `num_frames` and `fps` is set. If neither is set, all frames are used. These settings apply to
+    encoded videos. If the caller supplies frames, all of them are used unless an option asks for fewer.
     """
 
     limit: int
@@ -28,17 +28,17 @@ class Sampling:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], limit: int) -> Self:
-        """Read the sampling from the configuration of a video preprocessor."""
+        """Read the sampling settings from the configuration of a video preprocessor."""
         if not config.get("do_sample_frames", False):
             return cls(limit)
         return cls(limit, config.get("num_frames"), config.get("fps") if config.get("num_frames") is None else None)
 
     def count(self, video: Video, options: MediaOptions) -> int:
-        """Return the number of frames to take from `video` under the options of its item.
+        """Return the number of frames to use from `video`, with the options of its item.
 
         Raises:
-            InputError: The options do not fit the video.
-            LimitExceeded: More than `limit` frames would be taken.
+            InputError: The video does not allow one of the options.
+            LimitExceeded: The result would be more than `limit`.
 
         """
         total = video.num_frames
@@ -51,21 +51,21 @@ class Sampling:
 
 
 def comes_sampled(video: Video, options: MediaOptions) -> bool:
-    """Return whether `video` is a list of frames that no option samples. All are then taken, up to `max_frames`."""
+    """Return whether `video` is a list of frames and no option samples it. All frames are used, up to `max_frames`."""
     return isinstance(video, SampledVideo) and options.num_frames is None and options.fps is None
 
 
 def check_asked(video: Video, options: MediaOptions) -> None:
-    """Raise InputError if a rate is requested for a video without one, or more frames than the video has."""
+    """Raise InputError if `fps` is given for a video without a frame rate, or if `num_frames` is too high."""
     if options.fps is not None and video.fps is None:
         what = (
-            "frames handed in without a rate: sample_fps is what they were sampled at"
+            "the frames have no rate; give the rate at which they were sampled as sample_fps"
             if isinstance(video, SampledVideo)
-            else "a video that states no frame rate; num_frames can be given"
+            else "the video has no frame rate; give num_frames instead"
         )
-        raise InputError(f"fps {options.fps:g} is asked of {what}")
+        raise InputError(f"fps is {options.fps:g}, but {what}")
     if options.num_frames is not None and options.num_frames > video.num_frames:
-        raise InputError(f"num_frames {options.num_frames} is more than the video's {video.num_frames} frames")
+        raise InputError(f"num_frames is {options.num_frames}; the video has only {video.num_frames} frames")
 
 
 def bounded(count: int, options: MediaOptions) -> int:
@@ -75,39 +75,39 @@ def bounded(count: int, options: MediaOptions) -> int:
 
 
 def num_taken(own: int, video: Video, options: MediaOptions, limit: int) -> int:
-    """Return the number of frames to take from `video` under all options.
+    """Return the number of frames to use from `video`, with all options.
 
     Args:
-        own: Number of frames from the sampling of the family or from `fps`.
+        own: Number of frames according to the sampling settings of the family or to `fps`.
         video: The video.
         options: Options of the item.
         limit: Maximum number of frames.
 
     Raises:
-        LimitExceeded: More than `limit` frames would be taken.
+        LimitExceeded: The result would be more than `limit`.
 
     """
     count = min(bounded(options.num_frames or own, options), video.num_frames)
     if count > limit:
         raise LimitExceeded(
-            f"{count} frames of the video would be taken; the limit is {limit}: "
-            "num_frames, max_frames or fps can ask for fewer"
+            f"{count} frames of the video would be taken; the limit is {limit}. Ask for fewer with num_frames, "
+            "max_frames or fps"
         )
     return count
 
 
 def evenly(total: int, count: int) -> list[int]:
-    """Return ascending indices of `count` evenly spaced frames out of `total`, starting with 0."""
+    """Return the ascending indices of `count` evenly spaced frames out of `total` frames, starting with 0."""
     return [index * total // count for index in range(count)]
 
 
 def stepped(total: int, count: int, first: float = 0) -> list[int]:
-    """Return ascending indices of `count` frames out of `total`, `total / count` apart.
+    """Return the ascending indices of `count` frames out of `total` frames, at a distance of `total / count`.
 
     The indices equal `torch.arange(first, total, total / count)` truncated to integers, as in transformers. If the step
-    is rounded down, that range has one more index, which is `total`. transformers fails then, for example for 14 of 17
-    frames. This function omits the extra index. If `first` is larger than the step, fewer than `count` indices are
-    returned.
+    is rounded down, this range has an additional index, which is `total`. transformers then fails, for example for 14
+    of 17 frames. This function omits the additional index. If `first` is larger than the step, it returns fewer than
+    `count` indices.
     """
     indices: list[int] = torch.arange(first, total, total / count).int()[:count].tolist()
     return indices

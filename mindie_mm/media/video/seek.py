@@ -1,4 +1,4 @@
-"""Decoding of frames that are far apart, each from the last keyframe before it."""
+"""Decoding of frames that are far apart. For each frame, decoding starts at the last keyframe before it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from mindie_mm.media.guard.container import packets_of
 
 CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
-"""Containers in which seeking is exact, by FFmpeg's names."""
+"""FFmpeg's names of the containers in which seeking is exact."""
 LEAST_SPARED = 8
-"""Number of skipped frames above which flushing the decoder and seeking pays off."""
+"""Number of skipped frames above which seeking pays off, although it flushes the decoder."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keyframes:
-    """The keyframes of a video, at which decoding may start."""
+    """The keyframes of a video, at which decoding can start."""
 
     times: NDArray[np.int64]
     """Ascending presentation times of all frames, [frames], in units of the time base of the stream."""
@@ -30,7 +30,10 @@ class Keyframes:
 
     @classmethod
     def of(cls, times: NDArray[np.int64], key_times: NDArray[np.int64]) -> Keyframes | None:
-        """Build from the times of all frames and of keyframes in decoding order. Return None unless both ascend."""
+        """Create from the times of all frames and the times of keyframes, both in decoding order.
+
+        Return None unless both ascend.
+        """
         if not len(times) or not len(key_times):
             return None
         if not (np.diff(times) > 0).all() or not (np.diff(key_times) > 0).all():
@@ -38,7 +41,7 @@ class Keyframes:
         return cls(times, np.flatnonzero(np.isin(times, key_times)))
 
     def before(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """Return the index of the last keyframe at or before each of `indices`, or -1 if there is none."""
+        """Return the index of the last keyframe at or before each of `indices`, or -1 if there is no such keyframe."""
         found = np.searchsorted(self.places, indices, side="right")
         return np.concatenate(([-1], self.places))[found]
 
@@ -58,11 +61,11 @@ class Keyframes:
 def sought(
     container: InputContainer, stream: VideoStream, keyframes: Keyframes, indices: Sequence[int], num_bytes: int
 ) -> Iterator[av.VideoFrame]:
-    """Yield the frames of the ascending `indices`, up to the first one that is not found at its exact time.
+    """Yield the frames at the ascending `indices`. Stop before the first frame that is not found at its exact time.
 
-    PyAV's errors are not translated.
+    Errors of PyAV are raised unchanged.
     """
-    left = 2 * len(keyframes.times)  # packets; a wrong index costs at most decoding everything twice
+    left = 2 * len(keyframes.times)  # packets: even with a wrong index, no more than twice the video is decoded
 
     def decoded() -> Iterator[av.VideoFrame]:
         nonlocal left
@@ -79,7 +82,7 @@ def sought(
             container.seek(int(keyframes.times[key]), stream=stream)
             frames = decoded()
             frame, place = _at(frames, int(keyframes.times[key])), key
-            if frame is None or not frame.key_frame:  # the container may call any frame a keyframe
+            if frame is None or not frame.key_frame:  # the container may mark any frame as a keyframe
                 return
         if index > place:
             frame, place = _at(frames, int(keyframes.times[index])), index
@@ -89,6 +92,6 @@ def sought(
 
 
 def _at(frames: Iterator[av.VideoFrame], time: int) -> av.VideoFrame | None:
-    """Skip to the frame at `time` and return it, or None if there is no such frame."""
+    """Skip to the frame at `time` and return it. Return None if there is no such frame."""
     frame = next((frame for frame in frames if frame.pts is None or frame.pts >= time), None)
     return frame if frame is not None and frame.pts == time else None

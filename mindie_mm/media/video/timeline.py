@@ -1,7 +1,7 @@
 """Number and presentation times of the frames of a video.
 
-The frames of a video are the frames that FFmpeg decodes from it, whatever the headers state. Packets are counted if
-each of them certainly becomes one frame. Otherwise all packets are decoded once to count the frames.
+The frames of a video are the frames that FFmpeg decodes, even if the headers state another number. If each packet
+certainly becomes one frame, the packets are counted. Otherwise all packets are decoded once to count the frames.
 """
 
 from __future__ import annotations
@@ -26,59 +26,63 @@ from mindie_mm.media.guard.segments import check_scans
 from mindie_mm.media.video.bitstreams import has_fields, is_idr, is_whole
 
 AVI = "avi"
-"""FFmpeg's name for AVI. Its frames have no timestamps. All chunks last equally long, and empty ones repeat a frame."""
+"""FFmpeg's name for AVI. Its frames have no timestamps. All chunks have the same duration, and an empty chunk repeats a
+frame."""
 PLACEHOLDER = 2**30
-"""Frame count that FFmpeg writes into the header of an AVI in a pipe. That many frames would last a year."""
+"""Frame count in the header if FFmpeg has written an AVI to a pipe. So many frames would last a year."""
 _ONE_FRAME_EACH = frozenset(
     ["h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mjpeg", "prores", "dnxhd", "ffv1", "huffyuv", "rawvideo"]
 )
-"""Decoders that produce one frame per packet. Other decoders produce none for a frame that repeats the previous one."""
+"""Decoders that produce one frame per packet. Other decoders produce no frame if a packet repeats the previous frame.
+"""
 _LONGEST_TAIL = 32
-"""Maximum number of packets in a damaged or missing tail, which may also be at most a tenth of all packets.
+"""Maximum number of packets that may be damaged or missing at the end of a video.
 
-With a longer tail, a large missing part of a video would go unnoticed.
+A second limit is a tenth of all packets.
+With a higher limit, a large missing part of a video would not be noticed.
 """
 _LONGEST_PAUSE_S = 10.0
-"""Maximum gap in seconds between frames of an MPEG stream. A longer gap is a joint of captures, as in ffmpeg."""
+"""Maximum pause in seconds between frames of an MPEG stream. After a longer pause, another recording begins."""
 _ROUNDING = 2
-"""Maximum difference, in units of the time base, between rounded frame times and a constant rate."""
+"""Maximum difference, in units of the time base, between rounded frame times and times at a constant rate."""
 
 _NO_TIME = -(2**63)
-"""FFmpeg's value for a time that is not known."""
+"""FFmpeg's value for an unknown time."""
 _FACTS = np.dtype(
     [("time", "i8"), ("decoded_at", "i8"), ("duration", "i8"), ("is_shown", "?"), ("starts", "?"), ("is_frame", "?")]
 )
-"""Fields that are kept for each packet.
+"""Fields for each packet.
 
-The times are those of presentation and decoding, in units of the time base. `starts` is true if neither this picture
-nor a later one refers to an earlier picture. `is_frame` is false if the packet may become no frame, or half of one.
+`time` is the presentation time and `decoded_at` the decoding time, in units of the time base. `starts` is true if
+neither this picture nor a later picture refers to an earlier picture. `is_frame` is false if the packet may become no
+frame, or only half a frame.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packets:
-    """Facts about a video stream that its packets reveal without decoding."""
+    """Facts about a video stream that can be read from its packets without decoding."""
 
     number: int
     """Number of packets."""
     times: NDArray[np.int64] | None
-    """Ascending presentation times of the shown packets, [num_shown], in units of the time base of the stream.
+    """Ascending presentation times of the packets whose picture is shown, [num_shown], in units of the time base.
 
-    None if a time is missing, or if decoding times go back.
+    None if a time is missing, or if decoding times do not ascend.
     """
     num_shown: int
     """Number of packets whose picture is shown."""
     are_frames: bool
-    """Whether each shown packet certainly becomes one frame."""
+    """Whether each packet whose picture is shown certainly becomes one frame."""
     key_times: NDArray[np.int64]
     """Presentation times of keyframes in decoding order.
 
     Pictures at or after a keyframe do not refer to pictures before it.
     """
     end: int
-    """End of the last shown packet, in units of the time base."""
+    """Time at which the last picture ends, in units of the time base."""
     num_chunks: int
-    """Number of AVI chunks from the first to the last that is not empty."""
+    """Number of AVI chunks from the first to the last chunk that is not empty."""
 
     @classmethod
     def read(
@@ -90,7 +94,7 @@ class Packets:
             LimitExceeded: A JPEG frame has more scans than `max_pixels` allows.
 
         """
-        side = math.isqrt(max_pixels)  # the size in the container may differ from that of each JPEG
+        side = math.isqrt(max_pixels)  # the size in the container may differ from the size of each JPEG
         codec, extradata = context.name, context.extradata
         read = islice(packets, max_packets + 1)
         facts = np.fromiter((_facts(packet, codec, extradata, side) for packet in read), _FACTS)
@@ -105,10 +109,10 @@ class Packets:
             and not (codec == "h264" and has_fields(None, extradata))
             and in_order
             and bool(facts["is_frame"].all() and (np.diff(times) > 0).all())
-            # A picture shown before the first keyframe may refer to a picture that was cut off.
+            # A picture that is shown before the first keyframe may refer to a picture that was cut off.
             and bool(first["starts"].all() and (first["time"] != _NO_TIME).all() and (times >= first["time"]).all())
         )
-        ends = map(add, timed["time"].tolist(), timed["duration"].tolist())  # as Python's integers, which do not wrap
+        ends = map(add, timed["time"].tolist(), timed["duration"].tolist())  # Python's integers do not overflow
         chunks = facts["decoded_at"][facts["decoded_at"] != _NO_TIME].tolist()
         return cls(
             number=len(facts),
@@ -128,7 +132,7 @@ def _facts(
     data, is_h264 = memoryview(packet), codec == "h264"
     if codec == "mjpeg":
         check_scans(bytes(packet), side, side)
-    # Frames that an edit list hides, and VP8 frames without the show bit, are only decoded as references.
+    # Frames that an edit list hides, and VP8 frames without the show bit, are decoded only as references.
     is_shown = not packet.is_discard and (codec != "vp8" or bool(data[0] & 0x10))
     is_frame = not (is_h264 and packet.is_keyframe and has_fields(data, extradata))
     if is_shown:
@@ -147,10 +151,10 @@ def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: i
     """Yield the frames of `stream`.
 
     Errors before the first frame are ignored, because a stream that was cut begins with pictures whose references are
-    missing. Later errors are raised as PyAV raises them.
+    missing. Later errors of PyAV are raised unchanged.
 
     Raises:
-        LimitExceeded: As in `packets_of`.
+        LimitExceeded: In the same cases as `packets_of`.
 
     """
     has_begun = False
@@ -167,17 +171,17 @@ def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: i
 
 
 def longest_tail(num_packets: int) -> int:
-    """Return how many of the last packets of a video may be damaged or missing: a tenth, at least 1 and at most 32."""
+    """Return the number of packets at the end of a video that may be damaged or missing: a tenth of all, 1 to 32."""
     return min(_LONGEST_TAIL, max(1, num_packets // 10))
 
 
 def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int, num_packets: int) -> list[int | None]:
     """Decode all frames of `num_packets` packets and return their presentation times.
 
-    The frames end before the first error, as in PyAV and torchcodec.
+    Frames after the first error are left out, as in PyAV and torchcodec.
 
     Raises:
-        MediaError: More packets follow the first error than a damaged tail may have.
+        MediaError: More than `longest_tail` packets follow the first error.
 
     """
     times: list[int | None] = []
@@ -191,7 +195,7 @@ def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int
         num_behind += is_damaged
         if num_behind > most_behind:
             raise MediaError(
-                f"the video is broken: only {len(times)} frames can be decoded from its {num_packets} packets"
+                f"the video is broken: only {len(times)} frames could be decoded from its {num_packets} packets"
             )
         if not is_damaged:
             times += [frame.pts for frame in frames]
@@ -204,11 +208,11 @@ def decoded_times(container: InputContainer, stream: VideoStream, num_bytes: int
 def rate_of(
     stream: VideoStream, container: str, packets: Packets, times: NDArray[np.int64] | None, num_frames: int
 ) -> Fraction | None:
-    """Return the frame rate of `num_frames` frames at ascending `times`, or None if it is unknown.
+    """Return the frame rate of `num_frames` frames at ascending `times`, or None if the rate is unknown.
 
     As in torchcodec, the rate is the number of frames divided by the time from the start of the first frame to the end
-    of the last one. The rate that a container states is only a hint, which Matroska players ignore. It is returned if
-    the times match it within their rounding, because it is exact.
+    of the last frame. The rate that a container states is only a hint, which Matroska players ignore. If the rounded
+    times match this rate, it is returned, because it is exact.
     """
     stated, time_base = stream.average_rate, stream.time_base
     if container == AVI:

@@ -1,4 +1,4 @@
-"""The configuration keys that a family with layers of its own knows, and the treatment of each key."""
+"""The configuration keys of families whose layers mindie_mm implements, and the treatment of each key."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Nullable:
 
 
 def words(*texts: str) -> frozenset[str]:
-    """Return the words of `texts`, separated by spaces. Long lists of keys are easier to read in this form."""
+    """Return the set of words in `texts`. Long lists of keys are easier to read as words separated by spaces."""
     return frozenset(" ".join(texts).split())
 
 
 HOUSEKEEPING = words(
-    # Keys about the file, the way the original runs, or its training.
+    # Keys that concern the file, the training, or the way in which the original code runs.
     "_attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path add_cross_attention architectures",
     "attn_implementation auto_map chunk_size_feed_forward cross_attention_hidden_size dtype experts_implementation",
     "finetuning_task gradient_checkpointing id2label ignore_index initializer_factor initializer_range is_decoder",
@@ -41,7 +41,7 @@ HOUSEKEEPING = words(
     "pretraining_tp problem_type processor_class pruned_heads return_dict task_specific_params tf_legacy_loss",
     "tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers.js_config transformers_version",
     "use_bfloat16 use_cache use_return_dict",
-    # Keys that `generate` and the loaders of weights read.
+    # Keys that are read by `generate` or by loaders of weights.
     "bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample",
     "early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty forced_bos_token_id",
     "forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups",
@@ -56,15 +56,15 @@ class Keys:
     """The keys of a configuration file, or of one section of it."""
 
     read: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that the family honours, with the defaults of the original code. A value must have the default's type.
+    """Keys that the family applies, with the defaults of the original code. A value must have the default's type.
 
     A float key also accepts integers. A bool key also accepts null, which the original code treats as false. The
     elements of a list have the type of the default's first element. A tuple has the length of the default.
     """
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys that change the answers, with the values that are served.
+    """Keys that change the answers, with the supported values.
 
-    A null counts as an absent key unless true is served, because the original code treats null as false.
+    A null counts as an absent key unless true is supported, because the original code treats null as false.
     """
     unused: frozenset[str] = frozenset()
     """Keys that do not change the answers, besides `HOUSEKEEPING`."""
@@ -80,7 +80,8 @@ class Keys:
             prefix: Names of the enclosing sections, for messages, such as `text_config.`.
 
         Raises:
-            UnsupportedCheckpoint: The value of a key is not served or has the wrong type, or a required key is missing.
+            UnsupportedCheckpoint: The value of a key is not supported or has the wrong type, or a required key is
+                missing.
 
         """
         for name, served in self.only.items():
@@ -88,7 +89,7 @@ class Keys:
             stated = name in config if True in served else found is not None
             if stated and found not in served:
                 values = " or ".join(repr(value) for value in served) or "null"
-                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {found!r}, only {values} is served")
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {found!r}; only {values} is supported")
         completed = dict(config)
         for name, default in self.read.items():
             if name not in config:
@@ -97,12 +98,12 @@ class Keys:
                 completed[name] = default.default if isinstance(default, Nullable) else default
             elif not _fits(config[name], default):
                 raise UnsupportedCheckpoint(
-                    f"{where}: {prefix}{name} is {config[name]!r}, it must be {_described(default)}"
+                    f"{where}: {prefix}{name} is {config[name]!r}; it must be {_described(default)}"
                 )
         for name, keys in self.sections.items():
             section = config.get(name, {})
             if not isinstance(section, Mapping):
-                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {section!r}, it must be an object")
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {section!r}; it must be an object")
             completed[name] = keys.complete(section, where, f"{prefix}{name}.")
         return completed
 
@@ -139,5 +140,5 @@ def _described(default: Any) -> str:
     if isinstance(default, list | tuple):
         count = f" of {len(default)}" if isinstance(default, tuple) else ""
         return f"a list{count}, each {_described(default[0])}"
-    word = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}[_kind(default)]
+    word = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[_kind(default)]
     return f"{word} or null" if isinstance(default, Nullable) else word

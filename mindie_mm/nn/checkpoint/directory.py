@@ -44,7 +44,7 @@ VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "qwen.tiktoken"),
 )
-"""Files from which transformers makes a tokenizer, in order of precedence."""
+"""Files from which transformers builds a tokenizer, in order of precedence."""
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt")
 
@@ -58,7 +58,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     """Contents of config.json."""
     _files: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
-    """Contents of the files that `json` has read. They are kept because a tokenizer.json takes a second to parse."""
+    """Contents of the files that `json` has read. They are kept because parsing a tokenizer.json takes a second."""
     renamings: Sequence[Renaming] | None = field(default=None, repr=False, compare=False)
     """Rules for the published names of weights. None if the weights have the names of the transformers module."""
 
@@ -67,7 +67,7 @@ class Checkpoint:
         """Open a checkpoint and read its config.json. None opens the embedded checkpoint.
 
         Raises:
-            UnsupportedCheckpoint: There is no readable config.json, an adapter lies beside it, or the name of the
+            UnsupportedCheckpoint: There is no readable config.json, there is an adapter beside it, or the name of the
                 directory is not UTF-8.
             InputError: The path is relative, and the working directory was removed.
 
@@ -95,11 +95,11 @@ class Checkpoint:
 
     @property
     def contents(self) -> tuple[Mapping[str, Any], Mapping[str, dict[str, Any]]]:
-        """Contents of config.json, and of the other files that were read or translated. For comparing translations."""
+        """Contents of config.json and of the other files that were read or translated. Used to compare translations."""
         return self.config, self._files
 
     def with_files(self, files: Mapping[str, dict[str, Any]]) -> Checkpoint:
-        """Return this checkpoint with other contents of some JSON files. No files are written."""
+        """Return this checkpoint with the contents of some JSON files replaced. No files are written."""
         return replace(self, _files={**self._files, **files})
 
     def json(self, name: str) -> dict[str, Any]:
@@ -122,11 +122,11 @@ class Checkpoint:
 
         Args:
             kind: The kind of media.
-            classes: Names of the transformers classes that are served, with their defaults. The first one applies if
-                the settings name no class. The suffixes Fast and Pil denote backends of the same class.
+            classes: Names of the supported transformers classes, with their default settings. The first class applies
+                if the settings name no class. The suffixes Fast and Pil denote backends of the same class.
 
         Raises:
-            UnsupportedCheckpoint: No file has the settings, or their class is not served.
+            UnsupportedCheckpoint: No file has the settings, or their class is not supported.
 
         """
         found, source = self._stated(kind)
@@ -137,8 +137,8 @@ class Checkpoint:
         if name not in classes:
             files = " or ".join([f"processor_config.json ({_PARTS[kind][0]})", *_FILES[kind]])
             raise UnsupportedCheckpoint(
-                f"{self.path}: {key} is {stated!r} in {source}, only {', '.join(classes)} is served; take "
-                f"{files} from the repository that the checkpoint was made of"
+                f"{self.path}: {key} is {stated!r} in {source}; only {', '.join(classes)} is supported. Copy "
+                f"{files} from the original repository"
             )
         return {**classes[name], **settings, key: name}
 
@@ -149,16 +149,15 @@ class Checkpoint:
             if (found := joint.get(part)) is not None:
                 if not isinstance(found, dict):
                     raise UnsupportedCheckpoint(
-                        f"{self.path}: {part} in processor_config.json is {found!r}, it must be an object"
+                        f"{self.path}: {part} in processor_config.json is {found!r}; it must be an object"
                     )
                 return found, "processor_config.json"
         for file in _FILES[kind]:
             if self.has(file):
                 return self.json(file), file
         raise UnsupportedCheckpoint(
-            f"{self.path} does not say how its {kind} inputs are preprocessed: it has no {_FILES[kind][0]}, and no "
-            f"{_PARTS[kind][0]} in a processor_config.json; take the file from the repository that the checkpoint was "
-            "made of"
+            f"{self.path} has no preprocessing settings for {kind} inputs: it has no {_FILES[kind][0]}, and no "
+            f"{_PARTS[kind][0]} in processor_config.json. Copy the file from the original repository"
         )
 
     def require(self, name: str, keys: Collection[str]) -> dict[str, Any]:
@@ -167,8 +166,8 @@ class Checkpoint:
         if missing := [key for key in keys if settings.get(key) is None]:
             what = f"its {name} has no {', '.join(missing)}" if self.has(name) else f"it has no {name}"
             raise UnsupportedCheckpoint(
-                f"{self.path} does not say how its images are preprocessed: {what}; take the file from the repository "
-                "that the checkpoint was made of"
+                f"{self.path} has incomplete preprocessing settings for images: {what}. Copy the file from the "
+                "original repository"
             )
         return settings
 
@@ -192,8 +191,8 @@ class Checkpoint:
         """
         if not self.has("tokenizer.json"):
             raise UnsupportedCheckpoint(
-                f"{self.path} has no tokenizer.json; take it from the repository that the checkpoint was made of, or "
-                "make it of the tokenizer's other files: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                f"{self.path} has no tokenizer.json. Copy it from the original repository, or create it from "
+                "the other tokenizer files: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         return self.json("tokenizer.json")
 
@@ -209,7 +208,7 @@ class Checkpoint:
                     self.json(name)
 
     def tokenizer(self, is_special: Callable[[Mapping[str, Any]], bool]) -> Tokenizer:
-        """Return the tokenizer of tokenizer.json, with other added tokens marked as special.
+        """Return the tokenizer of tokenizer.json, in which only the selected added tokens are special.
 
         Args:
             is_special: Function that returns whether the entry of an added token is special.
@@ -218,36 +217,35 @@ class Checkpoint:
             UnsupportedCheckpoint: tokenizer.json is missing or cannot be read.
 
         """
-        from tokenizers import Tokenizer  # late: few processes that read a checkpoint need it
+        from tokenizers import Tokenizer  # imported late: few processes that read a checkpoint need it
 
         described = self.tokenizer_json()
         added = [{**token, "special": is_special(token)} for token in described.get("added_tokens", ())]
         return Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
 
     def special_token(self, name: str) -> str | None:
-        """Return the spelling of a special token in tokenizer_config.json by its key, such as sep_token, or None."""
+        """Return the text of the special token under a key of tokenizer_config.json, such as sep_token, or None."""
         config = self.json("tokenizer_config.json")
         extra = config.get("extra_special_tokens")
         token = config.get(name) or (extra.get(name) if isinstance(extra, dict) else None)
         return token["content"] if isinstance(token, dict) else token
 
     def require_special_token(self, *names: str) -> str:
-        """Return the spelling of the first special token of `names` that tokenizer_config.json has.
+        """Return the text of a special token, under the first of the keys `names` that tokenizer_config.json has.
 
         Raises:
-            UnsupportedCheckpoint: It has none of them.
+            UnsupportedCheckpoint: tokenizer_config.json has none of the keys.
 
         """
         for name in names:
             if (token := self.special_token(name)) is not None:
                 return token
         if not self.has("tokenizer_config.json"):
-            missing = f"tokenizer_config.json, which would name its {' or '.join(names)}"
+            missing = f"tokenizer_config.json with its {' or '.join(names)}"
         else:
             missing = f"{' and no '.join(names)} in its tokenizer_config.json"
         raise UnsupportedCheckpoint(
-            f"{self.path} has no {missing}; take tokenizer_config.json from the repository that the checkpoint was "
-            "made of"
+            f"{self.path} has no {missing}. Copy tokenizer_config.json from the original repository"
         )
 
 
@@ -279,21 +277,24 @@ def tokenizer_length(described: Mapping[str, Any]) -> int:
 
 
 def _require_utf8(root: Path) -> None:
-    """Raise UnsupportedCheckpoint if the name of the directory is not UTF-8. Libraries that read it require UTF-8."""
+    """Raise UnsupportedCheckpoint if the name of the directory is not UTF-8.
+
+    Libraries that read the directory require UTF-8.
+    """
     name = os.fsencode(root)
     if str(root).encode(errors="replace") != name:
         raise UnsupportedCheckpoint(
-            f"the name of the checkpoint directory, {name!r}, is not UTF-8, or Python does not encode file names so; "
-            "rename the directory, or start Python with PYTHONUTF8=1"
+            f"the name of the checkpoint directory, {name!r}, is not UTF-8, or Python does not use UTF-8 for "
+            "file names. Rename the directory, or start Python with PYTHONUTF8=1"
         )
 
 
 def _implied_class(kind: Kind, settings: Mapping[str, Any]) -> str | None:
-    """Return the class that transformers derives from the class named for another kind, or None."""
+    """Return the class that transformers derives from the class of another kind of media, or None."""
     if kind == "image":
         return str(settings.get("feature_extractor_type", "")).replace("FeatureExtractor", "ImageProcessor") or None
     if kind == "video" and (image := settings.get("image_processor_type")):
-        import transformers  # late: few processes that read a checkpoint need it
+        import transformers  # imported late: few processes that read a checkpoint need it
 
         name = str(image).removesuffix("Fast").removesuffix("Pil").replace("ImageProcessor", "VideoProcessor")
         return name if name in dir(transformers) else None
@@ -301,7 +302,7 @@ def _implied_class(kind: Kind, settings: Mapping[str, Any]) -> str | None:
 
 
 def _is_file(file: Path) -> bool:
-    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):  # its folder may belong to another user
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):  # the folder may belong to another user
         check_link(file)
         return file.is_file()
 
@@ -312,7 +313,7 @@ def _read(file: Path) -> dict[str, Any]:
         with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
             value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UnsupportedCheckpoint(f"{file} is not JSON: {error}") from error
+        raise UnsupportedCheckpoint(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise UnsupportedCheckpoint(f"{file} holds no JSON object")
+        raise UnsupportedCheckpoint(f"{file} does not contain a JSON object")
     return value

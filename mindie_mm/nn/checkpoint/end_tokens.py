@@ -1,4 +1,4 @@
-"""Ids of the tokens that end a sequence, from all files of a checkpoint that name them."""
+"""Ids of the tokens that end a sequence, collected from the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TEXT_MODELS = ("text_config", "llm_config", "language_config")
 def eos_token_ids(checkpoint: Checkpoint, default: Collection[int] = ()) -> tuple[int, ...]:
     """Return the ids that end a sequence, from generation_config.json or config.json, and from the tokenizer.
 
-    A chat model may name the end of its text in generation_config.json and the end of its turns in
-    tokenizer_config.json. vLLM uses both, too.
+    A chat model may name the token that ends a text in generation_config.json, and the token that ends a turn in
+    tokenizer_config.json. vLLM uses both tokens, too.
 
     Args:
         checkpoint: The checkpoint.
-        default: Ids of the family's original code, for checkpoints whose files name no such token.
+        default: Ids in the family's original code, which are returned if the checkpoint's files name no such token.
 
     Raises:
         UnsupportedCheckpoint: An id is not an integer.
@@ -35,15 +35,15 @@ def eos_token_ids(checkpoint: Checkpoint, default: Collection[int] = ()) -> tupl
     ids = ids or list(default)
     if not ids:
         _log.warning(
-            "%s names no end-of-sequence token, in generation_config.json, config.json or tokenizer_config.json: "
-            "answers end at max_tokens",
+            "%s has no end-of-sequence token in generation_config.json, config.json or tokenizer_config.json; "
+            "outputs end only at max_tokens",
             checkpoint.path,
         )
     return tuple(ids)
 
 
 def _stated(checkpoint: Checkpoint) -> Iterator[int]:
-    """Yield the ids in the first configuration that has any."""
+    """Yield the ids from the first configuration file or section that has any."""
     config = checkpoint.config
     texts = [text for name in _TEXT_MODELS if isinstance(text := config.get(name), Mapping)]
     for source in (checkpoint.json("generation_config.json"), config, *texts):
@@ -53,15 +53,15 @@ def _stated(checkpoint: Checkpoint) -> Iterator[int]:
 
 
 def ids_of(value: Any, where: Path) -> tuple[int, ...]:
-    """Return the ids in a value of eos_token_id. Raise UnsupportedCheckpoint if one is not an integer."""
+    """Return the ids in a value of eos_token_id. Raise UnsupportedCheckpoint if an id is not an integer."""
     ids = value if isinstance(value, list) else [value]
     if not all(type(token_id) is int for token_id in ids):
-        raise UnsupportedCheckpoint(f"{where}: eos_token_id is {value!r}, it must be an integer or a list of integers")
+        raise UnsupportedCheckpoint(f"{where}: eos_token_id is {value!r}; it must be an integer or a list of integers")
     return tuple(ids)
 
 
 def tokenizers_eos(checkpoint: Checkpoint) -> int | None:
-    """Return the id of the tokenizer's end-of-sequence token, or None if it has none.
+    """Return the id of the tokenizer's end-of-sequence token, or None if the tokenizer has none.
 
     As in transformers, special_tokens_map.json takes precedence over a tokenizer_config.json of an older release. If
     neither file names a token, the default of the tokenizer's class applies.
@@ -82,10 +82,10 @@ def tokenizers_eos(checkpoint: Checkpoint) -> int | None:
 
 
 def _of_class(checkpoint: Checkpoint) -> int | None:
-    """Return the id of the default end-of-sequence token of the tokenizer's class. Qwen2's class has one."""
+    """Return the id of the default end-of-sequence token of the tokenizer's class. Qwen2's class has such a default."""
     if not checkpoint.json("tokenizer_config.json").get("tokenizer_class"):
         return None
-    from transformers import AutoTokenizer  # late: nearly all checkpoints name the token
+    from transformers import AutoTokenizer  # imported late: nearly all checkpoints name the token
 
     try:
         found: int | None = AutoTokenizer.from_pretrained(

@@ -1,7 +1,7 @@
 """Errors for paths that are not checkpoint directories, and for damaged files in a checkpoint directory.
 
-Downloads fail in a few typical ways. Git leaves pointers in place of large files. A cache has folders in a layout of
-its own. Other programs use other formats. Each message names the file and says what to do.
+A folder may be unusable for a few typical reasons. Git-LFS leaves pointers in place of large files. The Hugging Face
+cache has a folder layout of its own. Other programs use other formats. Each message names the file and says what to do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindie_mm.settings.paths import working_directory
 POINTER = b"version https://git-lfs.github.com/spec/"
 """Beginning of the file that Git-LFS leaves in place of a large file."""
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-"""Pattern of a repository name on the Hugging Face Hub, owner/name. A relative path may match it too."""
+"""Pattern of a repository name on the Hugging Face Hub, owner/name. A relative path may also match."""
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 """Pattern of a repository's folder in the Hugging Face cache."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -29,8 +29,9 @@ def check_link(file: Path) -> None:
     """Raise UnsupportedCheckpoint if a file is a dangling link, as in a partial copy of a cache."""
     if file.is_symlink() and not file.exists():
         raise UnsupportedCheckpoint(
-            f"{file} is a link to {file.readlink()}, which does not exist: the folder was copied without the files "
-            f"that it links to, or those are gone; download it, `hf download OWNER/NAME --local-dir {file.parent}`"
+            f"{file} is a link to {file.readlink()}, which does not exist: the folder was copied without the "
+            "targets of its links, or the targets were removed. Download the folder: `hf download OWNER/NAME "
+            f"--local-dir {file.parent}`"
         )
 
 
@@ -57,17 +58,18 @@ def check_adapter(root: Path) -> None:
         kind = f"a {settings['peft_type']} adapter" if settings.get("peft_type") else "an adapter"
         base = settings.get("base_model_name_or_path") or "the base model"
         raise UnsupportedCheckpoint(
-            f"{root} has {names[0]}, {kind} of {base}, and adapters are not applied. Merge it into the weights: "
-            f"PeftModel.from_pretrained(model, {str(root)!r}).merge_and_unload().save_pretrained(FOLDER). "
-            "Or remove the file to serve the model without it"
+            f"{root} has {names[0]}, {kind} of {base}, and adapters are not supported. Merge the adapter into "
+            "the weights: PeftModel.from_pretrained(model, "
+            f"{str(root)!r}).merge_and_unload().save_pretrained(FOLDER). Or remove the file to serve the model "
+            "without it"
         )
 
 
 def no_checkpoint(root: Path) -> UnsupportedCheckpoint:
-    """Return the error for a path that is not a directory with a config.json, with advice on the path to give."""
-    message = f"{root} is no checkpoint directory: it has no config.json"
+    """Return the error for a path that is not a directory with a config.json. The error says which path to give."""
+    message = f"{root} is not a checkpoint directory: it has no config.json"
     if root.is_file():
-        return UnsupportedCheckpoint(f"{root} is no checkpoint directory: {_file(root)}")
+        return UnsupportedCheckpoint(f"{root} is not a checkpoint directory: {_file(root)}")
     if not root.is_dir():
         return UnsupportedCheckpoint(message + _download(root))
     with os_errors_as(UnsupportedCheckpoint, f"{root} cannot be read"):
@@ -84,24 +86,24 @@ def _other_format(root: Path, names: list[str]) -> str | None:
 
 def _incomplete(root: Path, names: list[str]) -> str | None:
     if below := [str(root / name) for name in names if (root / name / "config.json").is_file()]:
-        return f"give {' or '.join(below[:_SHOWN])}, which has one"
+        return f"give {' or '.join(below[:_SHOWN])}, which has a config.json"
     if {"tokenizer_config.json", "processor_config.json", "preprocessor_config.json"} & {*names}:
         return (
-            "it has the files of a tokenizer or a processor alone, as adapters are often saved. If it is an adapter, "
-            "merge it into its base model (peft's merge_and_unload), and give the folder of the merged model"
+            "it has only tokenizer or processor files, like many saved adapters. If it is an adapter, merge "
+            "it into its base model with peft's merge_and_unload, and give the folder of the merged model"
         )
     return None
 
 
 def _download(root: Path) -> str:
-    """Return advice if a path that does not exist may be the name of a repository, or an empty string."""
-    # Settings make the path absolute, so recover the relative one that may have been given.
+    """Return advice for a missing path that may be the name of a repository, or otherwise an empty string."""
+    # The settings made the path absolute, so recover the relative path that the user may have given.
     relative = str(root).removeprefix(f"{working_directory()}/")
     if not _REPOSITORY.fullmatch(relative):
         return ""
     return (
-        f". Names of the Hugging Face Hub are not accepted; if {relative} is one, download it and give its "
-        f"folder: hf download {relative} --local-dir {root.name}"
+        f". Names on the Hugging Face Hub are not accepted. If {relative} is such a name, download the "
+        f"repository and give its folder: hf download {relative} --local-dir {root.name}"
     )
 
 
@@ -110,22 +112,22 @@ def _file(file: Path) -> str:
         if opened.read(4) == b"GGUF":
             return _gguf(file.name)
     if (file.parent / "config.json").is_file():
-        return f"it is a file; give the directory that it lies in, {file.parent}"
+        return f"it is a file; give its directory, {file.parent}"
     return "it is a file; give the directory of a checkpoint, with its config.json and its weights"
 
 
 def _gguf(name: str) -> str:
     return (
-        f"{name} is a GGUF file, a format of llama.cpp that is not served; give the directory of the original "
-        "checkpoint, with its config.json and weights in safetensors"
+        f"{name} is a GGUF file, a format of llama.cpp that is not supported; give the directory of the "
+        "original checkpoint, with its config.json and weights in safetensors"
     )
 
 
 def _adapter(root: Path) -> str:
     base = _adapter_settings(root).get("base_model_name_or_path") or "its base model"
     return (
-        f"it is an adapter of {base}, without that model's weights; merge it into the model (peft's merge_and_unload), "
-        "and give the folder of the merged model"
+        f"it is an adapter of {base}, without the weights of that model; merge the adapter into the model with "
+        "peft's merge_and_unload, and give the folder of the merged model"
     )
 
 
@@ -147,8 +149,8 @@ def _cached(root: Path, names: list[str]) -> str | None:
             return f"it is a folder of the Hugging Face cache; give {snapshot}"
         repository = "/".join(found.groups())
         return (
-            "it is a folder of the Hugging Face cache, and no snapshot in it has a config.json; download it "
-            f"with `hf download {repository}`, which prints the folder to give"
+            "it is a folder of the Hugging Face cache, and none of its snapshots has a config.json; download "
+            f"the repository with `hf download {repository}`, and give the folder that the command prints"
         )
     if repositories := [root / name for name in names if _CACHED.fullmatch(name)]:
         given = (_snapshot(repository) or repository / "snapshots" / "COMMIT" for repository in repositories)

@@ -1,4 +1,4 @@
-"""Published names and shapes of weights in checkpoints whose layout is not that of transformers."""
+"""Published names and shapes of weights in checkpoints that do not have transformers' layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Change:
     apply: Callable[[Tensor], Tensor]
     """Function that converts the published weight, without a copy if possible."""
     published: Callable[[Shape], Shape]
-    """Function from the shape of the module's weight to that of the published weight."""
+    """Function from the shape of the module's weight to the shape of the published weight."""
 
 
 SAME = Change(lambda weight: weight, lambda shape: shape)
@@ -38,7 +38,7 @@ def grouped(part: slice, queries: int, width: int) -> Change:
 
     Args:
         part: Heads to select from a group. A group has `queries` query heads, then a key head, then a value head.
-        queries: Number of query heads in a group. They share the key head.
+        queries: Number of query heads in a group. They share the key head and the value head.
         width: Number of rows of a head.
 
     """
@@ -68,7 +68,7 @@ class RenamedWeights:
     weights: dict[str, Any]
     """Tensors by their names in the module."""
     published: Mapping[str, str]
-    """Published names by names in the module."""
+    """Published name of each weight, by its name in the module."""
     others: dict[str, Tensor]
     """Weights of the checkpoint that the module does not have, by their published names."""
     misfits: Sequence[tuple[str, Shape, Shape]]
@@ -78,7 +78,7 @@ class RenamedWeights:
 def rename(
     weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape], renamings: Sequence[Renaming]
 ) -> RenamedWeights:
-    """Convert published weights to those of a module.
+    """Convert published weights to the weights of a module.
 
     Args:
         weights: Published names and tensors.

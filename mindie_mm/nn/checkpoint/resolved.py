@@ -1,6 +1,6 @@
 """Corrections to a configuration that transformers has read from config.json.
 
-transformers 5 interprets some keys in another way than the releases for which checkpoints were published. The old
+transformers 5 interprets some keys differently from the releases for which checkpoints were published. The old
 interpretation is correct, because the weights were trained with it.
 """
 
@@ -39,7 +39,7 @@ def settle(checkpoint: Checkpoint, config: Any, default_theta: float | None = No
 def _settle_theta(stated: Mapping[str, Any], text: Any, default_theta: float) -> None:
     """Set the rotary frequencies from text_config, else from the top level of config.json, else from the default.
 
-    In transformers 4 the default was in the class of the text model's configuration. If text_config has no value,
+    In transformers 4, the default was in the class of the text model's configuration. If text_config has no value,
     transformers 5 uses 10000 (or another value) and ignores the top level.
     """
     own = stated.get("text_config") or {}
@@ -51,7 +51,7 @@ def _settle_theta(stated: Mapping[str, Any], text: Any, default_theta: float) ->
 
 
 def _stated(config: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a key of the rotary frequencies from its old or its new place, or None."""
+    """Return the value of a key for rotary frequencies from its old or new place in config.json, or None."""
     places = (config, *(config[part] for part in _PARTS if isinstance(config.get(part), Mapping)))
     return next((place[name] for place in places if place.get(name) is not None), None)
 
@@ -59,7 +59,8 @@ def _stated(config: Mapping[str, Any], name: str) -> Any:
 def _settle_ties(stated: Mapping[str, Any], config: Any) -> None:
     """Copy tie_word_embeddings from text_config if the top level does not set it.
 
-    transformers 4 read it from the text model's configuration. transformers 5 reads it from the whole model's.
+    transformers 4 read it from the text model's configuration. transformers 5 reads it from the configuration of the
+    whole model.
     """
     own = (stated.get("text_config") or {}).get("tie_word_embeddings")
     if own is not None and stated.get("tie_word_embeddings") is None:
@@ -67,7 +68,10 @@ def _settle_ties(stated: Mapping[str, Any], config: Any) -> None:
 
 
 def _check_layered_rope(checkpoint: Checkpoint, text: Any) -> None:
-    """Raise UnsupportedCheckpoint for settings of all layers beside settings per layer type. They would be ignored."""
+    """Raise UnsupportedCheckpoint if there are settings for all layers in addition to settings per layer type.
+
+    transformers would ignore the settings for all layers.
+    """
     parameters = getattr(text, "rope_parameters", None) or {}
     layered = [name for name, value in parameters.items() if isinstance(value, dict)]
     if layered and (loose := parameters.keys() - {*layered}):
@@ -78,18 +82,20 @@ def _check_layered_rope(checkpoint: Checkpoint, text: Any) -> None:
 
 
 def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
-    """Replace dynamic rotary frequencies by the default ones, or raise UnsupportedCheckpoint if they can differ.
+    """Replace dynamic rotary frequencies by default frequencies, or raise UnsupportedCheckpoint if they can differ.
 
-    Dynamic frequencies depend on the longest position in a batch, so that one sequence of a flat batch would change
-    another. They equal the default ones up to `max_position_embeddings`, and no sequence is longer. Positions in time
-    of M-RoPE may exceed it, and settings of a model's own may change the frequencies, so both are refused.
+    Dynamic frequencies depend on the longest position in a batch, so one sequence of a flat batch would affect
+    another. They equal the default frequencies up to `max_position_embeddings`, and no sequence is longer. However,
+    the temporal positions of M-RoPE may be larger, and model-specific settings may change the frequencies. Dynamic
+    frequencies with M-RoPE or with such settings are therefore refused.
     """
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for entry in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         rope_type = entry.get("rope_type")
         if rope_type == "longrope" or (rope_type == "dynamic" and entry.keys() - _PLAIN_ROPE):
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on a batch's longest sequence"
+                f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on the longest "
+                "sequence of a batch; this is not supported"
             )
         if rope_type == "dynamic":
             entry["rope_type"] = "default"

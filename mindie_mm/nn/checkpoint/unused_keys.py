@@ -14,7 +14,7 @@ _PROBE = "mindie_mm probes whether this key is read"
 _ABSENT = object()
 
 Path = tuple[str, ...]
-"""Names of the sections around a key, from the outermost, and the key."""
+"""Names of the sections around a key, outermost first, followed by the key."""
 
 
 def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], Any]) -> list[str]:
@@ -26,7 +26,7 @@ def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], A
 
     Args:
         stated: The contents of config.json.
-        resolve: Function that makes a transformers configuration from such contents. It may change its argument.
+        resolve: Function that builds a transformers configuration from such contents. It may change its argument.
 
     """
     with _silent():
@@ -41,11 +41,11 @@ def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], A
 
 
 def untranslated_keys(stated: Mapping[str, Any], translate: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
-    """Yield the keys of a config.json in its authors' layout that have no effect on its translation.
+    """Yield the keys of a config.json in its authors' layout that have no effect on the translation.
 
     Args:
         stated: The contents of config.json.
-        translate: Function that translates such contents into an object with equality.
+        translate: Function that translates such contents into an object that `!=` can compare.
 
     """
     for path, value in _leaves(stated):
@@ -54,7 +54,7 @@ def untranslated_keys(stated: Mapping[str, Any], translate: Callable[[dict[str, 
 
 
 def _leaves(stated: Mapping[str, Any], sections: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the keys and values that are not objects, except the keys in HOUSEKEEPING."""
+    """Yield the keys whose values are not sections, with the values. Skip the keys in HOUSEKEEPING."""
     for name, value in stated.items():
         if name in HOUSEKEEPING:
             continue
@@ -93,7 +93,7 @@ def _same(found: Any, value: Any) -> bool:
 
 
 def _is_translated(stated: Mapping[str, Any], path: Path, resolve: Callable[[dict[str, Any]], Any]) -> bool:
-    """Return whether another value of the key is refused or changes other attributes than the one of its name.
+    """Return whether another value of the key is refused, or changes attributes other than the one with its name.
 
     Also return True if the class computes the attribute when the key is missing.
     """
@@ -125,8 +125,8 @@ def _put(contents: Any, path: Path, value: Any) -> bool:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Suppress the warnings of transformers about the values that are tried."""
-    from transformers.utils import logging  # late: the tokenizer imports the families, but does not need it
+    """Suppress transformers' warnings about the values that these functions try."""
+    from transformers.utils import logging  # imported late: the tokenizer imports the families, but does not need it
 
     level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)

@@ -1,1 +1,1 @@
-"""A checkpoint's weights: reading, dequantisation, tensor parallelism, and loading into modules."""
+"""A checkpoint's weights: reading, dequantization, tensor parallelism, and loading into modules."""

@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes packed into 4 or 8 bits, for models with layers of their own.
+"""Weights that bitsandbytes packed into 4 or 8 bits, for models whose layers mindie_mm implements.
 
 Sources: QLoRA (Dettmers et al., 2023, arXiv 2305.14314) and LLM.int8() (Dettmers et al., 2022, arXiv 2208.07339). A
 checkpoint has several tensors for each packed weight: the numbers, and companion tensors that scale them. 4-bit weights
@@ -31,7 +31,10 @@ _ROW_MAJOR = 0
 _LARGEST = 127
 """The int8 value that represents the scale of a row."""
 _CPU_BLOCK = 32
-"""Number of outputs that bitsandbytes' AVX512-BF16 kernel computes at once. Layers need a multiple of it."""
+"""Number of outputs that bitsandbytes' AVX512-BF16 kernel computes at once.
+
+A layer must have a multiple of this number.
+"""
 
 
 class PackedWeight(ABC):
@@ -46,7 +49,7 @@ class PackedWeight(ABC):
 
     @abstractmethod
     def layer(self, plain: nn.Linear, device: torch.device) -> nn.Module:
-        """Return a layer on `device` that replaces `plain`. Its bias is not loaded yet."""
+        """Return a layer on `device` that replaces `plain`. The bias of the layer is not loaded yet."""
 
 
 class _Weight4bit(PackedWeight):
@@ -61,7 +64,7 @@ class _Weight4bit(PackedWeight):
         self._compute_dtype = compute_dtype
 
     def _check_sizes(self) -> None:
-        """Raise ValueError if a tensor is too short for the shape. bitsandbytes would read out of bounds."""
+        """Raise ValueError if a tensor is too short for the shape, because bitsandbytes would read out of bounds."""
         state, size = self._state, math.prod(self.shape)
         needed = {"numbers": (self._data.numel() * self._data.itemsize, -(-size // 2))}
         needed["absmax"] = (state.absmax.numel(), num_blocks := -(-size // state.blocksize))
@@ -69,7 +72,7 @@ class _Weight4bit(PackedWeight):
             needed["nested_absmax"] = (state.state2.absmax.numel(), -(-num_blocks // state.state2.blocksize))
         for part, (found, expected) in needed.items():
             if found < expected:
-                raise ValueError(f"its {part} are {found}, a weight of {list(self.shape)} has {expected}")
+                raise ValueError(f"it has {found} {part}; a weight of shape {list(self.shape)} needs {expected}")
 
     def dequantized(self) -> Tensor:
         from bitsandbytes.functional import dequantize_4bit
@@ -110,10 +113,13 @@ class _Weight8bit(PackedWeight):
     def __init__(self, parts: Mapping[str, Tensor]) -> None:
         self._data, self._scales = parts[""], parts["SCB"]
         if (layout := int(parts.get("weight_format", torch.tensor(_ROW_MAJOR)))) != _ROW_MAJOR:
-            raise ValueError(f"weight_format is {layout}, only row-major weights ({_ROW_MAJOR}) are served")
+            raise ValueError(f"weight_format is {layout}; only row-major weights ({_ROW_MAJOR}) are supported")
         self.shape = tuple(self._data.shape)
         if self._data.dtype != torch.int8 or self._scales.shape != self.shape[:1]:
-            raise ValueError(f"it is {self._data.dtype}, and has {len(self._scales)} scales for {self.shape[0]} rows")
+            raise ValueError(
+                f"its dtype is {self._data.dtype}, and it has {len(self._scales)} scales for {self.shape[0]} rows; "
+                "it needs torch.int8 and one scale per row"
+            )
 
     def dequantized(self) -> Tensor:
         return _multiplied(self._data, self._scales)
@@ -130,7 +136,7 @@ class Linear8bit(nn.Module):
     """
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: nn.Parameter | None) -> None:
-        """Take `weight`, int8 [outputs, inputs], and `scales`, float32 [outputs], without a copy."""
+        """Wrap `weight`, int8 [outputs, inputs], and `scales`, float32 [outputs], without copying them."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
@@ -145,7 +151,7 @@ class Linear8bit(nn.Module):
 
 
 def _multiplied(weight: Tensor, scales: Tensor) -> Tensor:
-    """Return the dequantised weight, float32 [outputs, inputs]."""
+    """Return the dequantized weight, float32 [outputs, inputs]."""
     return weight * (scales.float() / _LARGEST).unsqueeze(1)
 
 
@@ -153,14 +159,15 @@ def read_packed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator
     """Yield the name and value of each weight. A packed weight is yielded as one object with its companion tensors.
 
     The names of companion tensors determine which weights are packed. `llm_int8_skip_modules` is ignored, because
-    releases of transformers have matched that list with names in different ways.
+    releases of transformers differ in how they match names with that list.
 
     Args:
         checkpoint: Where the weights are.
         settings: The checkpoint's `quantization_config`.
 
     Raises:
-        UnsupportedCheckpoint: A packed weight lacks a companion tensor or has a wrong one. The message names it.
+        UnsupportedCheckpoint: A packed weight lacks a companion tensor or has a wrong one. The message names the
+            weight.
 
     """
     compute_dtype = getattr(torch, settings.get("bnb_4bit_compute_dtype") or "float32")
@@ -181,14 +188,13 @@ def read_packed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator
             except (KeyError, ValueError, AssertionError, AttributeError, RuntimeError) as error:
                 companions = ", ".join(sorted(part for part in parts if part))
                 raise UnsupportedCheckpoint(
-                    f"{checkpoint.path}: the packed weight {owner} cannot be read; beside it are {companions}: "
-                    f"{error!r}"
+                    f"{checkpoint.path}: the packed weight {owner} with {companions} cannot be read: {error!r}"
                 ) from error
             yield owner, weight
 
 
 def _owner(name: str) -> tuple[str, str]:
-    """Return the name of the weight that a tensor belongs to, and the name of its part. The part "" is the numbers."""
+    """Return the name of the weight that a tensor belongs to, and the tensor's part of it. The numbers are part ""."""
     if (match := _COMPANION.fullmatch(name)) is None:
         return name, ""
     if match["layer"]:

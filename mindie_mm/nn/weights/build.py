@@ -28,17 +28,18 @@ def build(
 ) -> M:
     """Make a module for inference and load the checkpoint's weights into it.
 
-    Linear layers that bitsandbytes quantised stay quantised. All other quantised weights are dequantised.
+    Linear layers that bitsandbytes quantized stay quantized. All other quantized weights are dequantized.
 
     Args:
         make: Function that makes the module. It is called on the meta device.
         checkpoint: Where the weights are.
         device: Where the module runs.
-        dtype: The dtype of weights that are not quantised.
-        unused: Patterns (fnmatch) of weights that the checkpoint may have beside the module's own.
+        dtype: The dtype of weights that are not quantized.
+        unused: Patterns (fnmatch) for names of weights that the checkpoint may have in addition to the module's own.
 
     Raises:
-        UnsupportedCheckpoint: A weight is missing, unknown or of the wrong shape, or the quantisation is not served.
+        UnsupportedCheckpoint: A weight is missing, unknown or of the wrong shape, or the quantization method is not
+            supported.
 
     """
     if scaling(checkpoint) is None:
@@ -62,7 +63,7 @@ def build(
         elif type(layer := module.get_submodule(name.rpartition(".")[0])) is nn.Linear:
             module.set_submodule(name.rpartition(".")[0], weight.layer(layer, device.torch_device))
             packed.add(name)
-        else:  # not the weight of a linear layer, such as one of PyTorch's own attention
+        else:  # not the weight of an nn.Linear, for example of an nn.MultiheadAttention
             found[name] = weight.dequantized().to(device.torch_device, dtype)
     check_shapes(checkpoint, misfits)
     check_weights(checkpoint, sorted(expected.keys() - found.keys() - packed), unexpected, unused)
@@ -76,7 +77,7 @@ def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | 
     The tensors are views of the files, on the CPU. Return None if the checkpoint was not translated.
 
     Raises:
-        UnsupportedCheckpoint: The shape of a weight contradicts config.json, or the weights are quantised.
+        UnsupportedCheckpoint: The shape of a weight contradicts config.json, or the weights are quantized.
 
     """
     if checkpoint.renamings is None:
@@ -91,14 +92,14 @@ def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | 
 
 
 def check_weight_files(checkpoint: Checkpoint, *, own_layers: bool) -> None:
-    """Check how the weights are stored, without reading them. The check does not depend on the device.
+    """Check how the weights are stored, without reading the weights. The check does not depend on the device.
 
     Args:
-        checkpoint: Where the weights are. Must be translated if its layout is its authors' own.
+        checkpoint: Where the weights are. A checkpoint in its authors' layout must already be translated.
         own_layers: Whether the model's layers are implemented here instead of in transformers.
 
     Raises:
-        UnsupportedCheckpoint: A file is missing or damaged, or no device can run the quantisation.
+        UnsupportedCheckpoint: A file is missing or damaged, or no device can run the quantization.
 
     """
     weight_files(checkpoint)
@@ -116,8 +117,8 @@ def check_weight_files(checkpoint: Checkpoint, *, own_layers: bool) -> None:
 def _refuse_quantized_originals(checkpoint: Checkpoint) -> None:
     if is_quantized(checkpoint):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised, and its weights have their authors' names; quantised weights are served "
-            "in transformers' layout only"
+            f"{checkpoint.path} is quantised, and its weights have the names of the original layout; quantised "
+            "weights are supported only in transformers' layout"
         )
 
 

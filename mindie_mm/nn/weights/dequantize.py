@@ -1,7 +1,7 @@
-"""Dequantisation of 8-bit weights during loading, by multiplication with their scales.
+"""Dequantization of 8-bit weights during loading, by multiplication with their scales.
 
 A device without 8-bit matrix products, or without the library for them, runs such a checkpoint in the model's dtype.
-The weights then take as much memory as those of an unquantised checkpoint.
+The weights then take as much memory as those of an unquantized checkpoint.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mindie_mm.nn.weights.stored_tensors import check_scaled, read_weights, weig
 _log = logging.getLogger(__name__)
 
 _LIBRARIES: Mapping[str, str] = {"fp8": "kernels", "mxfp8": "kernels", "fbgemm_fp8": "fbgemm_gpu"}
-"""Python module that transformers needs for each method to multiply with quantised weights."""
+"""Python module that transformers needs for each method to multiply by quantized weights."""
 _FORMATS = ("float-quantized", "naive-quantized", "int-quantized")
 """Formats of compressed-tensors that store one 8-bit number per byte."""
 _OF_ACTIVATIONS = re.compile(r".+[._](activation_scale|(input|output)_(scale|zero_point)|input_scale_ub|[qkv]_scale)")
-"""Names of scales for activations and the KV cache. They are dropped, because neither is quantised here."""
+"""Names of scales for activations and the KV cache. They are dropped, because both stay unquantized here."""
 _EXPONENT_BIAS = 127
 """Bias of the exponents in E8M0."""
 
@@ -39,13 +39,16 @@ class Scaling:
     """The layout of the scales of a checkpoint's weights."""
 
     suffix: str
-    """Suffix that turns the name of a weight into that of its scales."""
+    """Suffix that turns the name of a weight into the name of its scales."""
     block: tuple[int, int] | None
     """Rows and columns that share a scale. None if each row, or the whole weight, has one scale."""
 
 
 def scaling(checkpoint: Checkpoint) -> Scaling | None:
-    """Return the layout of the scales, or None if the weights are not quantised, or not by scales alone."""
+    """Return the layout of the scales.
+
+    Return None if the weights are not quantized, or if dequantizing them takes more than multiplying by scales.
+    """
     if (settings := quantization(checkpoint)) is None:
         return None
     method = method_of(settings)
@@ -76,7 +79,7 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
-    """Return whether the weights must and can be dequantised to run on `device`. Log a warning if so."""
+    """Return whether the weights must and can be dequantized to run on `device`. If so, log a warning."""
     settings = quantization(checkpoint)
     if settings is None or scaling(checkpoint) is None:
         return False
@@ -84,8 +87,8 @@ def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
     if library and device.multiplies(torch.float8_e4m3fn) and importlib.util.find_spec(library) is not None:
         return False
     _log.warning(
-        "%s is quantised with %r, which the %s does not multiply here: its weights are dequantised, and take the "
-        "memory of plain ones",
+        "%s is quantised with %r, which the device %s cannot run here; the weights are dequantised and take "
+        "as much memory as unquantised weights",
         checkpoint.path,
         method,
         device.name,
@@ -94,18 +97,18 @@ def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
 
 
 def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of each weight, on the CPU. Scaled weights are dequantised to `dtype`.
+    """Yield the name and value of each weight, on the CPU. Scaled weights are dequantized to `dtype`.
 
     The reader of transformers is not used, for two reasons. It leaves other weights in their stored dtype, so that
-    layers of different dtypes meet. It also divides a weight evenly among its scales, but the last block of a row may
-    be shorter.
+    adjacent layers may differ in dtype. It also divides a weight evenly among its scales, but the last block of a row
+    may be shorter.
 
     Raises:
         UnsupportedCheckpoint: The scales of a weight are missing or do not fit. The message names the weight.
 
     """
     scheme = scaling(checkpoint)
-    assert scheme is not None, "must_dequantize said so"
+    assert scheme is not None, "`must_dequantize` has checked the scaling"
     names = {*weight_names(checkpoint)}
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_weights(checkpoint):
@@ -144,7 +147,7 @@ def multiplied(
 
     Args:
         weight: [..., rows, columns], of any dtype.
-        scales: One number, [rows] or [rows, 1], or [..., block rows, block columns] with blocks. uint8 scales are
+        scales: A single number, [rows], [rows, 1], or with blocks [..., block rows, block columns]. uint8 scales are
             exponents of two in E8M0.
         block: Rows and columns of a block. Blocks at the end may be shorter.
         zero_points: Stored values that represent zero, in the shape of `scales`. None if 0 represents zero.
@@ -176,8 +179,8 @@ def _spread(numbers: Tensor, shape: torch.Size, block: tuple[int, int] | None) -
     needed = (-(-rows // block[0]), -(-columns // block[1]))
     if tuple(numbers.shape[-2:]) != needed:
         raise ValueError(
-            f"of {rows} x {columns} numbers in blocks of {block[0]} x {block[1]} has scales {list(numbers.shape)}, "
-            f"it must be {list(needed)}"
+            f"of {rows} x {columns} numbers in blocks of {block[0]} x {block[1]} has scales of shape "
+            f"{list(numbers.shape)}; the shape must be {list(needed)}"
         )
     spread = numbers.repeat_interleave(block[0], -2)[..., :rows, :]
     return spread.repeat_interleave(block[1], -1)[..., :columns]

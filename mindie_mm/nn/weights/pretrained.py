@@ -1,6 +1,6 @@
-"""Loading of transformers modules with a checkpoint's weights, and with paged attention in their text layers.
+"""Loaders of transformers modules with a checkpoint's weights, and with paged attention in the text layers.
 
-The modelling code of transformers takes seconds to import. It is imported late here, because the tokenizer imports the
+The modeling code of transformers takes seconds to import. It is imported late here, because the tokenizer imports the
 families but never loads a model.
 """
 
@@ -33,7 +33,7 @@ from mindie_mm.nn.weights.shares import localize, num_shares, refuse_shares, sha
 from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Types of layers that attend to the KV cache or a window of it. Layers of other types keep states of their own."""
+"""Types of layers that attend to the KV cache or a window of it. Layers of other types keep their own state."""
 
 
 def read_config(name: str, checkpoint: Checkpoint) -> Any:
@@ -49,7 +49,7 @@ def read_config(name: str, checkpoint: Checkpoint) -> Any:
     try:
         return _configuration(getattr(transformers, name), checkpoint)
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} is not read as {name}: {error}") from error
+        raise UnsupportedCheckpoint(f"{checkpoint.path} cannot be read as {name}: {error}") from error
 
 
 def _configuration(cls: type[Any], checkpoint: Checkpoint) -> Any:
@@ -70,7 +70,10 @@ def text_width(name: str, checkpoint: Checkpoint) -> int:
 
 
 class PretrainedModel(Model):
-    """A decoder-only model of transformers. Each family adds its tower, and its positions if they are not the index."""
+    """A decoder-only model of transformers.
+
+    Each family adds its tower, and `positions` unless they are the token indices.
+    """
 
     def __init__(self, module: Any, spec: ModelSpec, text_model: Any, lm_head: Callable[[Tensor], Tensor]) -> None:
         """Wrap a loaded module.
@@ -101,8 +104,8 @@ class PretrainedModel(Model):
         Args:
             hidden: Embeddings, [T, hidden].
             positions: int64 [axes, T].
-            paged: The attention of each row, and the KV cache.
-            further: Keyword arguments for the text model.
+            paged: The tokens that each row attends to, and the KV cache.
+            further: Additional keyword arguments for the text model.
 
         Returns:
             Hidden states, [T, hidden].
@@ -140,13 +143,14 @@ def load_pretrained(
         checkpoint: Where the weights are.
         device: Where the module runs.
         dtype: The dtype of the weights.
-        unused: Patterns (fnmatch) of weights that the checkpoint may have beside the model's own.
+        unused: Patterns (fnmatch) for names of weights that the checkpoint may have in addition to the model's own.
         tp_plan: Tensor-parallel plan of the text model if transformers has none.
         renamed: Weights of a translated checkpoint. None if the checkpoint was not translated.
         default_theta: As in `settle`.
 
     Returns:
-        The module, and the sizes of its text model. With tensor parallelism the sizes are those of this rank's share.
+        The module, and the sizes of its text model. With tensor parallelism, the sizes are the sizes of this rank's
+        share.
 
     Raises:
         UnsupportedCheckpoint: As in `load_module`, except that several ranks may share the weights if there is a plan.
@@ -156,10 +160,10 @@ def load_pretrained(
 
     module = _load(cls, checkpoint, device, dtype, unused, tp_plan, renamed, default_theta)
     if other := set(getattr(module.config.get_text_config(), "layer_types", None) or ()) - _LAYERS:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not served")
+        raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not supported")
     # No mask function is registered, so transformers builds no mask. Building one would wait for the positions.
     AttentionInterface.register(attention.NAME, attention.attend)
-    # A single name instead of a mapping would switch the towers as well. Parts that are not named keep sdpa.
+    # A single name instead of a mapping would also switch the towers, which must keep sdpa.
     parts = dict.fromkeys(module.config.sub_configs, "sdpa")
     parts["text_config" if "text_config" in parts else ""] = attention.NAME
     module.set_attn_implementation(parts)
@@ -169,7 +173,7 @@ def load_pretrained(
 def load_module(
     cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, renamed: RenamedWeights | None = None
 ) -> Any:
-    """Load a model of transformers for inference, with its own attention.
+    """Load a model of transformers for inference, and keep its own attention.
 
     Args:
         cls: A subclass of PreTrainedModel.
@@ -180,7 +184,7 @@ def load_module(
 
     Raises:
         UnsupportedCheckpoint: The weights do not match the model, or several ranks share them. Rotary frequencies
-            depend on the batch. The weights are quantised, and a package or an operator of the device is missing.
+            depend on the batch. The weights are quantized, and a package or an operator of the device is missing.
 
     """
     refuse_shares(checkpoint)
@@ -206,7 +210,7 @@ def _load(
     else:
         check_quantization(checkpoint, device)
     weight_files(checkpoint)
-    # It warns of settings in generation_config.json that `generate` would ignore, but `generate` is never called.
+    # This logger warns of settings in generation_config.json that `generate` ignores, but `generate` is never called.
     logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
     # accelerate loads weights directly to the device, so that the host never holds all of them.
     placed: dict[str, Any] = {"device_map": {"": device.torch_device}}
@@ -226,19 +230,19 @@ def _load(
             dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # its own error does not name the weights
+            ignore_mismatched_sizes=True,  # the error of transformers does not name the weights
             **placed,
         )
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} does not load as {cls.__name__}: {error}") from error
+        raise UnsupportedCheckpoint(f"{checkpoint.path} cannot be loaded as {cls.__name__}: {error}") from error
     check_shapes(checkpoint, loaded["mismatched_keys"])
     missing, unexpected = loaded["missing_keys"], loaded["unexpected_keys"]
     if renamed is not None:
         missing = sorted({renamed.published[name] for name in missing})
         unexpected = [*unexpected, *renamed.others]
-    # transformers initialises missing weights at random, and the answers would look like those of a bad model.
+    # transformers initializes missing weights at random, and the answers would look like those of a bad model.
     check_weights(checkpoint, missing, unexpected, unused)
     module.requires_grad_(False).eval()
     if settings is not None:
@@ -251,21 +255,21 @@ def _load(
 
 
 def _set_quantization(config: Any, settings: Mapping[str, Any] | None) -> None:
-    """Set the quantisation settings of `config`, which the checkpoint may store in another file than config.json."""
+    """Set the quantization settings of `config`. The checkpoint may store them in a file other than config.json."""
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     if settings is not None:
         config.quantization_config = dict(settings)
         if method_of(settings) == "compressed-tensors":
-            # Otherwise weights are unpacked when the whole model is called, but only its parts are called here.
+            # Without this setting, weights are unpacked when the whole model is called. Only its parts are called here.
             config.quantization_config["dequantize"] = True
 
 
 def _cast_plain_weights(module: Any, dtype: torch.dtype) -> None:
-    """Cast the plain weights of a quantised checkpoint to `dtype`, except those that transformers keeps in float32.
+    """Cast the unquantized weights of a quantized checkpoint to `dtype`, unless transformers keeps them in float32.
 
-    transformers loads plain weights of such a checkpoint in their stored dtype.
+    transformers loads the unquantized weights of such a checkpoint in their stored dtype.
     """
     kept = set(module._keep_in_fp32_modules_strict or ())  # noqa: SLF001 - there is no public name
     if dtype == torch.float16:
@@ -286,8 +290,8 @@ def check_shapes(checkpoint: Checkpoint, misfits: Collection[tuple[str, Sequence
     if misfits:
         name, found, needed = min(misfits)
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has {len(misfits)} weights of another shape than config.json makes, the first is "
-            f"{name}: {list(found)}, not {list(needed)}"
+            f"{checkpoint.path} has {len(misfits)} weights whose shape does not match config.json; the first "
+            f"is {name}: {list(found)}, not {list(needed)}"
         )
 
 
@@ -296,14 +300,14 @@ def check_weights(
 ) -> None:
     """Raise UnsupportedCheckpoint if weights are missing, or are unexpected and match no pattern in `unused`."""
     if missing:
-        message = f"{checkpoint.path} lacks {len(missing)} weights, the first is {min(missing)}"
+        message = f"{checkpoint.path} lacks {len(missing)} weights; the first is {min(missing)}"
         if all(name.endswith("lm_head.weight") for name in missing):
-            message += "; a model without a head generates no text, such as one that makes embeddings"
+            message += "; a model without a head, such as an embedding model, cannot generate text"
         raise UnsupportedCheckpoint(message)
     unknown = [name for name in unexpected if not any(fnmatch(name, pattern) for pattern in unused)]
     if unknown:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has {len(unknown)} weights that its model does not know, the first is {min(unknown)}"
+            f"{checkpoint.path} has {len(unknown)} weights that its model does not have; the first is {min(unknown)}"
         )
 
 

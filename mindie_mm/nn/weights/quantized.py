@@ -1,4 +1,4 @@
-"""Detection of quantised checkpoints, and checks that this installation can run them."""
+"""Detection of quantized checkpoints, and checks that this installation can run them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PACKAGES: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes_4bit": {"bitsandbytes": "bitsandbytes>=0.50"},
     "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes>=0.50"},
 }
-"""Modules that each method needs, with their pip requirements. transformers checks other methods itself."""
-_INSTEAD = "Or serve the checkpoint that is not quantised, or one in FP8 or quantised by bitsandbytes"
+"""Modules that each method needs, with their pip requirements. transformers itself checks other methods."""
+_INSTEAD = "Alternatively, use the unquantised checkpoint, or one in FP8 or quantised with bitsandbytes"
 
 
 def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the quantisation settings in the form of transformers' `quantization_config`. None if not quantised.
+    """Return the quantization settings in the form of transformers' `quantization_config`, or None if there are none.
 
     Older tools store the settings in other places: compressed-tensors in `compression_config`, AutoGPTQ in
     quantize_config.json, AutoAWQ in quant_config.json, and NVIDIA's ModelOpt in hf_quant_config.json.
@@ -54,12 +54,12 @@ def _is_off(settings: Mapping[str, Any]) -> bool:
 
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint declares its weights as quantised."""
+    """Return whether the checkpoint declares its weights as quantized."""
     return quantization(checkpoint) is not None
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return transformers' name of the quantisation method. bitsandbytes has one name for each number of bits."""
+    """Return transformers' name for the quantization method. bitsandbytes has one name for 4 and one for 8 bits."""
     for bits in ("4bit", "8bit"):
         if settings.get(f"load_in_{bits}") or settings.get(f"_load_in_{bits}"):
             return f"bitsandbytes_{bits}"
@@ -67,24 +67,24 @@ def method_of(settings: Mapping[str, Any]) -> str:
 
 
 def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
-    """Check that quantised weights can run on `device`.
+    """Check that quantized weights can run on `device`.
 
     Raises:
-        UnsupportedCheckpoint: A package or an operator is missing, or transformers does not know the method. It would
-            load packed weights of an unknown method as plain weights.
+        UnsupportedCheckpoint: A package or an operator is missing, or transformers does not support the method. It
+            would load packed weights of an unknown method as if they were not quantized.
 
     """
     if (settings := quantization(checkpoint)) is None:
         return
     check_method(checkpoint)
-    from transformers.quantizers.auto import AutoHfQuantizer  # late, like all modelling code of transformers
+    from transformers.quantizers.auto import AutoHfQuantizer  # imported late, like all modeling code of transformers
 
     method = method_of(settings)
-    refused = f"{checkpoint.path} is quantised with {method!r}, which cannot be run here"
+    refused = f"{checkpoint.path} is quantised with {method!r}, which cannot run here"
     if method.startswith("bitsandbytes") and not device.has_bitsandbytes:
         raise UnsupportedCheckpoint(
-            f"{refused}: bitsandbytes has no operators for the device {device.name}. Serve the checkpoint that is not "
-            "quantised, or take another device"
+            f"{refused}: bitsandbytes has no operators for the device {device.name}. Use the unquantised "
+            "checkpoint, or another device"
         )
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its layers warn at every call
     try:
@@ -95,22 +95,22 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
 
 
 def check_method(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if transformers does not know the quantisation method, or a package is missing."""
+    """Raise UnsupportedCheckpoint if transformers does not support the quantization method, or a package is missing."""
     if (settings := quantization(checkpoint)) is None:
         return
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING  # late, as above
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING  # imported late, as above
 
     method = method_of(settings)
     if method not in AUTO_QUANTIZER_MAPPING:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method!r}, which transformers does not load; it loads "
+            f"{checkpoint.path} is quantised with {method!r}, which transformers does not support; it supports "
             f"{', '.join(sorted(AUTO_QUANTIZER_MAPPING))}. {_INSTEAD}"
         )
     if packages := missing_packages(method):
         wanted = " ".join(f"'{package}'" for package in packages)
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method!r}, which cannot be run here: a package is missing "
-            f"(pip install {wanted}). {_INSTEAD}"
+            f"{checkpoint.path} is quantised with {method!r}, which cannot run here: a package is missing (pip "
+            f"install {wanted}). {_INSTEAD}"
         )
 
 
@@ -124,10 +124,10 @@ def missing_packages(method: str) -> list[str]:
 def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype: torch.dtype) -> None:
     """Run each kind of layer in `module` on one row.
 
-    An installed package may lack an operator for this device or dtype.
+    This test is needed because an installed package may lack an operator for this device or dtype.
 
     Raises:
-        UnsupportedCheckpoint: A layer cannot run. The message names it.
+        UnsupportedCheckpoint: A layer cannot run. The message names the layer.
 
     """
     tried = set()
@@ -144,13 +144,13 @@ def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype:
         except (RuntimeError, ImportError, NotImplementedError, AssertionError, ValueError) as error:
             raise UnsupportedCheckpoint(
                 f"{checkpoint.path} is quantised with {method_of(quantization(checkpoint) or {})!r}, which the "
-                f"{device.name} does not multiply in {str(dtype).removeprefix('torch.')} ({name}): {error}. Take "
-                f"another --dtype or --device. {_INSTEAD}"
+                f"device {device.name} cannot run in {str(dtype).removeprefix('torch.')} ({name}): {error}. "
+                f"Use another --dtype or --device. {_INSTEAD}"
             ) from error
 
 
 def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
-    """Raise UnsupportedCheckpoint if layers other than transformers' own cannot use the quantised weights."""
+    """Raise UnsupportedCheckpoint if layers other than transformers' own cannot use the quantized weights."""
     refuse_quantized(checkpoint)
     settings = quantization(checkpoint)
     if settings is not None and method_of(settings) == "bitsandbytes_4bit":  # 8 bits need no package
@@ -158,30 +158,32 @@ def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
 
 
 def refuse_mindie(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint for weights quantised by MindIE's tools, which declare it in a form of their own."""
+    """Raise UnsupportedCheckpoint for weights that MindIE's tools quantized.
+
+    These tools declare it in their own way.
+    """
     stated = checkpoint.config.get("quantize")
     files = sorted(file.name for file in checkpoint.path.glob("quant_model_description*.json"))
     if stated in (None, "", "float") and not files:
         return
     how = f"quantize is {stated!r} in config.json" if stated not in (None, "") else f"it has {files[0]}"
     raise UnsupportedCheckpoint(
-        f"{checkpoint.path} is quantised for MindIE ({how}), in a layout that only MindIE's own models read; take the "
-        "checkpoint that it was made from, or one quantised by bitsandbytes"
+        f"{checkpoint.path} is quantised for MindIE ({how}), in a layout that only MindIE's own models "
+        "support; use the original checkpoint, or one quantised with bitsandbytes"
     )
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if only layers of transformers can run the quantisation method."""
+    """Raise UnsupportedCheckpoint if only layers of transformers can run the quantization method."""
     if (settings := quantization(checkpoint)) is None:
         return
     method = method_of(settings)
     if not method.startswith("bitsandbytes"):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method!r}; of this family, whose layers are not transformers' own, "
-            "only plain weights are served and those that bitsandbytes quantised: take the checkpoint that is not "
-            "quantised"
+            f"{checkpoint.path} is quantised with {method!r}; this family has layers of its own and supports "
+            "only unquantised weights and weights quantised with bitsandbytes. Use the unquantised checkpoint"
         )
     if settings.get("llm_int8_has_fp16_weight"):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has llm_int8_has_fp16_weight, which is for training; it must be false"
+            f"{checkpoint.path} has llm_int8_has_fp16_weight, which is for training only; it must be false"
         )

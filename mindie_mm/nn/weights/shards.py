@@ -12,7 +12,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.folder_errors import check_link, check_pointer
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
-"""Names of a single file with all weights. The suffix .index.json gives the name of the index of several files."""
+"""Names of a file with all weights. If there are several files, their index has the additional suffix .index.json."""
 _MOST_HEADER_BYTES = 100_000_000
 """Largest header that safetensors reads."""
 _OTHER_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
@@ -22,7 +22,8 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
     """Return the files of a checkpoint's weights, in order. Read their headers, but no weights.
 
     Raises:
-        UnsupportedCheckpoint: There are no files, or one is missing, truncated, or without a weight of the index.
+        UnsupportedCheckpoint: There are no weight files. A file is missing or truncated. A file lacks a weight that the
+            index assigns to it.
 
     """
     for name in _NAMES:
@@ -37,10 +38,10 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _indexed(checkpoint: Checkpoint, index: str) -> Mapping[str, str]:
-    """Return the file of each weight in an index, or nothing if there is no index."""
+    """Return the file name of each weight in an index, or {} if there is no index."""
     weights = checkpoint.json(index).get("weight_map", {})
     if not isinstance(weights, dict) or not all(isinstance(shard, str) for shard in weights.values()):
-        raise UnsupportedCheckpoint(f"{checkpoint.path / index}: weight_map does not name a file for each weight")
+        raise UnsupportedCheckpoint(f"{checkpoint.path / index}: weight_map does not have a file for each weight")
     return weights
 
 
@@ -50,16 +51,16 @@ def _shards(checkpoint: Checkpoint, weights: Mapping[str, str], index: str) -> l
         check_link(file)
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} lacks {len(missing)} of {len(shards)} files of weights, first {missing[0]}, which "
-            f"{index} names; download them again"
+            f"{checkpoint.path} lacks {len(missing)} of the {len(shards)} weight files that {index} lists; the "
+            f"first is {missing[0]}. Download them again"
         )
     held = {shard.name: _check(shard) for shard in shards}
     _refuse_adapters(checkpoint, weights)
     for name, shard in weights.items():
         if (names := held[shard]) is not None and name not in names:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: {index} puts the weight {name} into {shard}, which does not have it; index and "
-                "files are not of one checkpoint, download them again"
+                f"{checkpoint.path}: {index} assigns the weight {name} to {shard}, which does not have it; the "
+                "index and the files belong to different checkpoints. Download them again"
             )
     return shards
 
@@ -73,7 +74,7 @@ def _check(file: Path) -> Sequence[str] | None:
     """
     check_pointer(file)
     if not (size := file.stat().st_size):
-        raise UnsupportedCheckpoint(f"{file} cannot be read: it is empty; download it again")
+        raise UnsupportedCheckpoint(f"{file} is empty. Download it again")
     if file.suffix != ".safetensors":
         _check_torch(file)
         return None
@@ -82,7 +83,7 @@ def _check(file: Path) -> Sequence[str] | None:
         length = int.from_bytes(start, "little")
         if length > _MOST_HEADER_BYTES and len(start) == 8:
             raise UnsupportedCheckpoint(
-                f"{file} cannot be read: it is no safetensors file, it begins with {start!r}; download it again"
+                f"{file} is not a safetensors file: it begins with {start!r}. Download it again"
             )
         header = opened.read(length)
     try:
@@ -93,27 +94,25 @@ def _check(file: Path) -> Sequence[str] | None:
             needed = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
         raise UnsupportedCheckpoint(
-            f"{file} cannot be read: its header is not one of safetensors ({error}); download it again"
+            f"{file} cannot be read: its header is not a valid safetensors header ({error}). Download it again"
         ) from error
     if size < needed:
         raise UnsupportedCheckpoint(
-            f"{file} cannot be read: it is cut, it has {size} bytes and its header says {needed}; download it again"
+            f"{file} is truncated: it has {size} bytes, but its header requires {needed}. Download it again"
         )
     return [*tensors]
 
 
 def _check_torch(file: Path) -> None:
-    """Raise UnsupportedCheckpoint unless torch.save wrote `file`: a complete zip, or a pickle before torch 1.6."""
+    """Raise UnsupportedCheckpoint unless `file` is a complete zip file or a pickle, the format before PyTorch 1.6."""
     with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
         start = opened.read(8)
         is_whole = zipfile.is_zipfile(opened)
     if start.startswith(b"PK") and not is_whole:
-        raise UnsupportedCheckpoint(
-            f"{file} cannot be read: it is cut, it has no directory at its end; download it again"
-        )
+        raise UnsupportedCheckpoint(f"{file} is truncated: it has no directory at its end. Download it again")
     if not start.startswith((b"PK", b"\x80")):
         raise UnsupportedCheckpoint(
-            f"{file} cannot be read: it is no file of torch.save, it begins with {start!r}; download it again"
+            f"{file} was not written by torch.save: it begins with {start!r}. Download it again"
         )
 
 
@@ -121,8 +120,9 @@ def _refuse_adapters(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     """Raise UnsupportedCheckpoint for a model saved with an unmerged adapter. peft renames weights in that case."""
     if name := next((name for name in names if ".base_layer." in name or ".lora_A." in name), None):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} was saved with an adapter in place, its weights have names such as {name}; merge it "
-            "into the model (peft's merge_and_unload), save that, and give its folder"
+            f"{checkpoint.path} was saved with an active adapter: its weights have names such as {name}. Merge "
+            "the adapter into the model with peft's merge_and_unload, save the merged model, and give its "
+            "folder"
         )
 
 
@@ -132,12 +132,12 @@ def _without_weights(checkpoint: Checkpoint) -> str:
     names = sorted(file.name for file in checkpoint.path.iterdir() if file.suffix in _OTHER_SUFFIXES)
     if shards := [name for name in names if name.startswith(("model-0", "pytorch_model-0"))]:
         index = f"{'model.safetensors' if shards[0].endswith('.safetensors') else 'pytorch_model.bin'}.index.json"
-        return f"{why}; it has {shards[0]} and lacks {index}, the list of such files; download that"
+        return f"{why}; it has {shards[0]}, but lacks {index}, the index of the weight files. Download the index"
     if gguf := [name for name in names if name.endswith(".gguf")]:
-        return f"{why}; {gguf[0]} is a GGUF file, a format of llama.cpp that is not served; take the original weights"
+        return f"{why}; {gguf[0]} is a GGUF file, a format of llama.cpp that is not supported. Use the original weights"
     if names:
         return (
-            f"{why}; it has {names[0]}, which is not read. Load it with the program that it was written for, and save "
-            "it for transformers: model.save_pretrained(FOLDER) writes model.safetensors"
+            f"{why}; it has {names[0]}, which is not supported. Load it with the program that wrote it, and "
+            "save it for transformers: model.save_pretrained(FOLDER) writes model.safetensors"
         )
     return why

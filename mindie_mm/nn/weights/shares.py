@@ -1,7 +1,7 @@
-"""Tensor parallelism of a text model over the ranks of torch.distributed, by the plans of transformers.
+"""Tensor parallelism of a text model over the ranks of torch.distributed, according to transformers' plans.
 
-A plan names the layers that are split by columns or rows. Their `forward` sums or gathers the results of the ranks.
-Attention on a rank sees only that rank's heads. Every rank holds the whole tower.
+A plan lists the layers whose weights are split by columns or rows. The `forward` methods of these layers sum or gather
+the results of the ranks. Each rank computes the attention of its own heads only. Every rank has the whole tower.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DECODER_PLAN: Mapping[str, str] = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-"""Plan for a decoder with these layers. transformers has it for Llama, but not for some similar models."""
+"""Plan for a decoder with these layers. transformers has this plan for Llama, but not for some similar models."""
 
 
 def num_shares() -> int:
@@ -38,10 +38,10 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def refuse_shares(checkpoint: Checkpoint, what: str = "is of a family for whose layers there is no plan") -> None:
+def refuse_shares(checkpoint: Checkpoint, what: str = "belongs to a family without a tensor-parallel plan") -> None:
     """Raise UnsupportedCheckpoint if several ranks share the weights. `what` states why they cannot be split."""
     if num_shares() > 1:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} {what}: tensor_parallel is {num_shares()}, it must be 1")
+        raise UnsupportedCheckpoint(f"{checkpoint.path} {what}: tensor_parallel is {num_shares()}; it must be 1")
 
 
 def shared(
@@ -69,14 +69,14 @@ def shared(
 
     shares = num_shares()
     if (plan := text.base_model_tp_plan or tp_plan) is None:
-        refuse_shares(checkpoint, f"has a text model of type {text.model_type!r}, for which there is no plan")
+        refuse_shares(checkpoint, f"has a text model of type {text.model_type!r}, which has no tensor-parallel plan")
     text.base_model_tp_plan = plan
     heads = text.num_attention_heads
     for what, count in (("attention", heads), ("key-value", getattr(text, "num_key_value_heads", None) or heads)):
         if count % shares:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path} has {count} {what} heads; tensor_parallel is {shares}, of which they must be a "
-                "multiple"
+                f"{checkpoint.path} has {count} {what} heads; their number must be a multiple of "
+                f"tensor_parallel, {shares}"
             )
     names = ("pp", "dp_replicate", "fsdp", "tp")
     mesh = init_device_mesh(device.torch_device.type, (1, 1, 1, shares), mesh_dim_names=names)
@@ -84,7 +84,7 @@ def shared(
     def on_our_mesh(_: type[Any], config: Any, device_map: None = None) -> tuple[Any, object, Any]:
         return config, device.torch_device, TransformersDeviceMesh(mesh, mesh)
 
-    # The original method always takes the accelerator that torch finds, even with --device cpu.
+    # The original method always uses the accelerator that PyTorch finds, even with --device cpu.
     namespace = {"prepare_distribute_model": classmethod(on_our_mesh), "__module__": cls.__module__}
     return type(cls.__name__, (cls,), namespace), {"distributed_config": DistributedConfig(tp_size=shares)}
 
@@ -92,7 +92,7 @@ def shared(
 def localize(module: nn.Module) -> None:
     """Replace the DTensor weights of linear layers by this rank's local tensors.
 
-    A DTensor is converted at every call, which costs more than the call of a small layer.
+    PyTorch converts a DTensor at every call of a layer. The conversion takes longer than a small layer.
     """
     from torch.distributed.tensor import DTensor
 

@@ -1,4 +1,4 @@
-"""Readers of a checkpoint's weights, and of their names and dtypes alone."""
+"""Readers of a checkpoint's weights, and of their names and dtypes without the weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def check_stored(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if an unquantised checkpoint has weights that would need scales.
+    """Raise UnsupportedCheckpoint if an unquantized checkpoint has weights that would need scales.
 
     Files that torch.save wrote before PyTorch 1.6 are not checked, because the check would read all their tensors.
     """
@@ -60,8 +60,8 @@ def check_stored(checkpoint: Checkpoint) -> None:
 def check_scaled(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> None:
     """Raise UnsupportedCheckpoint if the tensor `name`, which has no scales beside it, would need scales.
 
-    Integers wider than a byte are accepted in tensors other than weights and biases. They may be integers in the model
-    too, such as positions.
+    Integers wider than a byte are accepted in tensors other than weights and biases. Such tensors may be integers in
+    the model too, for example positions.
     """
     is_byte = dtype is not None and dtype.itemsize == 1 and dtype != torch.bool
     if dtype is not None and (is_byte or name.endswith(("weight", "bias"))):
@@ -75,13 +75,13 @@ def require_floats(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Non
     """
     if not dtype.is_floating_point or dtype.itemsize == 1:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path}: {name} is stored as {str(dtype).removeprefix('torch.')}, and neither config.json nor "
-            "tensors beside it say how it was quantised; take the checkpoint that is not quantised"
+            f"{checkpoint.path}: {name} is stored as {str(dtype).removeprefix('torch.')}, but neither "
+            "config.json nor other tensors describe how it was quantised. Use the unquantised checkpoint"
         )
 
 
 def _dtypes(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.dtype | None]]:
-    """Yield the name and dtype of each weight, without reading it. The dtype is None if PyTorch lacks it."""
+    """Yield the name and dtype of each weight, without reading the weight. The dtype is None if PyTorch lacks it."""
     for file in weight_files(checkpoint):
         with _reading(file):
             if file.suffix == ".safetensors":

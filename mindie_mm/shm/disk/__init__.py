@@ -1,1 +1,1 @@
-"""Files of blocks on disk. Such a file is written once and then read like an arena."""
+"""Files on disk that hold blocks. A file is written once, and then read like an arena."""

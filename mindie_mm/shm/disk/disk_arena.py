@@ -1,7 +1,7 @@
-"""File of blocks on disk. It is written once, block after block, and then mounted and read like an arena.
+"""Writer of a file on disk that holds blocks. The file is written once, and can then be mounted and read like an arena.
 
-Blocks are filled in private memory and written to the file in batches. To fill a block in a mapping of the file would
-take two to four times as long, because the file system allocates, clears and tracks each page.
+Callers fill blocks in private memory, and the writer writes them to the file in batches. Filling blocks in a mapping of
+the file would take two to four times as long, because the file system allocates, clears and tracks each page.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from mindie_mm.shm.memory.block import Block
 from mindie_mm.shm.memory.liveness_lock import LivenessLock, is_same
 
 GENERATION = 1
-"""Generation of every block. It never changes because no table entry is reused."""
+"""Generation of every block. It never changes, because table entries are not reused."""
 
 _UNFINISHED = ".partial"
 
@@ -56,26 +56,26 @@ _UNFINISHED = ".partial"
 class DiskArena:
     """Writer of a file of blocks on disk. It is a context manager and thread-safe.
 
-    Blocks are allocated and published as in an `Arena`, but never freed. The file gets its name when it is closed, and
-    is then complete and synced to disk. If the context exits with an error, no file remains. Equal blocks in the same
-    order give equal files.
+    Blocks are allocated and published as in an `Arena`, but never freed. `close` syncs the complete file to disk and
+    gives it its name. If the context exits with an error, no file remains. Equal blocks in the same order give equal
+    files.
     """
 
     def __init__(self, path: Path, header: ArenaHeader, lock: LivenessLock, memory: WriteBatchMemory) -> None:
-        """Take over a new, locked file. Callers use `create` instead."""
+        """Take ownership of a new, locked file. Callers use `create` instead."""
         self.path = path
         self.number = header.arena
-        """Arena number that the handle words of the blocks carry."""
+        """Arena number in the name words of the blocks."""
         self.capacity_bytes = header.capacity_bytes
-        """Maximum number of bytes in blocks, a multiple of the page size. The finished file ends at its last block."""
+        """Maximum total size of the blocks in bytes, a multiple of the page size. The finished file may be smaller."""
         self._header = header
         self._lock = lock
         self._entries = array("Q", bytes(header.releases_offset - DISK_PAGE))
-        self._offsets: list[int] = []  # not the blocks themselves, because they keep their batch's memory alive
+        self._offsets: list[int] = []  # not a list of blocks, because blocks keep the memory of their batch alive
         self._writer = DiskWriter(_unfinished(path), lock.descriptor, memory)
-        self._batch: WriteBatch | None = None  # takes the next block
+        self._batch: WriteBatch | None = None  # the batch for the next block
         self.digest = ""
-        """Digest of the file as `combined` computes it. Empty before `close`."""
+        """Digest of the file, computed by `combined`. Empty before `close`."""
         self._filling: dict[int, tuple[Block, WriteBatch]] = {}
         self._end = header.data_offset
         self._mutex = Lock()
@@ -89,17 +89,18 @@ class DiskArena:
         num_entries: int | None = None,
         memory: WriteBatchMemory | None = None,
     ) -> Self:
-        """Begin to write a file. An unfinished file of an earlier writer is overwritten.
+        """Start to write a file. If an earlier writer left an unfinished file, it is overwritten.
 
-        The file takes only the space that blocks use, and 72 bytes for each entry of its table.
+        Only the blocks, and 72 bytes for each entry of the table, take space on the disk.
 
         Args:
             path: Path of the finished file.
-            number: Arena number that the handle words carry, 0 to 65,535. A process can mount only one file with a
+            number: Arena number in the name words of the blocks, 0 to 65,535. A process can mount only one file with a
                 given number at a time.
-            capacity_bytes: Maximum number of bytes in blocks, at least 1, rounded up to whole pages.
-            num_entries: Maximum number of blocks, 1 to 16,384. None means the number for an arena of this capacity.
-            memory: Memory of write batches, to share between files that are written one after another.
+            capacity_bytes: Maximum total size of the blocks in bytes, at least 1. It is rounded up to whole pages.
+            num_entries: Maximum number of blocks, 1 to 16,384. None means the same number as in an arena of this
+                capacity.
+            memory: Pool of batch memory. Pass the same pool for files that are written one after another.
 
         Raises:
             InputError: The number, the capacity or the number of entries is out of range.
@@ -107,11 +108,13 @@ class DiskArena:
 
         """
         if not 0 <= number <= MAX_ARENA:
-            raise InputError(f"number {number} of a file of blocks is not 0 to {MAX_ARENA}")
+            raise InputError(f"the number of a file of blocks is {number}; it must be 0 to {MAX_ARENA}")
         if capacity_bytes < 1:
-            raise InputError(f"a file of {capacity_bytes} bytes of blocks; it takes at least 1")
+            raise InputError(f"the capacity of a file of blocks is {capacity_bytes} bytes; it must be at least 1")
         if num_entries is not None and not 1 <= num_entries <= MAX_BLOCK + 1:
-            raise InputError(f"a file of {num_entries} blocks; it takes 1 to {MAX_BLOCK + 1}")
+            raise InputError(
+                f"the number of entries of a file of blocks is {num_entries}; it must be 1 to {MAX_BLOCK + 1}"
+            )
         header = replace(ArenaHeader.plan(capacity_bytes, 0, Owner.nobody(), DISK_PAGE), arena=number)
         header = header if num_entries is None else replace(header, num_entries=num_entries)
         path = absolute(path)
@@ -127,12 +130,12 @@ class DiskArena:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in blocks, a multiple of the page size."""
+        """Total size of the blocks in bytes, a multiple of the page size."""
         return self._end - self._header.data_offset
 
     @property
     def num_blocks(self) -> int:
-        """Number of allocated blocks, including empty entries of discarded blocks."""
+        """Number of allocated blocks, including discarded blocks whose entries stay empty."""
         return len(self._offsets)
 
     @property
@@ -141,9 +144,9 @@ class DiskArena:
         return self._header.num_entries - len(self._offsets)
 
     def allocate(self, specs: Mapping[str, ArraySpec], *, path_file: None = None) -> Block:
-        """Allocate a block with uninitialised arrays.
+        """Allocate a block with uninitialized arrays.
 
-        A block on disk outlives its request. Therefore no path file records it.
+        No path file records the block, because a block on disk outlives its request.
 
         Args:
             specs: Arrays by name, 1 to 64.
@@ -161,7 +164,9 @@ class DiskArena:
             self._require_open()
             entry, offset = len(self._offsets), self._end
             if nbytes > self.capacity_bytes:
-                raise LimitExceeded(f"a block of {nbytes} bytes; {self.path} takes {self.capacity_bytes}")
+                raise LimitExceeded(
+                    f"the block has {nbytes} bytes; the capacity of {self.path} is {self.capacity_bytes}"
+                )
             if offset + nbytes > self._header.file_bytes or entry == self._header.num_entries:
                 raise ArenaFull(
                     f"no room in {self.path} for a block of {nbytes} bytes: {self.used_bytes} of {self.capacity_bytes} "
@@ -195,7 +200,7 @@ class DiskArena:
         with self._mutex:
             self._require_open()
             if not self._fills(block):
-                raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
+                raise SharedMemoryError(f"{block.ref}: the block cannot be published after its context has ended")
             block.write_header(digest or b"")
             data = self._memory(block)
             for start, stop in block.plan.gaps(block.nbytes):  # clear the data of an earlier block in reused memory
@@ -228,7 +233,10 @@ class DiskArena:
             self._entries[words] = array("Q", bytes(8 * (words.stop - words.start)))
 
     def discard(self, block: Block) -> None:
-        """Discard a block on behalf of `Block`. The last block is removed; the space of any other block stays empty."""
+        """Discard a block on behalf of `Block`.
+
+        If it is the last block, the next block reuses its space. Otherwise its space stays empty.
+        """
         with self._mutex:
             if not self._lock.held:
                 return
@@ -245,7 +253,7 @@ class DiskArena:
                 self._end_filling(block)
 
     def flush(self) -> None:
-        """Start to write the published blocks, so that `close` has less to wait for.
+        """Start to write the published blocks in the background, so that a later `close` takes less time.
 
         Raises:
             ArenaFull: This write or an earlier one failed, for example because the disk is full.
@@ -311,7 +319,7 @@ class DiskArena:
 
     def _require_open(self) -> None:
         if not self._lock.held:
-            raise SharedMemoryError(f"{self.path} is closed, or another process's")
+            raise SharedMemoryError(f"{self.path} is closed or belongs to another process")
 
     def _fills(self, block: Block) -> bool:
         return block.entry in self._filling and self._filling[block.entry][0] is block
@@ -339,7 +347,7 @@ class DiskArena:
         return self._batch
 
     def _write_batch(self) -> None:
-        """End the current batch, and write it unless one of its blocks is still being filled.
+        """End the current batch, and start to write it unless one of its blocks is still being filled.
 
         Raises:
             OSError: A write has failed.
@@ -350,7 +358,7 @@ class DiskArena:
             self._writer.write(batch)
 
     def _end_filling(self, block: Block) -> None:
-        """Mark the block as filled, and write its batch if that is complete. Raise OSError if a write has failed."""
+        """Mark the block as filled, and write its batch if it is complete. Raise OSError if a write has failed."""
         _, batch = self._filling.pop(block.entry)
         batch.num_filling -= 1
         if batch is not self._batch and not batch.num_filling:
@@ -359,7 +367,7 @@ class DiskArena:
             self._write_batch()
 
     def _cut(self, end: int) -> None:
-        """Let the next block begin at `end`. Data after `end` is overwritten, or truncated by `close`."""
+        """Start the next block at offset `end`. Later blocks overwrite the data after it, or `close` truncates it."""
         self._end = end
         for batch in filter(None, [self._batch, *(batch for _, batch in self._filling.values())]):
             batch.cut(end - batch.offset)
@@ -378,10 +386,10 @@ def _unfinished(path: Path) -> Path:
 
 def _locked(unfinished: Path) -> LivenessLock:
     """Open or create the unfinished file and lock it. Raise SharedMemoryError if another process is writing it."""
-    with os_errors_as(SharedMemoryError, f"{unfinished} cannot be made"):
+    with os_errors_as(SharedMemoryError, f"{unfinished} cannot be created"):
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        lock = LivenessLock(descriptor, needed=False)  # an offline run has a lock of its own, and warns without locks
+        lock = LivenessLock(descriptor, needed=False)  # a batch run locks its folder itself, and warns if it cannot
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
@@ -395,6 +403,6 @@ def _locked(unfinished: Path) -> LivenessLock:
 
 def _make_room(descriptor: int, path: Path, file_bytes: int) -> None:
     """Empty the file and extend it to `file_bytes` without allocating disk space."""
-    with os_errors_as(SharedMemoryError, f"{path} cannot have {file_bytes} bytes"):
+    with os_errors_as(SharedMemoryError, f"{path} cannot be extended to {file_bytes} bytes"):
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, file_bytes)

@@ -1,7 +1,8 @@
-"""Digest that detects damage to a file of blocks. It is computed per block, so that the writer never rereads the file.
+"""Digest that detects damage to a file of blocks.
 
-The hash is XXH3, which is as fast as memory. BLAKE3 would take 5 % of the processing time of a row. The digest does not
-protect against deliberate changes, because an attacker could replace the digest too.
+The digest combines digests of the blocks, so that the writer never reads the file again. The hash function is XXH3,
+which is as fast as memory. BLAKE3 would take 5 % of the processing time of a row. The digest does not protect against
+deliberate changes, because an attacker could replace the digest, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from mindie_mm.shm.format.layout import DISK_PAGE, OFFSET, PUBLISHED, SIZE, STAT
 
 
 def combined(head: bytes, blocks: Iterable[bytes]) -> str:
-    """Return the digest of a file: the XXH3-128 of its head and of the digests of its blocks, in hexadecimal.
+    """Return the digest of a file in hexadecimal.
+
+    It is the XXH3-128 of the concatenation of the head of the file and the digests of its blocks.
 
     Args:
         head: All bytes of the file before the first block.
@@ -29,7 +32,7 @@ def combined(head: bytes, blocks: Iterable[bytes]) -> str:
 
 
 def digest_of(path: Path) -> str:
-    """Compute the digest of a file from its current contents, for comparison with `DiskArena.digest`.
+    """Compute the digest of a file from its contents. If the file is intact, the digest equals `DiskArena.digest`.
 
     Raises:
         SegmentMissing: The file is not a complete file of blocks, or is damaged.

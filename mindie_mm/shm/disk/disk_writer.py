@@ -1,4 +1,4 @@
-"""Writer of batches of blocks to a file. The next batch is filled while the previous one is written."""
+"""Background writer of batches of blocks. While it writes a batch to the file, the caller fills the next batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xxhash import xxh3_128_digest
 from mindie_mm.errors import LimitExceeded, os_errors_as
 
 WRITE_BATCH_BYTES = 16 * 2**20
-"""Size of a batch's memory. Two batches are used in turn. A larger block gets a batch of its own."""
+"""Size of a batch's memory in bytes. Two batches are used in turn. A larger block gets its own batch."""
 
 
 class WriteBatchMemory:
-    """Pool of batch memory, which files can share. Reuse saves the 9 ms that it takes to fault in two batches."""
+    """Pool of batch memory, which several files can share. Faulting in two new batches would take 9 ms."""
 
     def __init__(self) -> None:
         self._spare: list[mmap.mmap] = []
@@ -33,14 +33,14 @@ class WriteBatchMemory:
         if nbytes <= WRITE_BATCH_BYTES and self._spare:
             return self._spare.pop()
         with os_errors_as(LimitExceeded, f"there is no memory for a block of {nbytes} bytes"):
-            # Private memory is allocated on first use, and can have huge pages, which shared memory would not have.
+            # Private memory is allocated on first use, and can have huge pages, unlike shared memory.
             memory = mmap.mmap(-1, max(nbytes, WRITE_BATCH_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # without huge pages, the disk driver has to look up each small page
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
 
     def give_back(self, memory: mmap.mmap) -> None:
-        """Return memory to the pool. The caller must not use it any more."""
+        """Return memory to the pool. The caller must not use the memory any more."""
         if len(memory) == WRITE_BATCH_BYTES:
             self._spare.append(memory)
 
@@ -58,11 +58,11 @@ class WriteBatch:
         self.num_filling = 0
         """Number of blocks that are still being filled."""
         self.blocks: dict[int, slice] = {}
-        """Location of each published block in `memory`, by entry."""
+        """Location of each published block in `memory`, by table entry."""
 
     @property
     def room_bytes(self) -> int:
-        """Number of bytes left for more blocks."""
+        """Number of bytes that are free for more blocks."""
         return len(self.memory) - self.used_bytes
 
     def cut(self, used_bytes: int) -> None:
@@ -78,13 +78,13 @@ class DiskWriter:
     """
 
     def __init__(self, path: Path, descriptor: int, memory: WriteBatchMemory) -> None:
-        """Prepare to write. `descriptor` is open for the file `path`, and the caller closes it."""
+        """Prepare to write to the file `path`. `descriptor` is an open descriptor of the file. The caller closes it."""
         self._descriptor = descriptor
         self._memory = memory
         self._thread = ThreadPoolExecutor(1, "disk-writer")
         self._writing: Future[None] | None = None
         self.digests: dict[int, bytes] = {}
-        """XXH3-128 digests of the written blocks, by entry. They are computed in the background thread."""
+        """XXH3-128 digests of the written blocks, by table entry. The background thread computes them."""
         try:
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:  # some network file systems have no O_DIRECT
@@ -102,7 +102,7 @@ class DiskWriter:
     def write(self, batch: WriteBatch) -> None:
         """Start to write a batch in the background. The caller must not use the batch any more.
 
-        For a batch of a single large block, wait for the write, so that no two large blocks are in memory.
+        If the batch is a single large block, wait until it is written, so that only one large block is in memory.
 
         Raises:
             OSError: This write or an earlier one failed.
@@ -133,7 +133,7 @@ class DiskWriter:
         self._memory.give_back(batch.memory)
 
     def _write_direct(self, data: memoryview, offset: int) -> bool:
-        """Write without the page cache. Return False if the blocks of the disk are larger than a page."""
+        """Write without the page cache. Return False if the logical blocks of the disk are larger than a page."""
         try:
             write_all(self._direct, data, offset)
         except OSError as error:
@@ -151,7 +151,7 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the directory entries of a folder to disk, if its file system supports this.
+    """Sync the directory entries of a folder to disk. Do nothing if its file system does not support this.
 
     Raises:
         OSError: The sync failed.

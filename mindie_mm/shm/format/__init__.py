@@ -1,1 +1,1 @@
-"""Binary format of handle words, arena headers and block headers. The normative text is docs/wire-format.md."""
+"""Binary format of handle words, arena headers and block headers, as docs/wire-format.md specifies it."""

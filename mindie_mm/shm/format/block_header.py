@@ -39,7 +39,7 @@ class _Buffer(Protocol):
 
 
 class Array(NamedTuple):
-    """Place of one array in a block."""
+    """Shape, dtype and offset of one array in a block."""
 
     spec: ArraySpec
     offset: int
@@ -49,13 +49,14 @@ class Array(NamedTuple):
 class BlockHeader(NamedTuple):
     """Contents of a block's header.
 
-    Each attach creates one. A named tuple takes a third of the time of a dataclass to create.
+    Every call of `attach` creates a BlockHeader. This is a named tuple because creating a dataclass takes three times
+    as long.
     """
 
     block: int
     generation: int
     arrays: Mapping[str, Array]
-    """Arrays by name, in the order of allocation. The shape word carries the dtype and shape of the first array."""
+    """Arrays by name, in the writer's order. The shape word encodes the dtype and shape of the first array."""
     request: str
     """Path of the request's path file. Empty if the block has no path file."""
     digest: bytes | None = None
@@ -75,23 +76,23 @@ class BlockHeader(NamedTuple):
                 raise DamagedHeaderError(f"magic {magic!r} or size {size} is wrong")
             body = buffer[start + _PREFIX.size : start + size]
             if zlib.crc32(body, size) != crc:
-                raise DamagedHeaderError("its check does not hold")
+                raise DamagedHeaderError("its checksum is wrong")
             block, generation, num_arrays, request_bytes, digest_bytes, _, digest = _FIXED.unpack_from(body)
             behind = len(body) - request_bytes
             if behind < _FIXED.size or (digest_bytes and not MIN_DIGEST_BYTES <= digest_bytes <= MAX_DIGEST_BYTES):
-                raise DamagedHeaderError("its fields overrun it")
+                raise DamagedHeaderError("its fields exceed its size")
             arrays, end = _unpack_arrays(body[_FIXED.size : behind], num_arrays)
         except (struct.error, IndexError, UnicodeDecodeError, InputError) as error:
             raise DamagedHeaderError(str(error)) from error
         if end > stop - start:
-            raise DamagedHeaderError(f"its arrays end at {end}, the block has {stop - start} bytes")
+            raise DamagedHeaderError(f"its arrays end at byte {end}, but the block has {stop - start} bytes")
         request = os.fsdecode(body[behind:]) if request_bytes else ""
         return cls(block, generation, arrays, request, digest[:digest_bytes] if digest_bytes else None)
 
     def require(self, block: int, generation: int) -> None:
         """Raise DamagedHeaderError unless the header belongs to this block at this generation."""
         if (self.block, self.generation) != (block, generation):
-            raise DamagedHeaderError(f"it is block {self.block}'s at generation {self.generation}")
+            raise DamagedHeaderError(f"it belongs to block {self.block} at generation {self.generation}")
 
 
 @lru_cache(maxsize=1024)
@@ -109,12 +110,12 @@ def _unpack_arrays(described: bytes, num_arrays: int) -> tuple[Mapping[str, Arra
         at += 8 * num_dims
         array = Array(ArraySpec(shape, DTYPES[code]), offset)
         if offset % ALIGNMENT:
-            raise DamagedHeaderError(f"an array lies at {offset}, no multiple of {ALIGNMENT}")
+            raise DamagedHeaderError(f"an array begins at {offset}, which is not a multiple of {ALIGNMENT}")
         arrays[described[at : at + name_bytes].decode()] = array
         at += name_bytes
         end = max(end, offset + array.spec.nbytes)
     if not 1 <= len(arrays) == num_arrays <= MAX_ARRAYS or "" in arrays or at != len(described):
-        raise DamagedHeaderError("its arrays do not fill it")
+        raise DamagedHeaderError("its arrays do not fill the header")
     return MappingProxyType(arrays), end
 
 
@@ -124,20 +125,20 @@ class BlockPlan:
 
     arrays: Mapping[str, Array]
     described: bytes
-    """Packed descriptions of the arrays, as the header holds them."""
+    """Descriptions of the arrays in the binary format of the header."""
     size: int
-    """Bytes of the whole block: header, arrays and padding."""
+    """Size of the whole block in bytes: header, arrays and padding."""
     header_bytes: int
     first: ArraySpec
-    """Spec of the first array, which the shape word carries."""
+    """Spec of the first array, which the shape word encodes."""
 
     @classmethod
     def of(cls, specs: Mapping[str, ArraySpec], request: bytes) -> BlockPlan:
-        """Lay out the arrays of `specs` behind a header.
+        """Plan a block with a header, followed by the arrays of `specs`.
 
         Args:
             specs: Arrays by name, 1 to 64.
-            request: Encoded path of the request's path file, empty for none.
+            request: Encoded path of the request's path file. Empty if the block has no path file.
 
         Raises:
             InputError: A name is not a string, or a value is not an ArraySpec.
@@ -145,13 +146,15 @@ class BlockPlan:
 
         """
         if len(request) > MAX_REQUEST_BYTES:
-            raise LimitExceeded(f"path file {os.fsdecode(request)!r} has more than {MAX_REQUEST_BYTES} bytes")
+            raise LimitExceeded(
+                f"the path of path file {os.fsdecode(request)!r} has more bytes than the limit of {MAX_REQUEST_BYTES}"
+            )
         return _plan(tuple(specs.items()), len(request))
 
     def gaps(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the padding of a block of `nbytes` as ranges [start, stop).
+        """Yield the ranges [start, stop) of padding in a block of `nbytes` bytes.
 
-        Padding lies between the header, the arrays and the end of the block. Ranges can be empty.
+        There is one range after the header and one after each array. A range can be empty.
         """
         end = self.header_bytes
         for spec, offset in self.arrays.values():
@@ -170,15 +173,15 @@ class BlockPlan:
 @lru_cache(maxsize=1024)
 def _plan(specs: tuple[tuple[str, ArraySpec], ...], request_bytes: int) -> BlockPlan:
     if not 1 <= len(specs) <= MAX_ARRAYS:
-        raise LimitExceeded(f"a block of {len(specs)} arrays; 1 to {MAX_ARRAYS} are allowed")
+        raise LimitExceeded(f"the block has {len(specs)} arrays; it must have 1 to {MAX_ARRAYS}")
     for name, spec in specs:
         if type(name) is not str or not isinstance(spec, ArraySpec):
-            raise InputError(f"array {name!r} must be a name with an ArraySpec, not {type(spec).__name__}")
+            raise InputError(f"array {name!r} must map a name to an ArraySpec, not to {type(spec).__name__}")
     names = [name.encode() for name, _ in specs]
     for encoded in names:
         if not 1 <= len(encoded) <= MAX_NAME_BYTES:
             shown = encoded[:40].decode(errors="replace")
-            raise LimitExceeded(f"array name {shown!r} has {len(encoded)} bytes; 1 to {MAX_NAME_BYTES} are allowed")
+            raise LimitExceeded(f"array name {shown!r} has {len(encoded)} bytes; it must have 1 to {MAX_NAME_BYTES}")
     described = sum(_ARRAY.size + 8 * len(spec.shape) for _, spec in specs) + sum(map(len, names))
     header_bytes = _SMALLEST + described + request_bytes
     at = round_up(header_bytes, ALIGNMENT)
@@ -199,4 +202,6 @@ def _plan(specs: tuple[tuple[str, ArraySpec], ...], request_bytes: int) -> Block
 def check_digest(digest: bytes) -> None:
     """Raise LimitExceeded unless the digest has 16 to 64 bytes."""
     if not MIN_DIGEST_BYTES <= len(digest) <= MAX_DIGEST_BYTES:
-        raise LimitExceeded(f"a digest of {len(digest)} bytes; {MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES} are allowed")
+        raise LimitExceeded(
+            f"the digest has {len(digest)} bytes; it must have {MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES}"
+        )

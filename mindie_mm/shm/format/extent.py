@@ -21,11 +21,11 @@ Pieces = tuple[Extent, ...]
 def read_pieces(entries: memoryview, num_entries: int, block: int) -> Pieces:
     """Read the pieces of a block from the arena's table (docs/wire-format.md, 2.3).
 
-    The table is not trusted: its words can hold any values. The sizes of the pieces always add up to the size in the
-    block's own entry. The size of the first piece can therefore come out as 0 or negative.
+    The table is not trusted, because its words can have any values. The size of the first piece is the size in the
+    block's own entry minus the sizes of all other pieces. In a damaged table, this size can be 0 or negative.
 
     Returns:
-        The pieces, or an empty tuple if the links leave the table or form a cycle.
+        The pieces, or an empty tuple if a link points outside the table or the links form a cycle.
 
     """
     at = WORDS_PER_ENTRY * block

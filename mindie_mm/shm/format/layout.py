@@ -2,8 +2,8 @@
 
     0                header: one page; the owner's counters begin at byte 512 (stats.py)
     one page         table: 64 bytes per entry: state word, offset, size, allocation time, end of lease, next piece
-    releases_offset  release words: the doorbell, then one word per entry; on their own pages, which any process writes
-    data_offset      blocks, on page boundaries
+    releases_offset  release words: the doorbell, then one word per entry, on separate pages that any process may write
+    data_offset      blocks, aligned to pages
 
 All numbers are little-endian. Reads and writes of 8-byte words are atomic.
 """
@@ -27,12 +27,12 @@ from mindie_mm.shm.format.words import MAX_BLOCK
 
 assert sys.byteorder == "little", "the words in an arena are read in place"
 
-SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies on Linux
+SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory on Linux
 PAGE = mmap.PAGESIZE
-"""Page size of the machine: 4096, or 65,536 on some aarch64 machines. Regions with their own mapping align to it."""
+"""Page size of the machine: 4096, or 65,536 on some aarch64 machines. Regions of an arena are aligned to pages."""
 DISK_PAGE = 4096
-"""Page size of a file on disk, the same on every machine. Files with equal content are therefore equal byte for byte,
-and every machine can read them. A file on disk is always mapped whole."""
+"""Page size of a file on disk, the same on every machine. Equal blocks therefore give files that are equal byte for
+byte, and every machine can read the files. A file on disk is always mapped as a whole."""
 ALIGNMENT = 64
 
 MAGIC = b"mindieMM"
@@ -49,8 +49,8 @@ STATE, OFFSET, SIZE, ALLOCATED_NS, EXPIRES_NS, NEXT = range(6)
 - OFFSET: Offset in the file in bytes.
 - SIZE: Size in bytes. In the block's own entry, this is the size of all pieces together.
 - ALLOCATED_NS: Time of allocation on CLOCK_BOOTTIME.
-- EXPIRES_NS: End of the block's lease on CLOCK_BOOTTIME, 0 for no lease. Only blocks without a request have leases.
-- NEXT: 1 + the entry of the block's next piece, 0 for no next piece.
+- EXPIRES_NS: End of the block's lease on CLOCK_BOOTTIME. 0 for no lease. Only a block without a path file has a lease.
+- NEXT: 1 + the entry of the block's next piece. 0 for no next piece.
 """
 
 FREE, FILLING, PUBLISHED, PIECE = range(4)
@@ -58,7 +58,7 @@ STATE_NAMES = ("free", "filling", "published", "piece")
 
 MIN_ENTRIES = 64
 BYTES_PER_ENTRY = 1 << 16
-"""Bytes of capacity per table entry. Handle words limit the number of entries to MAX_BLOCK + 1."""
+"""Bytes of capacity per table entry. The name word limits the number of entries to MAX_BLOCK + 1."""
 
 DOORBELL = 0
 """Index of the word that tells the owner to check the release words. The release word of entry n is at 1 + n."""
@@ -80,15 +80,15 @@ def round_up(size: int, unit: int) -> int:
 
 
 def state_word(generation: int, state: int) -> int:
-    """Return the state word of a block's entry, with the generation above its lowest 8 bits."""
+    """Return the state word of an entry. The lowest 8 bits are the state, and the bits above are the generation."""
     return generation << 8 | state
 
 
 def fence() -> None:
     """Issue a full memory barrier, also on processors with weak memory ordering.
 
-    To release a lock and acquire it again is the only full barrier that Python offers. Each call uses a new lock, so
-    that a signal handler that raises in this function cannot leave a shared lock acquired.
+    Releasing a lock and acquiring it again is the only full barrier that Python offers. Each call uses a new lock.
+    A signal handler that raises in this function therefore cannot leave a shared lock acquired.
     """
     lock = Lock()
     lock.acquire()
@@ -99,12 +99,12 @@ def fence() -> None:
 def require_own(status: os.stat_result) -> None:
     """Raise SegmentMissing if another user owns the file."""
     if status.st_uid != os.geteuid():
-        raise SegmentMissing(f"the file is user {status.st_uid}'s; this process is user {os.geteuid()}'s")
+        raise SegmentMissing(f"the file belongs to user {status.st_uid}; this process runs as user {os.geteuid()}")
 
 
 @contextmanager
 def needing_proc() -> Iterator[None]:
-    """Raise SharedMemoryError if the block fails because /proc is not mounted, as in a chroot."""
+    """Raise SharedMemoryError if the `with` block fails because /proc is not mounted, as in a chroot."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -115,7 +115,7 @@ def needing_proc() -> Iterator[None]:
 class Owner:
     """Process that created an arena.
 
-    This information is for display. Only the arena's lock shows whether the owner is alive.
+    Use these fields for display. Only the arena's lock shows whether the owner is alive.
     """
 
     pid: int
@@ -130,12 +130,12 @@ class Owner:
 
     @classmethod
     def nobody(cls) -> Owner:
-        """Return the owner that files on disk name, so that equal content gives equal bytes."""
+        """Return the owner for files on disk. It is always the same, so that equal blocks give equal files."""
         return cls(0, 0, str(UUID(int=0)), 0, 0)
 
     @classmethod
     def current(cls) -> Owner:
-        """Return the running process. Raise SharedMemoryError if /proc is not mounted."""
+        """Return this process as an owner. Raise SharedMemoryError if /proc is not mounted."""
         with needing_proc():
             stat = Path("/proc/self/stat").read_text(encoding="utf-8")
             return cls(
@@ -163,7 +163,10 @@ class ArenaHeader:
 
     @classmethod
     def plan(cls, capacity_bytes: int, created_ns: int, owner: Owner, page_bytes: int = PAGE) -> ArenaHeader:
-        """Return the header of a new arena. Its number is 0 for now, and its capacity is rounded up to whole pages."""
+        """Return the header of a new arena, with the capacity rounded up to whole pages.
+
+        The arena number is 0 until the caller replaces it.
+        """
         num_entries = min(max(capacity_bytes // BYTES_PER_ENTRY, MIN_ENTRIES), MAX_BLOCK + 1)
         return cls(0, num_entries, round_up(capacity_bytes, page_bytes), created_ns, owner, page_bytes)
 
@@ -174,7 +177,7 @@ class ArenaHeader:
 
     @property
     def releases_bytes(self) -> int:
-        """Size of the pages of the release words in bytes."""
+        """Size of the region of release words in bytes, a multiple of the page size."""
         return round_up((1 + self.num_entries) * 8, self.page_bytes)
 
     @property
@@ -214,7 +217,7 @@ class ArenaHeader:
         """Read the header of an open file.
 
         Raises:
-            SegmentMissing: The file is not an arena, is damaged or truncated, or uses another page size.
+            SegmentMissing: The file is not an arena, is damaged or truncated, or has a layout for another page size.
 
         """
         return cls.unpack(os.pread(descriptor, page_bytes, 0), status.st_size, page_bytes)
@@ -222,14 +225,14 @@ class ArenaHeader:
     def require(self, arena: int) -> None:
         """Raise SegmentMissing unless this is the header of arena number `arena`."""
         if self.arena != arena:
-            raise SegmentMissing(f"its header names arena {file_name(self.arena)}")
+            raise SegmentMissing(f"its header belongs to arena {file_name(self.arena)}")
 
     @classmethod
     def unpack(cls, page: bytes, file_bytes: int, page_bytes: int = PAGE) -> ArenaHeader:
         """Parse a header from the file's first page and the file's size. Raise the same errors as `read`."""
         body = page[: _HEADER.size]
         if len(page) < _HEADER.size + _CRC.size or body[: len(MAGIC)] != MAGIC:
-            raise SegmentMissing("the file is no arena")
+            raise SegmentMissing("the file is not an arena")
         if zlib.crc32(body) != _CRC.unpack_from(page, _HEADER.size)[0]:
             raise SegmentMissing("the header of the arena is damaged")
         (_, version, arena, num_entries, entry_bytes, releases_offset, data_offset, capacity, created_ns, *owner) = (
@@ -250,5 +253,7 @@ class ArenaHeader:
         if not 0 < num_entries <= MAX_BLOCK + 1 or (entry_bytes, releases_offset, data_offset) != layout:
             raise SegmentMissing(f"the arena's header is not laid out in pages of {page_bytes} bytes")
         if file_bytes != header.file_bytes:
-            raise SegmentMissing(f"the arena's file has {file_bytes} bytes, its header says {header.file_bytes}")
+            raise SegmentMissing(
+                f"the arena's file has {file_bytes} bytes, but its header requires {header.file_bytes}"
+            )
         return header

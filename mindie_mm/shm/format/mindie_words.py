@@ -1,10 +1,11 @@
 """MindIE-LLM's encoding of segment names and shapes as negative int64 values (docs/wire-format.md, section 5).
 
-    name    -(length << 58 | index of each character, 5 bits, from bit 57 down | checksum in bits 2 to 0)
+    name    -(length << 58 | 5-bit index of each character, from bit 57 down | checksum in bits 2 to 0)
     shape   -(number of axes << 60 | sizes from bit 59 down, in the widths of PLAN | checksum in bits 2 to 0)
 
-The decoders are stricter than MindIE's. Each name and each shape has exactly one value, and the decoders reject every
-other value. The values carry no tag: a value can be valid both as a name word and as a shape word.
+The decoding functions are stricter than MindIE's. Each name and each shape has exactly one encoding, and these
+functions reject every other value. The words have no tag. The same value can therefore be a valid name word and a valid
+shape word.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mindie_mm.errors import CorruptReference, InputError, LimitExceeded
 
 PREFIX = "psm_"
 MAX_NAME_LENGTH = 14
-"""Most characters of the name that a caller passes, including the prefix if there is one."""
+"""Maximum number of characters in a name that a caller passes, including the prefix if there is one."""
 CHARSET = "0123456789abcdefpsmnwABCDEF"
 PLAN: dict[int, tuple[int, ...]] = {
     1: (57,),
@@ -27,18 +28,18 @@ PLAN: dict[int, tuple[int, ...]] = {
     4: (18, 3, 18, 18),
     5: (13, 13, 3, 14, 14),
 }
-"""Bits of each axis, by number of axes. The largest size of an axis is 2^(bits - 1), inclusive."""
+"""Number of bits for each axis, by number of axes. The largest allowed size of an axis is 2^(bits - 1)."""
 NUM_SHAPE_DIMS = len(PLAN)
 
 _MAX_CHARACTERS = 11
-"""Most characters of a name without its prefix. No more fit between the length and the checksum."""
+"""Maximum number of characters in a name without its prefix. No more fit between the length and the checksum."""
 _SEGMENT_NAME = re.compile(r"psm_[0-9a-f]{8}")
 
 
 def is_segment_name(name: str) -> bool:
-    """Return whether `name` has the form that Python gives to segments: psm_ and 8 lower-case hex digits.
+    """Return whether `name` has the form of a segment name in Python: psm_ and 8 lower-case hex digits.
 
-    No file with another name is ever opened or removed.
+    Callers never open or remove a file with another name as a segment.
     """
     return _SEGMENT_NAME.fullmatch(name) is not None
 
@@ -46,7 +47,7 @@ def is_segment_name(name: str) -> bool:
 def encode_shm_name_to_int64(name: str) -> int:
     """Return the name word of a segment, a negative int64.
 
-    The word does not carry the prefix psm_, and `name` can omit the prefix.
+    The word does not encode the prefix psm_, so `name` can omit the prefix.
 
     Raises:
         InputError: The name is empty or has a character outside CHARSET.
@@ -54,17 +55,17 @@ def encode_shm_name_to_int64(name: str) -> int:
 
     """
     if not isinstance(name, str):
-        raise InputError(f"segment name {name!r} is no text")
+        raise InputError(f"segment name {name!r} is not a string")
     characters = name.removeprefix(PREFIX)
     if len(name) > MAX_NAME_LENGTH:
         raise LimitExceeded(f"segment name {name!r} has {len(name)} characters; the limit is {MAX_NAME_LENGTH}")
     if len(characters) > _MAX_CHARACTERS:
         raise LimitExceeded(f"segment name {name!r} has {len(characters)} characters; the limit is {_MAX_CHARACTERS}")
     if not characters:
-        raise InputError(f"segment name {name!r} has no character behind its prefix {PREFIX}")
+        raise InputError(f"segment name {name!r} has no character after its prefix {PREFIX}")
     for character in characters:
         if character not in CHARSET:
-            raise InputError(f"segment name {name!r} holds {character!r}, which is none of {CHARSET}")
+            raise InputError(f"segment name {name!r} contains {character!r}, which is not one of {CHARSET}")
     return -_pack_name(characters)
 
 
@@ -76,7 +77,7 @@ def _pack_name(characters: str) -> int:
 
 
 def decode_shm_name_from_int64(value: SupportsIndex) -> str:
-    """Return the name that a word carries, with the prefix psm_.
+    """Return the name that a name word encodes, with the prefix psm_.
 
     Raises:
         CorruptReference: `encode_shm_name_to_int64` never returns this value.
@@ -91,28 +92,32 @@ def decode_shm_name_from_int64(value: SupportsIndex) -> str:
         _corrupt(word, "name", f"its character {max(indices)} is not below {len(CHARSET)}")
     characters = "".join(CHARSET[index] for index in indices)
     if sum(indices) & 7 != unsigned & 7:
-        _corrupt(word, "name", f"its checksum is {unsigned & 7}, its characters {characters} make {sum(indices) & 7}")
+        _corrupt(
+            word,
+            "name",
+            f"its checksum is {unsigned & 7}, but that of its characters {characters} is {sum(indices) & 7}",
+        )
     if _pack_name(characters) != unsigned:
-        _corrupt(word, "name", f"bits behind its characters {characters} are not 0")
+        _corrupt(word, "name", f"bits after its characters {characters} are not 0")
     return PREFIX + characters
 
 
 def encode_shape_to_int64(shape: Iterable[SupportsIndex]) -> int:
-    """Return the shape word of a shape with 1 to 5 axes, a negative int64.
+    """Return the shape word for a shape with 1 to 5 axes, a negative int64.
 
     Raises:
         InputError: `shape` is not iterable, or a size is not an integer of at least 1.
-        LimitExceeded: The shape has no axis or more than 5 axes, or a size exceeds the limit of its axis.
+        LimitExceeded: The shape has no axes or more than 5 axes, or a size exceeds the limit of its axis.
 
     """
     if not isinstance(shape, Iterable):
-        raise InputError(f"shape {shape!r} is no sequence of integers")
+        raise InputError(f"shape {shape!r} is not a sequence of integers")
     sizes = [_integer(size, "a size of a shape") for size in shape]
     if not 1 <= len(sizes) <= NUM_SHAPE_DIMS:
-        raise LimitExceeded(f"shape {sizes} has {len(sizes)} axes; 1 to {NUM_SHAPE_DIMS} are allowed")
+        raise LimitExceeded(f"shape {sizes} has {len(sizes)} axes; it must have 1 to {NUM_SHAPE_DIMS}")
     for axis, (size, bits) in enumerate(zip(sizes, PLAN[len(sizes)], strict=True)):
         if size < 1:
-            raise InputError(f"shape {sizes} has size {size} on axis {axis}; the least is 1")
+            raise InputError(f"shape {sizes} has size {size} on axis {axis}; it must be at least 1")
         if size > 1 << (bits - 1):
             raise LimitExceeded(f"shape {sizes} has size {size} on axis {axis}; the limit is {1 << (bits - 1)}")
     return -_pack_shape(sizes)
@@ -127,7 +132,7 @@ def _pack_shape(sizes: list[int]) -> int:
 
 
 def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
-    """Return the sizes that a word carries.
+    """Return the sizes that a shape word encodes.
 
     Raises:
         CorruptReference: `encode_shape_to_int64` never returns this value.
@@ -139,7 +144,7 @@ def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
         _corrupt(word, "shape", f"its number of axes {num_dims} is not 1 to {NUM_SHAPE_DIMS}")
     checksum = (unsigned >> 3).bit_count() % 3
     if checksum != unsigned & 7:
-        _corrupt(word, "shape", f"its checksum is {unsigned & 7}, its bits make {checksum}")
+        _corrupt(word, "shape", f"its checksum is {unsigned & 7}, but that of its bits is {checksum}")
     sizes, place = [], 60
     for bits in PLAN[num_dims]:
         place -= bits
@@ -151,10 +156,10 @@ def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
 
 
 def _unsigned(value: SupportsIndex, kind: str) -> tuple[int, int]:
-    """Return the word as an int and its absolute value, which holds the fields."""
+    """Return the word as an int, and its absolute value, which contains the bit fields."""
     word = _integer(value, f"a {kind} word")
     if not -(1 << 63) <= word < 0:
-        raise CorruptReference(f"{word} is no {kind} word of MindIE's: it is not in [-2^63, 0)")
+        raise CorruptReference(f"{word} is not a MindIE {kind} word: it is not in [-2^63, 0)")
     return word, -word
 
 
@@ -163,8 +168,8 @@ def _integer(value: SupportsIndex, what: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise InputError(f"{what} is {value!r}, it must be an integer") from None
+        raise InputError(f"{what} is {value!r}; it must be an integer") from None
 
 
 def _corrupt(word: int, kind: str, why: str) -> NoReturn:
-    raise CorruptReference(f"{word} (0x{-word:016x} negated) is no {kind} word of MindIE's: {why}")
+    raise CorruptReference(f"{word} (0x{-word:016x} negated) is not a MindIE {kind} word: {why}")

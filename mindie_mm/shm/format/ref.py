@@ -1,4 +1,4 @@
-"""Reference to a block in an arena, as its handle words carry it."""
+"""The reference to a shared-memory block that an item's handle words encode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ref:
     block: int
     """Index of the block's entry in the arena's table, 0 to 16,383."""
     generation: int
-    """Generation of the entry at allocation, 1 to 2^24 - 1. Each reuse of the entry has another generation."""
+    """Generation of the entry when the block was allocated, 1 to 2^24 - 1. Each reuse of the entry changes it."""
     dtype: str | None = None
     """Dtype of the block's first array. None if the reference was decoded from a name word alone."""
     shape: tuple[int, ...] | None = None
@@ -30,7 +30,7 @@ class Ref:
 
     @property
     def name_word(self) -> int:
-        """Name word of the block. An item with a single slot is passed as this word alone."""
+        """Name word of the block. For an item with a single placeholder, the prompt contains only this word."""
         return words.encode_name(self.arena, self.block, self.generation)
 
     def to_words(self) -> tuple[int, int]:
@@ -41,11 +41,11 @@ class Ref:
 
         Raises:
             InputError: The reference has no dtype or shape.
-            LimitExceeded: A number or the shape does not fit its word.
+            LimitExceeded: A number does not fit the name word, or the shape does not fit the shape word.
 
         """
         if self.dtype is None or self.shape is None:
-            raise InputError(f"{self} was read from a name word alone: it has no shape word")
+            raise InputError(f"{self} has no shape word: it was read from a name word only")
         name_word = self.name_word
         return name_word, words.encode_shape(name_word, self.dtype, self.shape)
 
@@ -58,8 +58,8 @@ class Ref:
             shape_word: The shape word, or None to leave `dtype` and `shape` unset.
 
         Raises:
-            InputError: A word is not an integer.
-            CorruptReference: A word is damaged or is not a word of this format.
+            InputError: A handle word is not an integer.
+            CorruptReference: A handle word is damaged, or is not a handle word of this format.
 
         """
         try:

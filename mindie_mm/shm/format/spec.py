@@ -1,4 +1,4 @@
-"""Shape and dtype of an array in shared memory. The wire format has a fixed table of dtypes."""
+"""Shape and dtype of an array in shared memory, and the fixed table of dtypes in the wire format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindie_mm.errors import InputError, LimitExceeded
 
 MAX_DIMS = 6
 
-# The index in this tuple is the code on the wire (docs/wire-format.md). Only append to it, up to 16 entries.
+# A dtype's index in this tuple is its code in the wire format (docs/wire-format.md). Only append entries, up to 16.
 DTYPES: tuple[str, ...] = (
     "uint8",
     "int8",
@@ -29,12 +29,12 @@ DTYPES: tuple[str, ...] = (
 )
 DTYPE_CODES = MappingProxyType({name: code for code, name in enumerate(DTYPES)})
 ITEM_SIZES = (1, 1, 2, 2, 4, 4, 8, 8, 2, 4, 8, 1)
-"""Bytes of one element, by dtype code."""
+"""Size of one element in bytes, by dtype code."""
 
 
 @cache
 def ndarray() -> Any:
-    """Return numpy.ndarray. The import is deferred because the operator's tools do not need numpy."""
+    """Return numpy.ndarray. The import is deferred because the tools for operators do not need numpy."""
     import numpy as np
 
     return np.ndarray
@@ -57,12 +57,12 @@ class ArraySpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_CODES:
-            raise InputError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+            raise InputError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if not 1 <= len(self.shape) <= MAX_DIMS:
-            raise LimitExceeded(f"shape {self.shape} has {len(self.shape)} dimensions; 1 to {MAX_DIMS} are allowed")
+            raise LimitExceeded(f"shape {self.shape} has {len(self.shape)} dimensions; it must have 1 to {MAX_DIMS}")
         for size in self.shape:
             if type(size) is not int or size < 1:
-                raise InputError(f"shape {self.shape} must consist of integers of at least 1")
+                raise InputError(f"shape {self.shape} must contain only integers of at least 1")
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Counters that an arena's owner keeps in the header page. Any process can read them, even if no service responds."""
+"""Counters that an arena's owner keeps in the header page. Any process can read them, even if the service hangs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ STATS_BYTES = _WORDS.size
 class ArenaStats:
     """Counters of an arena.
 
-    The owner keeps counting during the read. Each counter is exact, but two counters can be from different moments.
+    The owner keeps counting while a reader reads. Each counter is exact, but two counters can be from different
+    moments.
     """
 
     populated_bytes: int
-    """Bytes of the arena's file, from its start, that have been faulted in."""
+    """Number of bytes, counted from the start of the arena's file, whose pages have been faulted in."""
     used_bytes: int
-    """Bytes in blocks, as last seen by the owner. A freed block counts until the owner reclaims it."""
+    """Bytes in blocks that the owner has not reclaimed. A freed block counts until the owner reclaims it."""
     peak_bytes: int
     """Largest value of `used_bytes` so far."""
     allocations: int
@@ -37,11 +38,11 @@ class ArenaStats:
     waits: int
     """Number of requests, and of direct calls to `Arena.allocate`, that had to wait for room."""
     full: int
-    """Number of waits that ended without room (ArenaFull)."""
+    """Number of waits that ended with ArenaFull, because no room became free."""
     taken_back: int
     """Number of published blocks that were freed and reclaimed."""
     waiting_bytes: int
-    """Bytes that requests are waiting for."""
+    """Number of bytes that requests are waiting for at the moment."""
     waited_ns: int
     """Total time that requests have waited for room, in nanoseconds."""
 
@@ -55,5 +56,5 @@ class ArenaStats:
         """
         words = os.pread(descriptor, STATS_BYTES, STATS_OFFSET)
         if len(words) < STATS_BYTES:
-            raise SegmentMissing(f"the arena's file ends before byte {STATS_OFFSET + STATS_BYTES}, where its counts do")
+            raise SegmentMissing(f"the arena's file is too short: its counts end at byte {STATS_OFFSET + STATS_BYTES}")
         return cls(*_WORDS.unpack(words))

@@ -1,4 +1,4 @@
-"""The native wire format: two negative int64 words that name an array in shared memory (docs/wire-format.md).
+"""The native wire format: two negative int64 words that refer to an array in shared memory (docs/wire-format.md).
 
     name word    63  62  61......46  45.....32  31........8  7....0
                   1   0  arena (16)  block (14)  gen. (24)   CRC-8 of bits 63 to 8
@@ -6,8 +6,9 @@
                   1   1  dtype(4) ndim(3)  dims (47)  CRC-8 of bits 63 to 8 of the name word, then of this word
 
 `dims` starts at bit 8 with the last axis. Each axis except axis 0 has a 4-bit width code, followed by (size - 1) in
-that width. The remaining bits hold (size - 1) of axis 0. The CRC (x^8 + x^2 + x + 1) has period 127, and one check
-covers 120 bits. It therefore detects every error of one, two or three bits in the pair.
+that number of bits. The remaining bits hold (size - 1) of axis 0. The CRC polynomial (x^8 + x^2 + x + 1) has period
+127, and the CRC of the shape word covers 120 bits. This CRC therefore detects every error of one, two or three bits in
+the pair of words.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FIRST_AXIS_BITS = 40
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 15, 20, 32)
 """Number of bits of (size - 1), by width code."""
 WIDTH_CODES = tuple(next(code for code, width in enumerate(WIDTHS) if width >= bits) for bits in range(33))
-"""Narrowest width code for a number, by the number's bit length."""
+"""Code of the smallest width that holds a number, by the number's bit length."""
 
 NAME_WORD_STOP = -(1 << 62)
 """Exclusive upper bound of name words. Shape words are at or above it."""
@@ -62,12 +63,12 @@ def _signed(word: int) -> int:
     return word - (1 << 64)
 
 
-# A CRC is linear: XOR with this constant turns the name word's check into the initial value for the shape word's check.
+# A CRC is linear. XOR with this constant turns the name word's CRC into the initial value for the shape word's CRC.
 _NAME_TO_SHAPE = _crc8(0, _NAME_SEED ^ _SHAPE_SEED)
 
 
 def encode_name(arena: int, block: int, generation: int) -> int:
-    """Return the name word. Raise LimitExceeded if a number does not fit its field."""
+    """Return the name word for a block. Raise LimitExceeded if a number does not fit its field."""
     if not (0 <= arena <= MAX_ARENA and 0 <= block <= MAX_BLOCK and 0 <= generation <= MAX_GENERATION):
         _does_not_fit(arena, block, generation)
     payload = (_NAME_TAG << 54) | (arena << 38) | (block << 24) | generation
@@ -77,7 +78,7 @@ def encode_name(arena: int, block: int, generation: int) -> int:
 def _does_not_fit(arena: int, block: int, generation: int) -> NoReturn:
     limits = (("arena", arena, MAX_ARENA), ("block", block, MAX_BLOCK), ("generation", generation, MAX_GENERATION))
     what, value, limit = next(one for one in limits if not 0 <= one[1] <= one[2])
-    raise LimitExceeded(f"{what} {value} does not fit a name word; the limit is 0 to {limit}")
+    raise LimitExceeded(f"{what} {value} does not fit in a name word; it must be 0 to {limit}")
 
 
 def encode_shape(name_word: int, dtype: str, shape: tuple[int, ...]) -> int:
@@ -98,7 +99,9 @@ def pack_dims(shape: tuple[int, ...]) -> int:
     for size in reversed(shape[1:]):
         bits = (size - 1).bit_length()
         if bits > WIDTHS[-1]:
-            raise LimitExceeded(f"shape {shape}: an axis of {size} does not fit; the limit is {1 << WIDTHS[-1]}")
+            raise LimitExceeded(
+                f"shape {shape}: an axis of {size} does not fit in a shape word; the limit is {1 << WIDTHS[-1]}"
+            )
         code = WIDTH_CODES[bits]
         dims |= (code | (size - 1) << 4) << used
         used += 4 + WIDTHS[code]
@@ -127,7 +130,7 @@ def decode_name(word: int) -> tuple[int, int, int]:
     if unsigned >> 62 != _NAME_TAG or not -(1 << 63) <= word < 0:
         _corrupt(word, "it is not a name word")
     if _crc8(payload, _NAME_SEED) != unsigned & 0xFF:
-        _corrupt(word, "its check does not hold")
+        _corrupt(word, "its checksum is wrong")
     return (payload >> 38) & MAX_ARENA, (payload >> 24) & MAX_BLOCK, payload & MAX_GENERATION
 
 
@@ -140,7 +143,7 @@ def decode_shape(name_word: int, word: int) -> tuple[str, tuple[int, ...]]:
         The dtype and shape.
 
     Raises:
-        CorruptReference: The word is not a shape word, its CRC does not match the pair, or its fields are invalid.
+        CorruptReference: The word is not a shape word, its CRC does not match the two words, or a field is invalid.
 
     """
     unsigned = word & _MASK64
@@ -148,7 +151,7 @@ def decode_shape(name_word: int, word: int) -> tuple[str, tuple[int, ...]]:
     if unsigned >> 62 != _SHAPE_TAG or not -(1 << 63) <= word < 0:
         _corrupt(word, "it is not a shape word")
     if _crc8(payload, (name_word & 0xFF) ^ _NAME_TO_SHAPE) != unsigned & 0xFF:
-        _corrupt(word, f"its check does not hold behind name word {name_word}")
+        _corrupt(word, f"its checksum does not match name word {name_word}")
     try:
         return _unpack(payload)
     except ValueError as error:
@@ -168,7 +171,10 @@ def _unpack(payload: int) -> tuple[str, tuple[int, ...]]:
 
 
 def _unpack_dims(dims: int, num_dims: int) -> tuple[int, ...]:
-    """Accept only the output of `pack_dims`, so that each shape has exactly one word."""
+    """Decode the `dims` field. Accept only outputs of `pack_dims`, so that each shape has exactly one encoding.
+
+    Raise ValueError with the reason if the field is invalid.
+    """
     left = DIMS_BITS
     shape = []
     for _ in range(num_dims - 1):
@@ -176,10 +182,10 @@ def _unpack_dims(dims: int, num_dims: int) -> tuple[int, ...]:
         width = WIDTHS[code]
         left -= 4 + width
         if left < 0:
-            raise ValueError("its dimensions overrun their field")
+            raise ValueError("its dimensions exceed their field")
         size = (dims >> 4) & ((1 << width) - 1)
         if WIDTH_CODES[size.bit_length()] != code:
-            raise ValueError("a dimension is not in its narrowest form")
+            raise ValueError("a dimension is not encoded in its shortest form")
         shape.append(size + 1)
         dims >>= 4 + width
     if dims.bit_length() > FIRST_AXIS_BITS:
@@ -200,7 +206,7 @@ def is_name_word(word: Any) -> Any:
     """Return whether an int64 has the sign and tag of a name word, without checking its CRC.
 
     Args:
-        word: An int, or an int64 numpy array or torch tensor, which is tested elementwise.
+        word: An int, or an int64 numpy array or torch tensor, whose elements are tested one by one.
 
     Returns:
         A bool, or a boolean array or tensor with the shape of `word`.

@@ -1,4 +1,7 @@
-"""Files in /dev/shm that get a name only when they are complete. A process that dies earlier leaves nothing behind."""
+"""Files in /dev/shm that get a name only when they are complete.
+
+If the process dies before that, no file remains.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from mindie_mm.shm.format.layout import SHM_DIRECTORY, needing_proc
 from mindie_mm.shm.memory.space import ShmSpace
 
 _HOW_TO_GET_ROOM = (
-    "reclaim what the dead left (`mindie-mm shm gc`), make it smaller, or enlarge /dev/shm: `mount -o "
-    "remount,size=<bytes> /dev/shm`, in Docker --shm-size, in Kubernetes an emptyDir of medium Memory mounted there"
+    "reclaim the memory of dead processes (`mindie-mm shm gc`), ask for less, or enlarge /dev/shm: `mount -o "
+    "remount,size=<bytes> /dev/shm`, --shm-size in Docker, or an emptyDir with medium Memory in Kubernetes"
 )
 
 
@@ -33,20 +36,20 @@ def make_anonymous() -> int:
 
 
 def reserve(descriptor: int, nbytes: int, what: str) -> None:
-    """Allocate all pages, so that a full /dev/shm is an error here instead of a SIGBUS later.
+    """Allocate all pages of a file. If /dev/shm is full, this raises an error, and no later write raises SIGBUS.
 
     Args:
         descriptor: The open file.
         nbytes: Size to allocate in bytes.
-        what: Purpose of the file, for the message.
+        what: Purpose of the file, for error messages.
 
     Raises:
         SharedMemoryError: There is not enough space, or the allocation fails for another reason.
 
     """
     space = ShmSpace.now()
-    free = "no room" if space.free_bytes is None else f"{space.free_bytes} bytes free of {space.total_bytes}"
-    why = f"{SHM_DIRECTORY} has {free}, {what} needs {nbytes}; {_HOW_TO_GET_ROOM}"
+    free = "no free space" if space.free_bytes is None else f"{space.free_bytes} of {space.total_bytes} bytes free"
+    why = f"{SHM_DIRECTORY} has {free}, but {what} needs {nbytes}; {_HOW_TO_GET_ROOM}"
     if space.free_bytes is not None and nbytes > space.free_bytes:
         raise SharedMemoryError(why)
     try:
@@ -58,9 +61,10 @@ def reserve(descriptor: int, nbytes: int, what: str) -> None:
 
 
 def reopened(descriptor: int) -> int:
-    """Return a descriptor with a new open file description of the same file.
+    """Open the same file again, and return a descriptor with its own open file description.
 
-    A mapping keeps its description alive in every forked child, and with it any lock on that description.
+    Map a locked file through such a descriptor. A mapping keeps its open file description alive in every forked child,
+    and a lock lasts as long as the description that it belongs to.
 
     Raises:
         SharedMemoryError: The file cannot be opened again, or /proc is not mounted.
@@ -83,7 +87,7 @@ def give_name(descriptor: int, name: str) -> None:
         Path(f"/proc/self/fd/{descriptor}").stat()
     directory = os.open(SHM_DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # A directory descriptor makes this linkat(AT_SYMLINK_FOLLOW), which reaches the file behind /proc.
+        # With a directory descriptor, os.link calls linkat(AT_SYMLINK_FOLLOW), which follows the link in /proc.
         os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=directory)
     finally:
         os.close(directory)

@@ -22,17 +22,17 @@ class Store(Protocol):
     """Container of blocks: an `Arena` or a `DiskArena`."""
 
     number: int
-    """Arena number that references to the blocks carry, 0 to 65,535."""
+    """Arena number in references to the blocks, 0 to 65,535."""
 
     def publish(self, block: Block, digest: bytes | None) -> None:
-        """Make a filled block readable. `digest` identifies the contents for reuse. None: no reuse."""
+        """Make a filled block readable. `digest` identifies its contents in caches. None if it must not be cached."""
 
     def discard(self, block: Block) -> None:
         """Free a block that was not published."""
 
 
 class Block(Mapping[str, "np.ndarray[Any, Any]"]):
-    """Named arrays to fill and then `publish`, as a context manager.
+    """Arrays by name, which the writer fills and then publishes. A block is a context manager.
 
     A block that is not published is freed when the context exits, or when the block is garbage-collected. Do not write
     to the arrays after `publish`, and do not use them after the context has exited.
@@ -64,7 +64,7 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         buffer: Buffer,
         base: int,
     ) -> None:
-        """Describe a block that a store has allocated. Callers use the store's `allocate` instead."""
+        """Create the object for a block that a store has allocated. Callers use the store's `allocate` instead."""
         self.plan = plan
         self.request = request
         """Encoded path of the request's path file. Empty if the block has no path file."""
@@ -80,7 +80,7 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
 
     @property
     def ref(self) -> Ref:
-        """Reference of the block. Other processes can attach it after `publish`."""
+        """Reference to the block. Other processes can attach the block after `publish`."""
         first = self.plan.first
         return Ref(self._store.number, self.entry, self.generation, first.dtype, first.shape)
 
@@ -101,18 +101,18 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         self._buffer[self._base : self._base + len(header)] = header
 
     def publish(self, digest: bytes | None = None) -> Ref:
-        """Make the block readable for other processes. Idempotent. The array data is not read.
+        """Make the block readable for other processes, without reading its arrays. Idempotent.
 
         Args:
             digest: Digest of all arrays and the preprocessing settings, 16 to 64 bytes. Without a digest, the item is
                 never cached.
 
         Returns:
-            The reference to pass on.
+            The reference to the block.
 
         Raises:
             LimitExceeded: The digest is too short or too long.
-            StaleReference: The block was freed while it was being filled, because its request has ended.
+            StaleReference: The block was freed while it was being filled, for example because its request has ended.
             SharedMemoryError: The store is closed or lost, or the block is not being filled any more.
             ArenaFull: The disk of a `DiskArena` is full.
 

@@ -14,18 +14,18 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class LivenessLock:
-    """Exclusive flock of this process on an open file, which owns the file's descriptor.
+    """Exclusive flock of this process on an open file. The object owns the file's descriptor.
 
-    The lock belongs to the open file description. A mapping keeps its description alive in every forked child, and
-    with the description the lock. Therefore, map the file through another description (`reopened`).
+    The lock belongs to the open file description. A mapping keeps its description, and thus the lock, alive in every
+    forked child. Therefore, map the file through another open file description (`reopened`).
     """
 
     def __init__(self, descriptor: int, *, needed: bool = True) -> None:
-        """Lock the open file and take over its descriptor. On an error the caller keeps the descriptor.
+        """Lock the open file and take ownership of its descriptor. If the call raises, the caller keeps the descriptor.
 
         Args:
             descriptor: The open file.
-            needed: Whether a file system without locks is an error. If False, the lock counts as held there.
+            needed: Whether to raise OSError if the file system has no locks. If False, the lock then counts as held.
 
         Raises:
             BlockingIOError: Another process holds the lock.
@@ -46,7 +46,7 @@ class LivenessLock:
             raise
 
     def release(self) -> None:
-        """Drop the lock and close the file. Idempotent."""
+        """Release the lock and close the file. Idempotent."""
         if self.held:
             descriptor, self.descriptor, self.held = self.descriptor, -1, False
             _held.discard(self)
@@ -65,7 +65,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def is_same(path: Path, descriptor: int) -> bool:
-    """Return whether `path` is the open file."""
+    """Return whether `path` refers to the open file."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def is_same(path: Path, descriptor: int) -> bool:
 
 
 def unlink_same(path: Path, descriptor: int) -> bool:
-    """Unlink `path` if it is still the open file, and return whether it was."""
+    """Unlink `path` if it still refers to the open file. Return whether this call unlinked it."""
     try:
         if is_same(path, descriptor):
             path.unlink()
@@ -84,9 +84,10 @@ def unlink_same(path: Path, descriptor: int) -> bool:
 
 
 def lock_of_the_dead(descriptor: int) -> bool:
-    """Lock a file unless a live process holds a LivenessLock on it, and return whether the lock was taken.
+    """Lock a file unless a live process holds a LivenessLock on it. Return whether this call locked the file.
 
-    `is_locked` in another process briefly takes a shared lock. This function waits up to 1 s for such a lock.
+    A call of `is_locked` in another process briefly acquires a shared lock. This function waits up to 1 s for the
+    release of such a lock.
     """
     until = time.monotonic() + 1
     while time.monotonic() < until:

@@ -1,4 +1,7 @@
-"""Background population of mappings. To fault in 1 GiB takes 0.6 to 2 s, which requests would otherwise wait for."""
+"""Population of mappings in the background.
+
+Faulting in 1 GiB takes 0.6 to 2 s. Without this thread, the first requests would wait that long.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from threading import Event, Thread
 MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 
-# madvise holds the GIL. Small steps limit how long other threads wait.
+# Python holds the GIL during madvise. Small steps limit how long other threads wait for the GIL.
 STEP_BYTES = 1 << 20
 
 
@@ -27,30 +30,30 @@ class Populator:
 
         """
         self.done = Event()
-        """Set when every page is populated, or when population was stopped or is impossible."""
+        """Event that is set when every page is populated, or when population was stopped or is impossible."""
         self._advice = advice
         self._report = report or _ignore
         self._stopped = False
         self._thread: Thread | None = None
 
     def start(self, mapping: mmap.mmap) -> None:
-        """Start to populate `mapping`. Call this only once."""
+        """Start to populate `mapping` in the background. Call this method only once."""
         thread = Thread(target=self._run, args=(mapping,), name="mindie_mm-populate", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the thread limit of the container is reached: pages are faulted in on first use
+        except RuntimeError:  # the container allows no more threads: pages are faulted in on first use
             self._report(len(mapping))
             self.done.set()
         else:
             self._thread = thread
 
     def stop(self) -> None:
-        """Stop after the current step. `report` is not called any more."""
+        """Tell the thread to stop after the current step. The thread does not call `report` any more."""
         self._stopped = True
         self._report = _ignore
 
     def join(self) -> None:
-        """Wait until the thread has dropped the mapping. After `stop`, this takes at most one step, about 2 ms."""
+        """Wait until the thread has ended. After `stop`, this takes at most one step, about 2 ms."""
         if self._thread is not None:
             self._thread.join()
 

@@ -1,7 +1,8 @@
 """Memory mappings that Python's mmap module cannot make.
 
 `map_pieces` maps several ranges contiguously, for a block that is stored in several pieces. `map_file` keeps no file
-descriptor. Each mapping of the mmap module keeps one, and a process can open only 1,024 of them by default.
+descriptor open. Each mapping of the mmap module keeps a descriptor open, and a process can open only 1,024 descriptors
+by default.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def map_pieces(descriptor: int, pieces: Pieces, *, writable: bool) -> memoryview
 
     Args:
         descriptor: The open file.
-        pieces: Ranges of the file. Each consists of whole pages.
+        pieces: Ranges of the file. Each range consists of whole pages.
         writable: Whether the mapping is writable.
 
     Raises:
@@ -66,9 +67,9 @@ def map_file(descriptor: int, nbytes: int) -> memoryview:
 
 
 def _buffer(address: int, nbytes: int) -> memoryview:
-    """Return a buffer over the mapping at `address`. The mapping is removed with the last reference to the buffer."""
+    """Return a buffer over the mapping at `address`. The mapping is removed when the last reference is dropped."""
     buffer = (ctypes.c_char * nbytes).from_address(address)
-    # No unmapping at interpreter exit, because arrays may outlive the finalizers.
+    # Do not unmap at interpreter exit, because arrays may outlive the finalizers.
     finalize(buffer, _libc().munmap, address, nbytes).atexit = False
     return memoryview(buffer).cast("B")
 

@@ -1,6 +1,6 @@
-"""Segments of MindIE's wire: files in /dev/shm that each hold the bytes of one array.
+"""Segments of MindIE's wire format. A segment is a file in /dev/shm with the bytes of one array.
 
-Python's SharedMemory is not used because its resource tracker unlinks segments that other processes still use.
+This module does not use Python's SharedMemory, whose resource tracker unlinks segments that other processes still use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mindie_mm.shm.memory.anonymous_file import make_anonymous, reserve
 MAX_SEGMENT_BYTES = 10**9
 
 NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR)
-"""Error numbers of open for a symbolic link, another user's file, a socket, or a directory opened for writing."""
+"""Error numbers of `open` for a symbolic link, another user's file, a socket, or writing to a directory."""
 
 
 def free_name() -> str:
-    """Return a random segment name that no file has at the moment."""
+    """Return a random segment name that is not in use at the moment."""
     while os.path.lexists(SHM_DIRECTORY / (name := f"{PREFIX}{secrets.token_hex(4)}")):
         pass
     return name
@@ -35,7 +35,7 @@ def free_name() -> str:
 def reserved(size: int) -> Iterator[int]:
     """Create an unnamed file of `size` bytes for a segment, as a context manager.
 
-    A process that dies before it names the file leaves nothing behind.
+    If the process dies before it gives the file a name, no file remains.
 
     Yields:
         The descriptor of the file, which is closed on exit.
@@ -47,15 +47,15 @@ def reserved(size: int) -> Iterator[int]:
 
     """
     if type(size) is not int or size < 1:
-        raise InputError(f"a segment of {size!r} bytes; it takes a whole number of at least 1")
+        raise InputError(f"the size of a segment is {size!r}; it must be an integer of at least 1")
     if size > MAX_SEGMENT_BYTES:
-        raise LimitExceeded(f"a segment of {size} bytes; the limit is {MAX_SEGMENT_BYTES}")
+        raise LimitExceeded(f"the size of a segment is {size} bytes; the limit is {MAX_SEGMENT_BYTES}")
     descriptor = make_anonymous()
     try:
         reserve(descriptor, size, "the segment")
         yield descriptor
     except OSError as error:
-        raise SharedMemoryError(f"a segment of {size} bytes cannot be made: {error.strerror}") from error
+        raise SharedMemoryError(f"a segment of {size} bytes cannot be created: {error.strerror}") from error
     finally:
         os.close(descriptor)
 
@@ -68,8 +68,8 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
         The descriptor of the segment, which is closed on exit.
 
     Raises:
-        SegmentMissing: There is no regular file of this user with this name, or it has fewer bytes.
-        CorruptReference: The file has more bytes.
+        SegmentMissing: There is no regular file of this user with this name, or the file has fewer than `size` bytes.
+        CorruptReference: The file has more than `size` bytes.
         LimitExceeded: The size is more than 10^9 bytes.
         SharedMemoryError: The file cannot be opened for another reason.
 
@@ -77,7 +77,7 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
     assert is_segment_name(name), name
     path = SHM_DIRECTORY / name
     if size > MAX_SEGMENT_BYTES:
-        raise LimitExceeded(f"segment {path} is to hold {size} bytes; the limit is {MAX_SEGMENT_BYTES}")
+        raise LimitExceeded(f"segment {path} would have {size} bytes; the limit is {MAX_SEGMENT_BYTES}")
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -88,23 +88,28 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
     try:
         status = os.fstat(descriptor)
         if not _is_ours(status):
-            raise SegmentMissing(f"{path} is no segment: no regular file of user {os.geteuid()}")
+            raise SegmentMissing(f"{path} is not a segment: it is not a regular file of user {os.geteuid()}")
         require_size(name, status.st_size, size)
         if status.st_size > size:
-            raise CorruptReference(f"segment {path} has {status.st_size} bytes, its words and dtype make {size}")
+            raise CorruptReference(f"segment {path} has {status.st_size} bytes, but its words and dtype require {size}")
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 def require_size(name: str, actual: int, size: int) -> None:
-    """Raise SegmentMissing if the segment has fewer bytes than its words and dtype require."""
+    """Raise SegmentMissing if the segment has fewer bytes (`actual`) than its shape and dtype require (`size`)."""
     if actual < size:
-        raise SegmentMissing(f"segment {SHM_DIRECTORY / name} has {actual} bytes, its words and dtype make {size}")
+        raise SegmentMissing(
+            f"segment {SHM_DIRECTORY / name} has {actual} bytes, but its words and dtype require {size}"
+        )
 
 
 def map_segment(name: str, size: int) -> mmap.mmap:
-    """Map a whole segment read-only. Raise the errors of `opened_segment`, or SharedMemoryError if mapping fails."""
+    """Map a whole segment read-only.
+
+    Raise the same errors as `opened_segment`, and SharedMemoryError if the segment cannot be mapped.
+    """
     with opened_segment(name, size) as descriptor:
         try:
             return mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
@@ -123,7 +128,7 @@ def segment_bytes(name: str) -> int | None:
 
 
 def unlink_segment(name: str) -> bool:
-    """Remove a segment, unless it is not a regular file of this user.
+    """Remove a segment. Do nothing if there is no regular file of this user with this name.
 
     Returns:
         Whether this call removed the segment.

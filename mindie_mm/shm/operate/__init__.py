@@ -1,1 +1,1 @@
-"""Tools for operators: a survey of /dev/shm and the reclamation of memory that dead processes left behind."""
+"""Tools for operators: survey /dev/shm, and reclaim memory that dead processes left behind."""

@@ -1,4 +1,4 @@
-"""Survey of the arenas in /dev/shm for operators. It needs no service, only reads, and never waits."""
+"""Survey of the arenas in /dev/shm, for operators. It only reads, never waits, and works without a service."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ class BlockInfo:
     num_bytes: int
     """Size of the block in bytes, a multiple of the page size."""
     pieces: Pieces
-    """Location of the block. Offsets count from the start of the data region. Empty if the entries are damaged."""
+    """Extents of the block, with offsets from the start of the data region. Empty if the table is damaged."""
     arrays: Mapping[str, ArraySpec]
     """Arrays by name. Empty if the header cannot be read, for example while it is being written."""
     request: str
-    """Path of the request's path file. Empty if the block has none or if the header cannot be read."""
+    """Path of the request's path file. Empty if the block has no path file, or if the header cannot be read."""
     age_s: float
     lease_s: float | None
-    """Seconds until the lease expires, negative after that. None if the block has no lease."""
+    """Seconds until the lease expires. Negative if the lease has expired. None if the block has no lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaInfo:
-    """Arena of this user."""
+    """Description of an arena that belongs to this user."""
 
     number: int
     file: str
@@ -68,17 +68,17 @@ class ArenaInfo:
     owner: Owner | None
     """Process that created the arena. None if the header is damaged."""
     alive: bool
-    """True if the owner is alive, which means that it holds the arena's lock."""
+    """True if the owner is alive, that is, if a process holds the arena's lock."""
     age_s: float
     file_bytes: int
     """Size of the arena's file in bytes."""
     capacity_bytes: int
     """Bytes available for blocks."""
     used_bytes: int
-    """Bytes in blocks that have not been freed."""
+    """Number of bytes in blocks that have not been freed."""
     blocks: tuple[BlockInfo, ...]
     stats: ArenaStats | None
-    """Counters of the owner. None if the header is damaged."""
+    """Counters that the owner keeps. None if the header is damaged."""
 
     @property
     def name(self) -> str:
@@ -87,16 +87,16 @@ class ArenaInfo:
 
     @property
     def populated_fraction(self) -> float:
-        """Fraction of the file that has been faulted in, 0 to 1."""
+        """Fraction of the file's pages that have been faulted in, 0 to 1."""
         return 0.0 if self.stats is None else min(1.0, self.stats.populated_bytes / self.file_bytes)
 
     def ref(self, block: BlockInfo) -> Ref:
-        """Return the reference of one of the arena's blocks."""
+        """Return a reference to one of the arena's blocks."""
         return Ref(self.number, block.block, block.generation)
 
 
 def survey(*, described: bool = True) -> list[ArenaInfo]:
-    """Return all arenas of this user in /dev/shm, sorted by number. No service has to run.
+    """Return all arenas of this user in /dev/shm, sorted by number.
 
     Args:
         described: Whether to read the headers of the blocks. If False, `arrays` and `request` of each block are empty,
@@ -115,7 +115,7 @@ def survey(*, described: bool = True) -> list[ArenaInfo]:
 
 
 def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaInfo]:
-    """Return the arenas that live processes among `pids` own.
+    """Return the arenas whose owners are alive and among `pids`.
 
     Args:
         pids: Process ids of the owners, in the PID namespace of this process.
@@ -134,12 +134,12 @@ def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaIn
 
 
 def arena_files() -> list[tuple[int, Path]]:
-    """Return the number and path of every file with the name of an arena.
+    """Return the arena number and path of every file in /dev/shm whose name is that of an arena.
 
-    The files are not opened. `opened` checks whether a file is an arena and belongs to this user.
+    This function does not open the files. `opened` checks whether a file is an arena and belongs to this user.
     """
     with os_errors_as(SharedMemoryError, f"{SHM_DIRECTORY} cannot be read"):
-        names = sorted(os.listdir(SHM_DIRECTORY))  # noqa: PTH208 - no Path for each of thousands of other files
+        names = sorted(os.listdir(SHM_DIRECTORY))  # noqa: PTH208 - a Path for each of thousands of files is slow
     matches = [(_FILE_NAME.fullmatch(name), name) for name in names]
     return [(int(match[1], 16), SHM_DIRECTORY / name) for match, name in matches if match]
 
@@ -154,7 +154,7 @@ def opened(path: Path, flags: int) -> Iterator[int | None]:
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:  # removed, a symbolic link, or another user's file
+    except OSError:  # the file was removed, is a symbolic link, or belongs to another user
         yield None
         return
     try:
@@ -196,10 +196,10 @@ def _describe(number: int, path: Path, descriptor: int, *, described: bool) -> A
 
 def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterator[BlockInfo]:
     now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    # One read gives a snapshot of the table and the release words that is as consistent as a reader can get.
+    # A single read makes the snapshot of the table and the release words as consistent as possible for a reader.
     table = os.pread(descriptor, header.data_offset - PAGE, PAGE)
     if len(table) < header.data_offset - PAGE:
-        raise SegmentMissing("the arena's file was cut short meanwhile")
+        raise SegmentMissing("the arena's file was truncated in the meantime")
     control = memoryview(table).cast("Q")
     releases = control[(header.releases_offset - PAGE) // 8 :]
     state_words = control[STATE : WORDS_PER_ENTRY * header.num_entries : WORDS_PER_ENTRY].tolist()
@@ -225,9 +225,9 @@ def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterato
 
 
 def _pieces(control: memoryview, header: ArenaHeader, block: int) -> Pieces:
-    """Return a block's pieces with offsets from the start of the data region.
+    """Return a block's pieces, with offsets from the start of the data region.
 
-    The pieces are clipped to that region because the owner may change the entries during the read.
+    The pieces are clipped to this region, because the owner may change the entries while they are read.
     """
     room = range(header.data_offset, header.file_bytes)
     return tuple(
@@ -248,7 +248,7 @@ def _block_header(descriptor: int, block: int, generation: int, start: int, size
 
 
 class _FileBytes:
-    """Bytes of a file. Each slice is read on demand."""
+    """Bytes of a file, of which each slice is read on demand."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

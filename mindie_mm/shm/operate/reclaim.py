@@ -27,13 +27,13 @@ from mindie_mm.shm.requests.spool import collect_request, request_directories
 _log = logging.getLogger(__name__)
 
 Cause = Literal["owner_dead", "request_dead", "request_gone", "lease_expired", "path_file"]
-"""Reason to reclaim an object.
+"""Reason why an object is reclaimed.
 
 - owner_dead: The owner of an arena is dead.
 - request_dead: No process holds the lock of a request directory.
 - request_gone: The path file of a block was removed.
 - lease_expired: The lease of a block has expired.
-- path_file: The operator released a path file that refers to the block, or to the segment of MindIE's wire.
+- path_file: The operator released a path file that refers to the block or segment.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
@@ -46,7 +46,7 @@ class Reclaimed:
     what: str
     """Path of an arena or request directory, or name of a block (`mindie_mm-1f2a:17`) or segment (`psm_8c9d4828`)."""
     num_bytes: int
-    """Bytes of shared memory that the object held."""
+    """Number of bytes of shared memory that the object used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Collected:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of shared memory that the reclaimed objects held."""
+        """Number of bytes of shared memory that the reclaimed objects used."""
         return sum(one.num_bytes for one in self.reclaimed)
 
     @property
@@ -74,12 +74,12 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Total of the objects reclaimed for one cause."""
+    """Number and size of the objects that were reclaimed for one cause."""
 
     number: int = 0
     """Number of objects."""
     num_bytes: int = 0
-    """Bytes of shared memory that the objects held."""
+    """Number of bytes of shared memory that the objects used."""
 
 
 _totals: dict[Cause, Total] = dict.fromkeys(CAUSES, Total())
@@ -87,7 +87,7 @@ _totals_lock = Lock()
 
 
 def totals() -> dict[Cause, Total]:
-    """Return the totals of all collections in this process since its start, by cause, for metrics."""
+    """Return the totals of all collections since this process started, by cause. Metrics show them."""
     with _totals_lock:
         return dict(_totals)
 
@@ -95,10 +95,10 @@ def totals() -> dict[Cause, Total]:
 def collect(request_roots: Iterable[Path] = (), *, dry_run: bool = False) -> Collected:
     """Reclaim shared memory that belongs to dead processes and requests.
 
-    This function removes request directories that no process has locked, and arenas whose owner is dead. It frees
-    published blocks of live arenas if their lease has expired or their path file was removed. Path files are only
-    checked for arenas whose owner sees the same file system as this process. Failures are logged, and the next
-    collection tries again.
+    This function removes request directories that no process has locked, and arenas whose owner is dead. It frees a
+    published block of a live arena if the block's lease has expired or its path file was removed. It checks path files
+    only if the arena's owner sees the same file system as this process. Failures are logged, and the next collection
+    tries again.
 
     Args:
         request_roots: Spools to search for request directories.
@@ -114,9 +114,9 @@ def collect(request_roots: Iterable[Path] = (), *, dry_run: bool = False) -> Col
 
 
 def collect_path_file(path_file: Path, *, dry_run: bool = False) -> Collected:
-    """Free all blocks and segments in a path file, even if they are in use. Idempotent. The file itself stays.
+    """Free all blocks and segments in a path file, even if they are in use. Idempotent.
 
-    Invalid lines are reported as failures.
+    The path file itself stays. The result lists invalid lines as failures.
 
     Args:
         path_file: The path file.
@@ -141,7 +141,7 @@ class _Collection:
         self._failures: list[str] = []
 
     def result(self) -> Collected:
-        """Return the result, after unmapping the removed arenas."""
+        """Unmap the removed arenas and return the result."""
         drop_removed()
         return Collected(tuple(self._reclaimed), tuple(self._failures))
 
@@ -163,7 +163,7 @@ class _Collection:
 
     def take_blocks(self) -> None:
         here = None
-        with self._going_on("blocks without a request"):  # if this fails, only expired leases are reclaimed
+        with self._going_on("blocks without a request"):  # if this fails, only blocks with expired leases are freed
             here = Owner.current()
         for arena in (arena for arena in survey() if arena.alive):
             paths_are_ours = here is not None and arena.owner is not None and _has_same_paths(arena.owner, here)
@@ -204,18 +204,18 @@ class _Collection:
 
     @contextmanager
     def _going_on(self, what: object) -> Iterator[None]:
-        """Log and record an error of the body, so that the collection goes on with the next object."""
+        """Log and record an error in the body, so that the collection continues with the next object."""
         try:
             yield
         except (MindieMMError, OSError) as error:
-            _log.warning("collecting %s: %s", what, error)
+            _log.warning("reclaiming %s failed: %s", what, error)
             self._failures.append(f"{what}: {error}")
 
 
 def _why_orphaned(block: BlockInfo, *, paths_are_ours: bool) -> Cause | None:
-    """Return the cause to reclaim a block, or None.
+    """Return the cause for reclaiming a block, or None if it must stay.
 
-    Only published blocks are considered. A block that is being filled may not be recorded in its path file yet.
+    A block that is being filled always stays, because it may not be recorded in its path file yet.
     """
     if block.state != STATE_NAMES[PUBLISHED]:
         return None
@@ -225,7 +225,7 @@ def _why_orphaned(block: BlockInfo, *, paths_are_ours: bool) -> Cause | None:
 
 
 def _has_same_paths(owner: Owner, here: Owner) -> bool:
-    """Return whether paths refer to the same files for both processes, which differ in containers and chroots.
+    """Return whether paths refer to the same files for both processes. Other containers and chroots differ.
 
     Return False if this cannot be determined.
     """
@@ -238,7 +238,7 @@ def _has_same_paths(owner: Owner, here: Owner) -> bool:
 
 
 def _is_gone(path: str) -> bool:
-    """Return whether a path does not exist. Raise OSError if this is unknown, for example without permission."""
+    """Return whether a path does not exist. Raise OSError if this cannot be determined."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,1 +1,1 @@
-"""Owner's side of an arena: allocation of blocks, free space and quotas of requests."""
+"""The owner's side of an arena: allocation of blocks, free space and quotas of requests."""

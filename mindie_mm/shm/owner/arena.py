@@ -1,4 +1,4 @@
-"""Owner's side of an arena: one file in /dev/shm, reserved as a whole, from which blocks are allocated."""
+"""The owner's side of an arena. An arena is one file in /dev/shm, fully reserved, in which blocks are allocated."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Arena:
     """Arena that this process owns. It is a context manager and thread-safe.
 
     Only the owner changes the state of a block. Other processes write a release word to request that a block be freed.
-    A forked child owns nothing: `allocate` fails there, and `close` keeps the file. An arena that is never closed is
-    removed when it is garbage-collected or when the process exits normally. If a signal handler raises during a change
-    of the arena, the arena is `lost`.
+    A forked child does not own the arena: `allocate` fails there, and `close` keeps the file. An arena that is never
+    closed is removed when it is garbage-collected or when the process exits normally. If a signal handler raises while
+    this class changes the arena, the arena is `lost`.
     """
 
     def __init__(self, file: ArenaFile, inventory: Inventory) -> None:
-        """Take over a new arena file. Callers use `create` instead."""
+        """Take ownership of a new arena file. Callers use `create` instead."""
         self.number = file.header.arena
         """Number of the arena, 0 to 65,535. Its file is `mindie_mm-<4 hex digits>`."""
         self.path = file.path
@@ -55,11 +55,11 @@ class Arena:
     def create(cls, capacity_bytes: int, *, quota_bytes: int | None = None) -> Arena:
         """Create an arena.
 
-        The file is complete and locked before it gets its name. A process that dies earlier leaves no file behind.
+        The file is complete and locked before it gets its name. If the process dies before that, no file remains.
 
         Args:
-            capacity_bytes: Bytes for blocks, at least 1, rounded up to whole pages.
-            quota_bytes: Limit for the total size of the blocks of one path file. None means half the capacity.
+            capacity_bytes: Bytes available for blocks, at least 1. The number is rounded up to whole pages.
+            quota_bytes: Maximum total size of the blocks of one path file. None means half the capacity.
 
         Raises:
             InputError: The capacity or the quota is less than 1 byte.
@@ -67,7 +67,7 @@ class Arena:
 
         """
         if quota_bytes is not None and quota_bytes < 1:
-            raise InputError(f"a quota of {quota_bytes} bytes for a request; it takes at least 1")
+            raise InputError(f"the quota of a request is {quota_bytes} bytes; it must be at least 1")
         file = ArenaFile.create(capacity_bytes)
         return cls(file, Inventory(file, quota_bytes))
 
@@ -80,22 +80,25 @@ class Arena:
     def lost(self) -> bool:
         """True if the arena can allocate no more blocks and must be replaced by a new one.
 
-        There are three causes. The arena is closed, or belongs to the parent process. Another program removed,
-        truncated or overwrote the file: readers then find no blocks, and a write beyond the truncated end raises
-        SIGBUS. An exception interrupted a change: published blocks then stay readable until the arena is closed.
+        There are three possible causes:
+
+        - The arena is closed, or belongs to the parent process.
+        - Another program removed, truncated or overwrote the file. Readers then find no blocks, and a write beyond the
+          truncated end raises SIGBUS.
+        - An exception interrupted a change of the arena. Published blocks then stay readable until the arena is closed.
         """
         with self._mutex:
             return self._is_lost()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all blocks that have not been freed, rounded up to size classes."""
+        """Total size in bytes of the blocks that have not been freed. Each size is rounded up to its size class."""
         self.sweep()
         return self._inventory.used_bytes
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that are being filled or are published."""
+        """Number of blocks that are published or being filled."""
         self.sweep()
         return len(self._inventory)
 
@@ -107,16 +110,16 @@ class Arena:
         lease_s: float | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Block:
-        """Allocate a block with uninitialised arrays, and record its reference in the path file.
+        """Allocate a block with uninitialized arrays, and record its reference in the path file.
 
-        The handle words carry the dtype and shape of the first array. If there is no room, the call waits. Waiting
-        threads are served in order of arrival.
+        The shape word encodes the dtype and shape of the first array. If there is no room, the call waits. Waiting
+        threads get room in order of arrival.
 
         Args:
             specs: Arrays by name, 1 to 64.
-            path_file: Path file of the request. Without one, only the holder of the reference can free the block.
-            lease_s: Seconds after which any process may free a block without a path file. None means no lease.
-            timeout_s: Seconds to wait for room, at least 0.
+            path_file: Path file of the request. If None, only a process that has the reference can free the block.
+            lease_s: Seconds after which any process may free a block that has no path file. None means no lease.
+            timeout_s: Maximum number of seconds to wait for room, at least 0.
 
         Raises:
             InputError: An argument is invalid, such as a lease together with a path file.
@@ -128,10 +131,10 @@ class Arena:
         request = b"" if path_file is None else _absolute(path_file)
         lease_ns = 0 if lease_s is None else _lease_ns(lease_s, path_file)
         if not timeout_s >= 0:
-            raise InputError(f"a timeout of {timeout_s} s; it must be at least 0")
+            raise InputError(f"the timeout is {timeout_s} s; it must be at least 0")
         plan = BlockPlan.of(specs, request)
         if plan.size > self.capacity_bytes:
-            raise LimitExceeded(f"a block of {plan.size} bytes; the arena has {self.capacity_bytes}")
+            raise LimitExceeded(f"the block has {plan.size} bytes; the arena has {self.capacity_bytes}")
         with self._mutex:
             block = None if self._line.tickets else self._take(plan, request, lease_ns)
             if block is None:
@@ -198,13 +201,13 @@ class Arena:
         return self._require([BlockPlan.of(specs, request) for specs in all_specs], request)
 
     def count_waiting(self, waiting_bytes: int) -> None:
-        """Set the number of bytes that requests are waiting for, which `/metrics` shows."""
+        """Set the number of bytes that requests are waiting for. `/metrics` shows this number."""
         with self._mutex:
             if self._file.held:
                 self._file.stats[WAITING] = waiting_bytes
 
     def count_wait(self, seconds: float, *, in_vain: bool) -> None:
-        """Count a request that has waited for room. `in_vain` tells that the request got no room."""
+        """Count a request that has waited for room. `in_vain` is True if the request got no room."""
         with self._mutex:
             if self._file.held:
                 self._file.stats[WAITS] += 1
@@ -234,14 +237,14 @@ class Arena:
     def free(self, block: Block) -> None:
         """Free a published block at once. Do nothing if it has been reclaimed already, or if the arena is `lost`.
 
-        The effect is that of `shm.free` for the block's reference, but `shm.free` maps the arena a second time.
+        `shm.free` with the block's reference would have the same effect, but maps the arena a second time.
         """
         with self._mutex:
             if not self._is_lost() and self._inventory.free(block):
                 self._line.wake()
 
     def sweep(self) -> int:
-        """Reclaim the published blocks that some process has freed and return their count."""
+        """Reclaim the published blocks that a process has freed, and return their number."""
         with self._mutex:
             freed = self._inventory.sweep() if self._file.held and not self._inventory.torn else 0
             if freed:
@@ -251,7 +254,7 @@ class Arena:
     def close(self) -> None:
         """Remove the arena's file. Idempotent.
 
-        Readers that have mapped the arena keep their pages. In a forked child, the file stays.
+        Processes that have mapped the arena can still read their mappings. In a forked child, the file stays.
         """
         with self._mutex:
             self._file.close()
@@ -266,7 +269,7 @@ class Arena:
         self.close()
 
     def renew_lock(self) -> None:
-        """Replace the lock and the waiting line. In a forked child, the threads that held them do not exist."""
+        """Replace the lock and the waiting line. The threads that used the old ones do not exist in a forked child."""
         self._mutex = Lock()
         self._line = WaitingLine(self._mutex)
 
@@ -302,7 +305,10 @@ class Arena:
             raise
 
     def _take(self, plan: BlockPlan, request: bytes, lease_ns: int) -> Block | None:
-        """Allocate a block if there is room, with the lock held. Raise SharedMemoryError if the arena is lost."""
+        """Allocate a block, or return None if there is no room. The caller holds the lock.
+
+        Raise SharedMemoryError if the arena is lost.
+        """
         now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._file.require_found(now_ns)
         return self._inventory.allocate(self, plan, request, lease_ns, now_ns)
@@ -320,16 +326,19 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _absolute(path: str | Path) -> bytes:
-    """Return the absolute path, encoded. For an absolute input this is four times as fast as `paths.absolute`."""
+    """Return the encoded absolute path. If `path` is absolute already, `paths.absolute` takes four times as long."""
     encoded = os.fsencode(path)
     if b"\0" in encoded:
-        raise InputError(f"path file {os.fspath(path)!r} has a NUL in it")
+        raise InputError(f"path file {os.fspath(path)!r} contains a NUL character")
     return encoded if encoded.startswith(b"/") else os.fsencode(absolute(path))
 
 
 def _lease_ns(lease_s: float, path_file: str | Path | None) -> int:
     if path_file is not None:
-        raise InputError(f"a lease of {lease_s} s for a block of {path_file}: its request says how long it lives")
+        raise InputError(
+            f"the lease is {lease_s} s, but the block belongs to {path_file}; the request determines how long the "
+            "block lives"
+        )
     if not 0 <= lease_s <= _MAX_LEASE_S:
-        raise InputError(f"a lease of {lease_s} s; it must be 0 to {_MAX_LEASE_S}")
+        raise InputError(f"the lease is {lease_s} s; it must be 0 to {_MAX_LEASE_S}")
     return max(1, int(lease_s * 1e9))

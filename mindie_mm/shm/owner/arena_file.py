@@ -1,4 +1,4 @@
-"""File of an arena. It is complete, fully reserved and locked before it gets a name."""
+"""The file of an arena, which is complete, fully reserved and locked before it gets a name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mindie_mm.shm.memory.liveness_lock import LivenessLock, unlink_same
 from mindie_mm.shm.memory.populate import MADV_POPULATE_WRITE, Populator
 from mindie_mm.shm.memory.scatter import map_pieces
 
-# Shortest interval between two checks that the file is still intact.
+# Minimum interval in nanoseconds between two checks that the file is still intact.
 _LOOK_NS = 1_000_000
 
 
@@ -33,7 +33,7 @@ class ArenaFile:
     """
 
     def __init__(self, header: ArenaHeader, lock: LivenessLock, mapping: mmap.mmap) -> None:
-        """Take over a locked file and its mapping. Callers use `create` instead."""
+        """Take ownership of a locked file and its mapping. Callers use `create` instead."""
         self.header = header
         self.path = SHM_DIRECTORY / file_name(header.arena)
         self.mapping: mmap.mmap | None = mapping
@@ -50,7 +50,7 @@ class ArenaFile:
 
     @classmethod
     def create(cls, capacity_bytes: int) -> ArenaFile:
-        """Create a file with `capacity_bytes` for blocks.
+        """Create a file with room for `capacity_bytes` bytes of blocks.
 
         Raises:
             InputError: The capacity is not an integer of at least 1.
@@ -58,10 +58,10 @@ class ArenaFile:
 
         """
         if type(capacity_bytes) is not int or capacity_bytes < 1:
-            raise InputError(f"an arena of {capacity_bytes!r} bytes; it takes a whole number of at least 1")
+            raise InputError(f"the capacity of an arena is {capacity_bytes!r}; it must be an integer of at least 1")
         header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
-        # Lock first: LivenessLock closes the descriptor in forked children. Another thread may fork during `reserve`,
-        # which takes long.
+        # Lock the file first, because LivenessLock closes the descriptor in forked children. Another thread may fork
+        # during `reserve`, which takes long.
         with os_errors_as(SharedMemoryError, f"cannot lock a file in {SHM_DIRECTORY}"):
             lock = LivenessLock(make_anonymous())
         try:
@@ -85,7 +85,7 @@ class ArenaFile:
 
     @property
     def lost(self) -> bool:
-        """True if the file is not held, or if another program removed, truncated or overwrote it.
+        """True if this process does not own the file, or if another program removed, truncated or overwrote it.
 
         Readers find no blocks in such a file. A write beyond its truncated end raises SIGBUS.
         """
@@ -99,19 +99,21 @@ class ArenaFile:
         )
 
     def require_held(self) -> None:
-        """Raise SharedMemoryError unless the file is held."""
+        """Raise SharedMemoryError unless this process owns the file."""
         if not self._lock.held:
-            raise SharedMemoryError(f"arena {self.path} is closed, or another process's")
+            raise SharedMemoryError(f"arena {self.path} is closed or belongs to another process")
 
     def require_found(self, now_ns: int) -> None:
-        """Raise SharedMemoryError unless the file is held and not `lost`.
+        """Raise SharedMemoryError if this process does not own the file, or if the file is `lost`.
 
-        The check for `lost` runs at most once per millisecond. `now_ns` is a time of CLOCK_BOOTTIME.
+        `lost` is checked at most once per millisecond. `now_ns` is the current time of CLOCK_BOOTTIME.
         """
         if now_ns - self._seen_ns > _LOOK_NS or not self._lock.held:
             self.require_held()
             if self.lost:
-                raise SharedMemoryError(f"arena {self.path} was removed, cut or overwritten by others; make a new one")
+                raise SharedMemoryError(
+                    f"arena {self.path} was removed, truncated or overwritten by another process; create a new arena"
+                )
             self._seen_ns = now_ns
 
     def map(self, pieces: Pieces) -> memoryview:
@@ -123,9 +125,12 @@ class ArenaFile:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Remove the file. Idempotent. Readers that have mapped it keep their pages. In a forked child, it stays."""
+        """Remove the file, except in a forked child. Idempotent.
+
+        Processes that have mapped the file can still read their mappings.
+        """
         self._populator.stop()
-        # The populator keeps the mapping, and thus the pages, alive. A new arena might otherwise find no room.
+        # The thread keeps the mapping, and thus the pages, alive. Without this wait, a new arena might find no room.
         self._populator.join()
         _remove(self.path, self._lock, self._populator)
         self._finalizer.cancel()
@@ -151,7 +156,7 @@ def _map(descriptor: int, file_bytes: int) -> mmap.mmap:
 
 def _link(descriptor: int, header: ArenaHeader) -> ArenaHeader:
     """Link the file under a random free number and return the header with that number."""
-    with os_errors_as(SharedMemoryError, f"no arena can be named in {SHM_DIRECTORY}"):
+    with os_errors_as(SharedMemoryError, f"no arena can be created in {SHM_DIRECTORY}"):
         for _ in range(MAX_ARENA + 1):
             header = replace(header, arena=secrets.randbelow(MAX_ARENA + 1))
             os.pwrite(descriptor, header.pack(), 0)
@@ -160,4 +165,4 @@ def _link(descriptor: int, header: ArenaHeader) -> ArenaHeader:
             except FileExistsError:
                 continue
             return header
-    raise SharedMemoryError(f"no number of 0 to {MAX_ARENA} is free in {SHM_DIRECTORY}")
+    raise SharedMemoryError(f"no arena number from 0 to {MAX_ARENA} is free in {SHM_DIRECTORY}")

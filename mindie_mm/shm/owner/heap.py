@@ -1,6 +1,7 @@
 """Free space of an arena.
 
-Freed extents are kept per size class and reused last in, first out. They are merged when no extent fits a request.
+Freed extents are kept in one list per size class and reused last in, first out. If no free extent is large enough,
+adjacent extents are merged.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from functools import lru_cache
 from mindie_mm.shm.format.extent import Extent, Pieces
 from mindie_mm.shm.format.layout import PAGE, round_up
 
-# Number of size classes between two powers of two. Above eight pages, a block wastes at most an eighth of its size.
+# Number of size classes between two powers of two. A block of more than eight pages wastes at most an eighth of its
+# size.
 CLASSES_PER_DOUBLING = 8
 _STEP_BITS = (2 * CLASSES_PER_DOUBLING).bit_length() - 1
 
@@ -21,7 +23,7 @@ _STEP_BITS = (2 * CLASSES_PER_DOUBLING).bit_length() - 1
 def size_class(size: int) -> int:
     """Return `size` rounded up to its size class, in bytes.
 
-    There are few classes, so that a freed extent soon fits another block exactly.
+    There are few size classes, so that a freed extent is likely to fit a later block exactly.
     """
     step = max(PAGE, 1 << max((size - 1).bit_length() - _STEP_BITS, 0))
     return -(-size // step) * step
@@ -34,7 +36,8 @@ class Heap:
         self._extents = _Extents()
         self._extents.give(start, stop - start)
         self.free_bytes = stop - start
-        # Freed extents by size class. The last one is reused first because its pages are most likely in the CPU caches.
+        # Freed extents by size class. The extent freed last is reused first, because the CPU caches are most likely to
+        # contain its pages.
         self._freed: defaultdict[int, list[Extent]] = defaultdict(list)
 
     @property
@@ -44,7 +47,7 @@ class Heap:
         return self._extents.largest_bytes
 
     def allocate(self, size: int) -> Extent | None:
-        """Allocate an extent of the size class of `size`, or of whole pages if space is short.
+        """Allocate an extent of `size` bytes, rounded up to a size class, or only to whole pages if space is short.
 
         Returns:
             The extent, or None if no free extent is large enough.
@@ -65,7 +68,7 @@ class Heap:
         return extent
 
     def scatter(self, size: int, least_first: int, max_pieces: int) -> Pieces | None:
-        """Allocate the fewest extents that hold `size` bytes together, largest first, in whole pages.
+        """Allocate the smallest number of extents that together hold `size` bytes, in whole pages, largest first.
 
         Args:
             size: Total size in bytes.
@@ -73,7 +76,7 @@ class Heap:
             max_pieces: Maximum number of extents.
 
         Returns:
-            The extents, or None if the free space does not meet these limits.
+            The extents, or None if the free space does not suffice within these limits.
 
         """
         if self.largest_bytes < least_first:
@@ -92,7 +95,7 @@ class Heap:
         return tuple(pieces)
 
     def free(self, extent: Extent) -> None:
-        """Free an extent from `allocate`, or one piece from `scatter`."""
+        """Free an extent that `allocate` returned, or one of the extents that `scatter` returned."""
         self.free_bytes += extent.nbytes
         self._freed[extent.nbytes].append(extent)
 
@@ -104,7 +107,7 @@ class Heap:
 
 
 class _Extents:
-    """Best-fit set of disjoint free extents. Adjacent extents are merged."""
+    """Set of disjoint free extents, for best-fit allocation. Adjacent extents are merged."""
 
     def __init__(self) -> None:
         self.by_size: list[tuple[int, int]] = []  # sorted: (size, offset)

@@ -17,15 +17,16 @@ from mindie_mm.shm.owner.heap import Heap
 from mindie_mm.shm.owner.quota import Quotas
 from mindie_mm.shm.owner.table import Table
 
-# Average number of published blocks to check per allocation while other processes free blocks.
+# Average number of published blocks that an allocation may check for releases while other processes free blocks.
 _SWEEP_BLOCKS = 16
 
-# Limit per block. Each piece is one mapping in every reader, and the kernel allows a process 65,530 mappings.
+# Maximum number of pieces of a block. A reader needs one mapping per piece, and the kernel allows 65,530 mappings per
+# process by default.
 _MAX_PIECES = 1024
 
 
 class _Filling(NamedTuple):
-    """Record of a block that is being filled. It remains if the writer drops the block, so that the space is freed."""
+    """Record of a block that is being filled. If the writer drops the block, `sweep` still frees its space."""
 
     block: weakref.ref[Block]
     entry: int
@@ -35,15 +36,15 @@ class _Filling(NamedTuple):
 
 
 class Inventory:
-    """Blocks of an arena. Not thread-safe, and only for the process that owns the arena.
+    """Blocks of an arena, for the process that owns the arena. Not thread-safe.
 
-    A signal handler may raise an exception at any line of a change. Therefore each change lies between `_begin_change`
-    and `torn = False`, in one method. After an interrupted change, `torn` stays True. Every further change then raises
-    SharedMemoryError.
+    A signal handler may raise an exception while a method changes the arena. Therefore each method that changes the
+    arena calls `_begin_change` before the change, and sets `torn` to False after the change. If an exception interrupts
+    the change, `torn` stays True, and every further change raises SharedMemoryError.
     """
 
     def __init__(self, file: ArenaFile, quota_bytes: int | None) -> None:
-        """Start without blocks. `quota_bytes` has the meaning of that argument of `Arena.create`."""
+        """Create an inventory without blocks. `quota_bytes` has the same meaning as in `Arena.create`."""
         self._file = file
         self._capacity_bytes = file.header.capacity_bytes
         assert file.mapping is not None
@@ -53,26 +54,26 @@ class Inventory:
         self._filling: dict[int, _Filling] = {}
         self._published: dict[int, Block] = {}
         self.torn = False
-        """True during a change. If an exception interrupts the change, it stays True and the arena is unusable."""
+        """True while a method changes the arena. After an interrupted change, it stays True; the arena is unusable."""
         self._since_sweep = 0
 
     def __len__(self) -> int:
-        """Return the number of blocks that are being filled or are published."""
+        """Return the number of blocks that are published or being filled."""
         return len(self._filling) + len(self._published)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all blocks, rounded up to size classes."""
+        """Total size of all blocks in bytes. Each size is rounded up to its size class."""
         return self._capacity_bytes - self._heap.free_bytes
 
     def allocate(self, store: Store, plan: BlockPlan, request: bytes, lease_ns: int, now_ns: int) -> Block | None:
         """Allocate a block for filling.
 
         Args:
-            store: Store of the block, which receives its calls to `publish` and `discard`.
+            store: Store that the block calls to publish or discard itself.
             plan: Layout of the block.
-            request: Encoded path of the request's path file, empty for none.
-            lease_ns: Length of the block's lease in nanoseconds, 0 for no lease.
+            request: Encoded path of the request's path file. Empty if the block has no path file.
+            lease_ns: Length of the block's lease in nanoseconds. 0 for no lease.
             now_ns: Current time of CLOCK_BOOTTIME in nanoseconds.
 
         Returns:
@@ -95,7 +96,7 @@ class Inventory:
         return block or self._cut(self._in_pieces, store, plan, request, now_ns, expires_ns)
 
     def require_quota(self, request: bytes, size: int) -> None:
-        """Raise LimitExceeded if the request may not hold another `size` bytes."""
+        """Raise LimitExceeded if the request may not use `size` more bytes."""
         self._require_whole()
         if request and not self._quotas.has_room(request, size):
             self.sweep(unasked=True)
@@ -110,9 +111,9 @@ class Inventory:
 
         """
         if not self._is_filling(block):
-            raise SharedMemoryError(f"{block.ref}: the block was left, it cannot be published")
+            raise SharedMemoryError(f"{block.ref}: the block cannot be published after its context has ended")
         if self._table.is_released(block.entry):
-            raise StaleReference(f"{block.ref}: the block was freed while it was filled")
+            raise StaleReference(f"{block.ref}: the block was freed while it was being filled")
         block.write_header(digest)
         self._begin_change()
         self._table.publish(block.entry)
@@ -141,11 +142,12 @@ class Inventory:
         return is_there
 
     def sweep(self, *, unasked: bool = False) -> int:
-        """Reclaim the published blocks that some process has freed and return their count.
+        """Reclaim the published blocks that a process has freed, and return their number.
 
-        Blocks that are being filled stay, unless their writer has dropped them. By default, the release words are
-        only read if the doorbell was rung or a block was dropped. With `unasked`, they are always read, and expired
-        leases end. This finds blocks whose release was written by a process that died before it rang the doorbell.
+        Blocks that are being filled stay, unless their writer has dropped them. By default, this method reads the
+        release words only if the doorbell was rung or a block was dropped. With `unasked`, it always reads the release
+        words, and also frees the blocks whose lease has expired. This also finds a block whose release word was
+        written by a process that died before it rang the doorbell.
         """
         dropped = [held for held in self._filling.values() if held.block() is None]
         if not (unasked or dropped or self._table.rung):
@@ -172,7 +174,7 @@ class Inventory:
         )
 
     def close(self) -> None:
-        """Drop the references to the blocks and to the file's mapping."""
+        """Drop all references to blocks and to the file's mapping."""
         self._filling.clear()
         self._published.clear()
         self._table.close()
@@ -188,7 +190,7 @@ class Inventory:
     def _require_whole(self) -> None:
         if self.torn:
             raise SharedMemoryError(
-                f"an exception interrupted a change of arena {self._file.path}; close the arena and make a new one"
+                f"an exception interrupted a change to arena {self._file.path}; close the arena and create a new one"
             )
 
     def _cut(
@@ -225,7 +227,7 @@ class Inventory:
     def _mapped(self, pieces: Pieces) -> memoryview:
         try:
             return self._file.map(pieces)
-        except SharedMemoryError:  # too many mappings: undo the change, after which the arena is consistent
+        except SharedMemoryError:  # too many mappings: undo the change, so that the arena is consistent
             for piece in pieces:
                 self._heap.free(piece)
             self.torn = False
@@ -237,7 +239,7 @@ class Inventory:
         return None if extent is None else (extent,)
 
     def _in_pieces(self, plan: BlockPlan) -> Pieces | None:
-        """Return several extents for the block, or None if the free space or its pieces are too small."""
+        """Return several extents for the block, or None if the free space does not suffice."""
         return self._heap.scatter(plan.size, plan.header_bytes, min(self._table.num_free, _MAX_PIECES))
 
     def _end_leases(self) -> None:

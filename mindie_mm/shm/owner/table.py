@@ -1,4 +1,4 @@
-"""Owner's access to an arena's table of entries and release words (docs/wire-format.md, 2.3 and 2.4)."""
+"""The owner's access to an arena's table of entries and to its release words (docs/wire-format.md, 2.3 and 2.4)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Table:
     """Entries and release words of an arena. Not thread-safe."""
 
     def __init__(self, words: memoryview, header: ArenaHeader) -> None:
-        """Access the table of a new arena. `words` is the mapping of the whole file."""
+        """Open the table of a new arena. `words` is the mapping of the whole file."""
         self._entries = words[PAGE : header.releases_offset].cast("Q")
         self._releases = words[header.releases_offset : header.data_offset].cast("Q")
-        # First in, first out, so that each entry stays unused for as long as possible.
+        # Entries are reused first in, first out, so that each free entry stays unused for as long as possible.
         self._free = deque(range(header.num_entries))
-        # Random, so that no reference to an earlier arena of the same number matches.
+        # The first generation is random, so that references to an earlier arena with the same number do not match.
         self._generations = [secrets.randbelow(MAX_GENERATION) + 1] * header.num_entries
         self._rest: dict[int, list[int]] = {}
 
@@ -47,7 +47,7 @@ class Table:
         return len(self._free)
 
     def take(self, pieces: Pieces, nbytes: int, now_ns: int, expires_ns: int) -> tuple[int, int]:
-        """Take an entry for a new block, and one more entry for each piece after the first.
+        """Take an entry for a new block, and another entry for each piece after the first.
 
         A memory barrier makes the new state visible before any byte of the block.
 
@@ -55,7 +55,7 @@ class Table:
             pieces: Location of the block in the arena's file.
             nbytes: Total size of the pieces.
             now_ns: Current time of CLOCK_BOOTTIME in nanoseconds.
-            expires_ns: End of the block's lease on the same clock, 0 for no lease.
+            expires_ns: End of the block's lease on the same clock. 0 for no lease.
 
         Returns:
             The block's entry and its generation.
@@ -84,7 +84,7 @@ class Table:
             entries[WORDS_PER_ENTRY * entry + NEXT] = 1 + behind
 
     def publish(self, entry: int) -> None:
-        """Set the state to published. A memory barrier makes all earlier writes visible before the new state."""
+        """Set an entry's state to published. A memory barrier makes all earlier writes visible before the new state."""
         fence()
         self._entries[WORDS_PER_ENTRY * entry + STATE] = state_word(self._generations[entry], PUBLISHED)
 
@@ -98,7 +98,7 @@ class Table:
             self._free.append(one)
 
     def is_released(self, entry: int) -> bool:
-        """Return whether some process has freed the entry's block."""
+        """Return whether a process has freed the entry's block."""
         return self._releases[1 + entry] == self._generations[entry]
 
     def is_expired(self, entry: int, now_ns: int) -> bool:
@@ -115,11 +115,11 @@ class Table:
         return self._releases[DOORBELL] != 0
 
     def ring(self) -> None:
-        """Ring the doorbell: a block may have been freed."""
+        """Ring the doorbell, so that the next sweep reads the release words."""
         self._releases[DOORBELL] = 1
 
     def answer(self) -> None:
-        """Reset the doorbell. Call this before reading the release words."""
+        """Reset the doorbell. Call this method before you read the release words."""
         self._releases[DOORBELL] = 0
         fence()
 

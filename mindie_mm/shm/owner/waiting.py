@@ -1,4 +1,4 @@
-"""Line of threads that wait for room in an arena, in order of arrival."""
+"""Queue of threads that wait for room in an arena, in order of arrival."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-# Poll interval of the first thread in line. Other processes free a block with a plain store, which wakes no thread.
+# Poll interval of the first thread in line. Another process frees a block by writing a word, which wakes no thread.
 POLL_S = 0.001
 
-# Poll interval of the other threads. The thread ahead normally wakes them, but an exception can prevent that.
+# Poll interval of the other threads. The first thread normally wakes them, but an exception can prevent this.
 _LOOK_S = 1.0
 
 
 class WaitingLine:
-    """First-in, first-out line of waiting threads.
+    """First-in, first-out queue of waiting threads.
 
-    It replaces threading.Condition, whose `wait` can return without its lock if a signal handler raises.
+    This class replaces threading.Condition. If a signal handler raises, `Condition.wait` can return without the lock.
     """
 
     def __init__(self, mutex: Lock) -> None:
-        """Create an empty line. `mutex` guards the resource that threads wait for."""
+        """Create an empty queue. `mutex` guards the resource that threads wait for."""
         self._mutex = mutex
         self.tickets: deque[SimpleQueue[None]] = deque()
-        """One queue per waiting thread, in the order of service."""
+        """One queue for each waiting thread, in order of arrival. An entry in a queue wakes its thread."""
 
     def wait(self, take: Callable[[], _T | None], timeout_s: float) -> _T | None:
-        """Call `take` until it returns a value, and return that value, or None after `timeout_s` seconds.
+        """Call `take` until it returns a value, and return the value. Return None after `timeout_s` seconds.
 
-        `take` is called with the mutex held, and only while this thread is first in line.
+        The calling thread holds the mutex during `take`, and calls it only while it is first in line.
         """
         deadline = time.monotonic() + timeout_s
         ticket: SimpleQueue[None] = SimpleQueue()
@@ -50,12 +50,12 @@ class WaitingLine:
                 with suppress(Empty):
                     ticket.get(timeout=min(left_s, POLL_S if is_first else _LOOK_S))
         finally:
-            # Not in a method of its own: a signal handler could raise before the method's first line.
+            # Do not move this code to a separate method. A signal handler could raise before its first line.
             if ticket in self.tickets:
                 self.tickets.remove(ticket)
             self.wake()
 
     def wake(self) -> None:
-        """Let all waiting threads try again."""
+        """Wake all waiting threads, so that they try again."""
         for ticket in tuple(self.tickets):
             ticket.put(None)

@@ -1,1 +1,1 @@
-"""Readers' side of an arena. Each arena is mapped once, and its blocks are viewed and freed through that mapping."""
+"""The readers' side of an arena. A process maps each arena once, and views and frees blocks through this mapping."""

@@ -1,4 +1,4 @@
-"""Arenas that this process reads. Each one is mapped once."""
+"""The arenas that this process reads. Each arena is mapped once."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ class MappedArena:
             arena: Number of the arena. None for a file on disk, whose blocks cannot be freed.
 
         Raises:
-            SegmentMissing: The file does not exist, is not an arena or is damaged. In /dev/shm also: the file belongs
-                to another user.
+            SegmentMissing: The file does not exist, is not an arena or is damaged, or a file in /dev/shm belongs to
+                another user.
             SharedMemoryError: The file cannot be mapped.
 
         """
         self._on_disk = arena is None
-        # Any user can create symbolic links in /dev/shm. The path of a file on disk comes from the caller.
+        # Do not follow links in /dev/shm, where any user can create them. The caller chose the path of a file on disk.
         access = os.O_RDONLY if self._on_disk else os.O_RDWR | os.O_NOFOLLOW
         try:
             descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             kind = SegmentMissing if error.errno in (errno.ENOENT, *NOT_OURS) else SharedMemoryError
             raise kind(f"{path} cannot be opened: {error.strerror}") from error
-        # Checks need the descriptor. The finalizer closes it when no thread can be inside a check.
+        # `is_intact` needs the descriptor. When the finalizer closes it, no thread can be inside `is_intact` any more.
         finalize(self, os.close, descriptor).atexit = False
         self._descriptor = descriptor
         try:
@@ -80,7 +80,7 @@ class MappedArena:
             if arena is not None:
                 header.require(arena)
             self.map: Buffer
-            if self._on_disk:  # its page size can differ from the machine's, and its release words are never written
+            if self._on_disk:  # the page size can differ from the machine's, and nobody writes the release words
                 self.map = map_file(descriptor, header.file_bytes)
                 releases = self.map[header.releases_offset : header.data_offset]
             else:
@@ -98,13 +98,13 @@ class MappedArena:
         self._closing: list[Callable[[], object]] = []
 
     def writable_pages(self) -> mmap.mmap | None:
-        """Map the whole file again as writable memory, which device drivers require for pinning.
+        """Map the whole file again as writable memory, because device drivers cannot pin read-only memory.
 
         Do not write to the mapping: only the owner writes blocks.
 
         Returns:
-            The mapping, or None if the file is on disk, has been removed or cannot be mapped. A removed arena may have
-            been closed already, and its cleanups would not run again to undo the driver's registration.
+            The mapping, or None if the file is on disk, has been removed or cannot be mapped. If the file has been
+            removed, this object may be closed already. A cleanup that unregisters the memory would then never run.
 
         """
         if self._on_disk or not self.is_intact():
@@ -120,31 +120,31 @@ class MappedArena:
         return bool(self._closing)
 
     def before_close(self, action: Callable[[], object]) -> None:
-        """Register an action for `close` to call. `close` logs exceptions of the action."""
+        """Register an action that `close` will call. If the action raises an exception, `close` logs it."""
         self._closing.append(action)
 
     def is_intact(self) -> bool:
-        """Return whether the file still has its name and its size. This costs one fstat.
+        """Return whether the file still has a name and its original size. This takes one call of fstat.
 
-        A file whose link count is 0 was removed, or another file has replaced it.
+        If the link count is 0, the file was removed or replaced by another file.
         """
         status = os.fstat(self._descriptor)
         return status.st_nlink > 0 and status.st_size == self._file_bytes
 
     def close(self) -> None:
-        """Stop background work and run the registered actions. The mapping lives as long as any array over it."""
+        """Stop population and run the registered actions. The mapping lives as long as any array over it."""
         if self._populator is not None:
             self._populator.stop()
         while self._closing:
             try:
                 self._closing.pop()()
             except Exception:  # noqa: BLE001 - a failing device must not fail the lookup of another arena
-                _log.exception("an arena is given up")
+                _log.exception("closing a mapped arena failed")
 
     def check(self, ref: Ref) -> None:
-        """Raise StaleReference unless the block is published at the reference's generation and not freed."""
+        """Raise StaleReference unless the block is published, has the reference's generation and is not freed."""
         if ref.block >= self._num_entries:
-            raise StaleReference(f"{ref}: the arena has {self.header.num_entries} blocks")
+            raise StaleReference(f"{ref}: the arena has only {self.header.num_entries} blocks")
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
         if state != state_word(ref.generation, PUBLISHED):
             raise StaleReference(f"{ref}: the block is {_state_name(state)} at generation {state >> 8}")
@@ -155,12 +155,12 @@ class MappedArena:
         """Locate a published block.
 
         Returns:
-            The buffer that contains the block, the block's offset in that buffer, and the block's header.
+            The buffer that contains the block, the block's offset in the buffer, and the block's header.
 
         Raises:
             StaleReference: The block was freed.
             SegmentMissing: The block's header is damaged.
-            CorruptReference: The reference has another dtype or shape than the block's first array.
+            CorruptReference: The dtype or shape in the reference differs from that of the block's first array.
             SharedMemoryError: The block's pieces cannot be mapped.
 
         """
@@ -183,11 +183,11 @@ class MappedArena:
             raise SegmentMissing(f"{ref}: the block's header is damaged: {error}") from error
         spec = next(iter(header.arrays.values())).spec
         if ref.shape is not None and (ref.dtype, ref.shape) != (spec.dtype, spec.shape):
-            raise CorruptReference(f"{ref}: the block's first array is {spec.dtype} {spec.shape}")
+            raise CorruptReference(f"{ref}: the first array of the block has dtype {spec.dtype} and shape {spec.shape}")
         return buffer, base, header
 
     def _pieces(self, block: int) -> Pieces:
-        """Return the block's pieces. Raise DamagedHeaderError unless they are whole pages of the data region."""
+        """Return the block's pieces. Raise DamagedHeaderError unless all are whole pages in the data region."""
         pieces = read_pieces(self._entries, self._num_entries, block)
         if not pieces or any(
             offset % PAGE
@@ -197,7 +197,7 @@ class MappedArena:
             or offset + nbytes > self._file_bytes
             for offset, nbytes in pieces
         ):
-            raise DamagedHeaderError("its bytes are not in whole pages of the arena")
+            raise DamagedHeaderError("its pieces are not whole pages of the arena")
         return pieces
 
     def populate(self) -> None:
@@ -210,7 +210,7 @@ class MappedArena:
         """Ask the owner to free a block.
 
         Returns:
-            False if there is nothing to free: the block is free already, has another generation or is on disk.
+            True if this call asked the owner. False if the block is free already, has another generation or is on disk.
 
         """
         if self._on_disk or ref.block >= self._num_entries or self._releases[1 + ref.block] == ref.generation:
@@ -227,7 +227,7 @@ class MappedArena:
 def _require_regular(status: os.stat_result) -> None:
     """Raise SegmentMissing for anything but a regular file, such as a directory or a pipe."""
     if not stat.S_ISREG(status.st_mode):
-        raise SegmentMissing("it is no regular file")
+        raise SegmentMissing("it is not a regular file")
 
 
 def _state_name(state: int) -> str:
@@ -236,18 +236,18 @@ def _state_name(state: int) -> str:
 
 
 class ArenaCache:
-    """Arenas that this process maps, by number."""
+    """Arenas that this process has mapped, by number."""
 
     def __init__(self) -> None:
         self._arenas: dict[int, MappedArena] = {}
         self._lock = Lock()
 
     def get(self, arena: int) -> MappedArena:
-        """Return an arena and map it if necessary. For an arena that is mapped, this costs one fstat.
+        """Return an arena, and map it if necessary. If it is mapped already, this takes one call of fstat.
 
         Raises:
-            SegmentMissing: As for `MappedArena`.
-            SharedMemoryError: As for `MappedArena`.
+            SegmentMissing: In the same cases as `MappedArena`.
+            SharedMemoryError: In the same cases as `MappedArena`.
 
         """
         mapped = self._arenas.get(arena)
@@ -265,8 +265,9 @@ class ArenaCache:
 
         Args:
             mapped: The mapped file.
-            number: Number to register it under.
-            reserved: Whether an arena in /dev/shm may have this number, because it reserves the number for this file.
+            number: Arena number to register the file under.
+            reserved: Whether an arena in /dev/shm reserves this number for the file. If False, the number must not
+                belong to an arena in /dev/shm.
 
         Raises:
             SharedMemoryError: Another arena uses the number.
@@ -275,7 +276,10 @@ class ArenaCache:
         self.drop_removed(cleanups=True)
         with self._lock:
             if number in self._arenas or (not reserved and (SHM_DIRECTORY / file_name(number)).exists()):
-                raise SharedMemoryError(f"arena number {number} is in use: unmount what has it, or mount elsewhere")
+                raise SharedMemoryError(
+                    f"arena number {number} is in use. Unmount the arena that uses it, or mount this one with "
+                    "another number"
+                )
             self._arenas[number] = mapped
 
     def remove(self, mapped: MappedArena, number: int) -> None:
@@ -288,10 +292,11 @@ class ArenaCache:
     def drop_removed(self, *, cleanups: bool = False) -> bool:
         """Drop the arenas whose files have been removed, so that the kernel can free their pages.
 
+        By default, this method is safe in finalizers and at exit. It returns at once if another call holds the lock,
+        and does not drop arenas that have cleanups, because a cleanup may wait for a device.
+
         Args:
-            cleanups: Whether to drop arenas with cleanups too, and to wait for the lock. By default, the call is safe
-                in finalizers and at exit: it returns at once if the lock is taken, and leaves arenas that a device
-                reads to the reading thread.
+            cleanups: Whether to wait for the lock, and to drop arenas that have cleanups, too.
 
         Returns:
             Whether any arena was dropped.
@@ -309,12 +314,12 @@ class ArenaCache:
                 del self._arenas[number]
         finally:
             self._lock.release()
-        for mapped in gone.values():  # without the lock, because a cleanup may wait for a device
+        for mapped in gone.values():  # after releasing the lock, because a cleanup may wait for a device
             mapped.close()
         return bool(gone)
 
     def renew_lock(self) -> None:
-        """Replace the lock. In a forked child, the thread that held it does not exist."""
+        """Replace the lock. The thread that held the old lock does not exist in a forked child."""
         self._lock = Lock()
 
 
@@ -328,17 +333,17 @@ os.register_at_fork(after_in_child=_cache.renew_lock)
 def mount(path: Path, number: int | None = None) -> Iterator[int]:
     """Make a file of blocks on disk (`DiskArena`) readable by this process, as a context manager.
 
-    `attach` finds the blocks until the context exits. Arrays that were taken before stay readable after that. `free`
-    does nothing for these blocks.
+    `attach` finds the blocks until the context exits. Arrays of attached blocks stay readable after that. `free` does
+    nothing for these blocks.
 
     Args:
         path: The file.
-        number: Arena number to mount the file under, instead of the number in its header. The references must carry
-            this number, and the caller must own an arena in /dev/shm that reserves it. Two files with the same number
-            in their headers can thus be mounted at once.
+        number: Arena number to mount the file under, instead of the number in its header. References to the blocks
+            must contain this number, and the caller must own an arena in /dev/shm with this number, which reserves it.
+            Two files with the same number in their headers can thus be mounted at the same time.
 
     Yields:
-        The number under which the file is mounted.
+        The arena number under which the file is mounted.
 
     Raises:
         SegmentMissing: The file is not a complete file of blocks.

@@ -1,4 +1,4 @@
-"""Access to published blocks: attach, verify and free. Any process can do this without a shared lock."""
+"""Functions to attach, verify and free published blocks. Any process can call them without a shared lock."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 
 
 class View(Mapping[str, "np.ndarray[Any, Any]"]):
-    """Read-only arrays of a published block, by name, without a copy.
+    """Read-only arrays of a published block, by name. Creating a view copies no data.
 
     The arrays share the arena's pages and keep its mapping alive. After you have copied the data, call `verify` or
-    exit the view as a context manager. Otherwise the copy may contain data of another block that reused the pages.
+    exit the view as a context manager. Without this check, the copy may contain data of another block that reused the
+    pages.
     """
 
     __slots__ = ("_base", "_buffer", "_header", "arena", "digest", "ref")
 
     def __init__(self, arena: MappedArena, ref: Ref) -> None:
-        """View a block. Callers use `attach` instead."""
+        """Locate a block. Callers use `attach` instead."""
         self._buffer, self._base, header = arena.block(ref)
         self.ref = ref
-        """Reference of the block."""
+        """Reference to the block."""
         self.digest = header.digest
         """Digest of the content and its preprocessing. None if the item must not be cached."""
         self.arena = arena
@@ -42,7 +43,7 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
         return array
 
     def file_offset(self, name: str) -> tuple[MappedArena, int] | None:
-        """Return the arena and the array's offset in its file in bytes, or None if the block has several pieces."""
+        """Return the arena, and the array's offset in the arena's file. Return None if the block has several pieces."""
         if self._buffer is not self.arena.map:
             return None
         return self.arena, self._base + self._header.arrays[name].offset
@@ -64,7 +65,7 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
         self.arena.check(self.ref)
 
     def loose(self) -> LooseView:
-        """Return the same block as a view that keeps no mapping alive."""
+        """Return a view of the same block that does not keep the mapping alive."""
         return LooseView(self)
 
     def __enter__(self) -> Self:
@@ -76,10 +77,10 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
 
 
 class LooseView(Mapping[str, "np.ndarray[Any, Any]"]):
-    """Arrays of a block that may be freed between uses. Each use looks the block up again.
+    """Arrays of a block that may be freed between accesses. Each access looks the block up again.
 
-    A use raises StaleReference if the block was freed, and SegmentMissing if its arena has been unmapped. A later
-    arena with the same number is never used.
+    An access raises StaleReference if the block was freed, and SegmentMissing if its arena has been unmapped. A
+    LooseView never refers to a later arena with the same number.
     """
 
     __slots__ = ("_arena", "digest", "nbytes", "ref")
@@ -107,7 +108,7 @@ class LooseView(Mapping[str, "np.ndarray[Any, Any]"]):
     def _view(self) -> View:
         arena = self._arena()
         if arena is None:
-            raise SegmentMissing(f"{self.ref}: its arena is gone")
+            raise SegmentMissing(f"{self.ref}: its arena was closed")
         return View(arena, self.ref)
 
 
@@ -131,7 +132,7 @@ def attach(ref: Ref) -> View:
 
 
 def release_block(ref: Ref) -> bool:
-    """Free a block and return whether this call freed it. Raise SharedMemoryError if the arena cannot be mapped."""
+    """Free a block. Return whether this call freed it. Raise SharedMemoryError if the arena cannot be mapped."""
     try:
         return mapped_arena(ref.arena).release(ref)
     except SegmentMissing:
@@ -139,9 +140,9 @@ def release_block(ref: Ref) -> bool:
 
 
 def free(ref: Ref) -> None:
-    """Free a block. Any process may call this.
+    """Free a block. Any process may call this function.
 
-    Idempotent: the call does nothing if the arena is gone or if the block has been freed before.
+    It is idempotent: it does nothing if the arena is gone or the block has been freed before.
 
     Raises:
         SharedMemoryError: The arena cannot be mapped.

@@ -1,1 +1,1 @@
-"""Directory of a request, with its spooled media and the path file that records its blocks."""
+"""The directory of a request, which contains media files and the path file that records the request's blocks."""

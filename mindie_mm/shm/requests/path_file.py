@@ -1,9 +1,9 @@
-r"""Path file of a request: one line for each block or segment that was ever allocated for the request.
+r"""The path file of a request. It has one line for each block or segment that was ever allocated for the request.
 
     mindie_mm-1f2a 17 1234567\n        name of the arena's file, block, generation
-    psm_8c9d4828\n                     name of a segment of MindIE's wire
+    psm_8c9d4828\n                     name of a segment in MindIE's wire format
 
-A line without a newline is incomplete. It refers to no block or segment.
+A line without a newline is incomplete, and does not refer to a block or segment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mindie_mm.shm.reader.view import release_block
 PATH_FILE_NAME = "shm_name.txt"
 MAX_BYTES = 16 << 20
 
-# No line is added to a larger file. The margin up to MAX_BYTES is for processes that append at the same time.
+# A file above this size is full. The margin up to MAX_BYTES is for processes that append lines at the same time.
 _FULL_BYTES = MAX_BYTES - (64 << 10)
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -43,19 +43,19 @@ class Contents:
     refs: list[Ref]
     """References to blocks, in file order."""
     segments: list[str]
-    """Names of segments of MindIE's wire, in file order."""
+    """Names of segments in MindIE's wire format, in file order."""
     damaged: list[int]
-    """Line numbers, from 1, of invalid lines."""
+    """Numbers of the invalid lines. The first line of a file has number 1."""
 
     @property
     def damage(self) -> str:
         """Description of the invalid lines, for an error message."""
         numbers = ", ".join(map(str, self.damaged[:10]))
-        return f"{len(self.damaged)} lines are no reference (line {numbers})"
+        return f"{len(self.damaged)} lines are not references (line {numbers})"
 
 
 def record(path_file: bytes, arena: int, block: int, generation: int) -> None:
-    """Append a block's line in a single write.
+    """Append the line of a block in a single write.
 
     Raises:
         InputError: The path file is not a regular file of this user.
@@ -68,15 +68,15 @@ def record(path_file: bytes, arena: int, block: int, generation: int) -> None:
 
 @contextmanager
 def recorded(path_file: Path, segment: str) -> Iterator[None]:
-    """Append a segment's line, and remove the line again if the body of the `with` statement raises.
+    """Append the line of a segment, and remove it again if the body of the `with` statement raises.
 
-    The body links the segment under its name. A visible segment therefore always has a line, and no line refers to a
-    segment that another program created under the same name.
+    The body links the segment under its name. A segment with a name therefore always has a line, and no line refers to
+    a segment that another program created under the same name.
 
     Raises:
-        InputError: As for `record`.
-        LimitExceeded: As for `record`.
-        SharedMemoryError: As for `record`.
+        InputError: In the same cases as `record`.
+        LimitExceeded: In the same cases as `record`.
+        SharedMemoryError: In the same cases as `record`.
 
     """
     line = f"{segment}\n".encode()
@@ -95,7 +95,9 @@ def _append(path_file: bytes, line: bytes) -> None:
         faults.point("before-record")
         try:
             if (size := _require_own(name, descriptor)) > _FULL_BYTES:
-                raise LimitExceeded(f"path file {name} has {size} bytes, {_FULL_BYTES} are full: release and remove it")
+                raise LimitExceeded(
+                    f"path file {name} has {size} bytes; the limit is {_FULL_BYTES}. Release and remove the file"
+                )
             written = os.write(descriptor, line)
         finally:
             os.close(descriptor)
@@ -103,7 +105,7 @@ def _append(path_file: bytes, line: bytes) -> None:
         raise SharedMemoryError(f"path file {name} cannot be written: {error.strerror}") from error
     faults.point("after-record")
     if written != len(line):
-        raise SharedMemoryError(f"path file {name}: {written} of {len(line)} bytes were written")
+        raise SharedMemoryError(f"path file {name}: only {written} of {len(line)} bytes were written")
 
 
 def _take_back(path_file: Path, line: bytes) -> None:
@@ -117,16 +119,16 @@ def _take_back(path_file: Path, line: bytes) -> None:
 def _require_own(path_file: str | Path, descriptor: int) -> int:
     """Return the size of the file in bytes. Raise InputError unless it is a regular file of this user.
 
-    In a folder that other users can write, one of them could place a path file there. Its release would free the
-    blocks in it on behalf of this user.
+    In a folder that other users can write to, another user could create a path file that lists blocks of this user. If
+    this process released that file, it would free these blocks.
     """
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        raise InputError(f"path file {path_file} is no regular file")
+        raise InputError(f"path file {path_file} is not a regular file")
     if status.st_uid != os.geteuid():
         raise InputError(
-            f"path file {path_file} is user {status.st_uid}'s; this process is user {os.geteuid()}'s, and uses none "
-            "but its own user's"
+            f"path file {path_file} belongs to user {status.st_uid}; this process runs as user {os.geteuid()} "
+            "and uses only path files of its own user"
         )
     return status.st_size
 
@@ -150,7 +152,7 @@ def read_contents(path_file: str | Path) -> Contents:
     except OSError as error:
         raise InputError(f"path file {path_file} cannot be read: {error.strerror}") from error
     if len(data) > MAX_BYTES:
-        raise LimitExceeded(f"path file {path_file} has more than {MAX_BYTES} bytes")
+        raise LimitExceeded(f"path file {path_file} has more bytes than the limit of {MAX_BYTES}")
     contents = Contents([], [], [])
     for number, line in enumerate(io.BytesIO(data), start=1):  # BytesIO splits lines only at 0x0A
         if is_segment_name(line[:-1].decode("latin-1")) and line.endswith(b"\n"):
@@ -177,8 +179,8 @@ def _parse(line: bytes) -> Ref | None:
 def release(path_file: str | Path) -> int:
     """Free every block and segment in a path file.
 
-    Any process may call this. The call is idempotent: it ignores a missing file, missing arenas and segments, and
-    blocks that have been freed before. The lines stay in the file. Remove the file afterwards, or the next release
+    Any process may call this function. It is idempotent: it ignores a missing file, missing arenas and segments, and
+    blocks that have been freed before. The lines stay in the file. Remove the file afterwards. Otherwise the next call
     processes all lines again.
 
     Args:
@@ -191,7 +193,8 @@ def release(path_file: str | Path) -> int:
         InputError: The file is not a regular file of this user, or cannot be read.
         LimitExceeded: The file is larger than 16 MiB.
         CorruptReference: The file has invalid lines. All blocks and segments in valid lines have been freed.
-        SharedMemoryError: An arena cannot be mapped, or a segment cannot be removed. All others have been freed.
+        SharedMemoryError: An arena cannot be mapped, or a segment cannot be removed. All other blocks and segments
+            have been freed.
 
     """
     contents = read_contents(path_file)

@@ -1,4 +1,4 @@
-"""Spool: a folder in which every live request has a directory with its path file and its media.
+"""The spool: a folder in which every live request has a directory with its path file and its media.
 
 A directory has a hidden name while it is being created and while it is being removed. Under its final name, it always
 has a path file. A live request holds a lock on its path file.
@@ -27,12 +27,13 @@ from mindie_mm.shm.requests.path_file import PATH_FILE_NAME, release
 
 _HIDDEN = ".mindie_mm-"
 
-# The sticky bit marks request directories. It has no other effect in a folder that only one user can write. Folders
-# without the mark are never removed: a data set can look the same, with `a/shm_name.txt` beside `a/image/`.
+# The sticky bit marks request directories. It has no other effect in a folder that only one user can write to.
+# Directories without the sticky bit are never removed, because a data set can have the same file names, such as
+# `a/shm_name.txt` and `a/image/`.
 _MARK = stat.S_ISVTX
 
-# Minimum ages in seconds before a hidden directory without a path file, or without a lock on it, counts as abandoned.
-# A younger one may still be under construction.
+# Ages in seconds from which a hidden directory counts as abandoned: the first if it has no path file, the second if no
+# process has locked the path file. Another process may still be creating a younger directory.
 _MAKING_S = 60.0
 _LOCKING_S = 1.0
 
@@ -48,14 +49,14 @@ class RequestDirectory:
 def make_spool(root: Path) -> None:
     """Create the folder of request directories with mode 0700, if it does not exist.
 
-    In a folder that all users can write, such as /tmp, another user may have created the spool or placed a symbolic
-    link in its place. Such a spool is rejected.
+    In a folder that all users can write to, such as /tmp, another user may have created the spool, or a symbolic link
+    with its name. This function rejects such a spool.
 
     Raises:
-        SharedMemoryError: The folder cannot be created, is not a directory of this user, or is writable by others.
+        SharedMemoryError: The folder cannot be created, is not a directory of this user, or is writable by other users.
 
     """
-    with os_errors_as(SharedMemoryError, f"spool {root} cannot be made"):
+    with os_errors_as(SharedMemoryError, f"spool {root} cannot be created"):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     _require_private(root)
 
@@ -63,11 +64,11 @@ def make_spool(root: Path) -> None:
 def _require_private(root: Path) -> None:
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise SharedMemoryError(f"spool {root} is no directory")
+        raise SharedMemoryError(f"spool {root} is not a directory")
     if status.st_uid != os.geteuid():
-        raise SharedMemoryError(f"spool {root} is user {status.st_uid}'s, not user {os.geteuid()}'s")
+        raise SharedMemoryError(f"spool {root} belongs to user {status.st_uid}, not to user {os.geteuid()}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise SharedMemoryError(f"spool {root} has mode {stat.S_IMODE(status.st_mode):o}: others may write it")
+        raise SharedMemoryError(f"spool {root} has mode {stat.S_IMODE(status.st_mode):o}: other users can write to it")
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def request_directory(root: Path, request_id: str | None = None) -> Iterator[Req
     """
     name = uuid4().hex if request_id is None else request_id
     if not name or name in {".", ".."} or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
-        raise InputError(f"request id {name!r} is no file name of 1 to 255 bytes")
+        raise InputError(f"request id {name!r} is not a file name of 1 to 255 bytes")
     root = absolute(root)
     make_spool(root)
     path = root / name
@@ -107,7 +108,7 @@ def request_directories(root: Path) -> list[Path]:
     """Return the request directories in a spool, including hidden ones.
 
     Raises:
-        SharedMemoryError: The spool is not a directory of this user, or is writable by others.
+        SharedMemoryError: The spool is not a directory of this user, or is writable by other users.
 
     """
     if not os.path.lexists(root):
@@ -118,11 +119,11 @@ def request_directories(root: Path) -> list[Path]:
 
 
 def require_spool(root: Path) -> None:
-    """Check that a folder, if it exists, can serve as a spool.
+    """Check that a folder can be used as a spool. A folder that does not exist passes the check.
 
     Raises:
-        InputError: A directory in it has a path file but is not a request directory, so it may hold other data.
-        SharedMemoryError: The folder is not a directory of this user, or is writable by others.
+        InputError: A directory in the folder has a path file but is not a request directory. It may contain other data.
+        SharedMemoryError: The folder is not a directory of this user, or is writable by other users.
 
     """
     if not os.path.lexists(root):
@@ -130,14 +131,14 @@ def require_spool(root: Path) -> None:
     _require_private(root)
     for path_file in root.glob(f"*/{PATH_FILE_NAME}"):
         if path_file.exists() and not _is_marked(path_file.parent):
-            raise InputError(f"{path_file.parent} is no request directory (mode 1700): {root} is no spool")
+            raise InputError(f"{path_file.parent} is not a request directory (mode 1700), so {root} is not a spool")
 
 
 def require_locks(folder: Path) -> None:
-    """Check that the file system of a folder supports locks.
+    """Check that the file system of a folder supports flock.
 
     Raises:
-        SharedMemoryError: The file system does not support locks.
+        SharedMemoryError: The file system does not support flock.
         OSError: The folder cannot be written to.
 
     """
@@ -152,8 +153,8 @@ def require_locks(folder: Path) -> None:
 
 def _no_locks(folder: Path, error: OSError) -> SharedMemoryError:
     return SharedMemoryError(
-        f"spool {folder}: its file system has no locks (flock: {error.strerror}), which show whether a request is "
-        "alive. Mount it with locks (Lustre: -o flock), or choose another folder with --spool"
+        f"spool {folder}: the file system does not support locks (flock: {error.strerror}), which show whether "
+        "a request is alive. Mount it with locks (Lustre: -o flock), or choose another folder with --spool"
     )
 
 
@@ -175,19 +176,19 @@ def collect_request(path: Path, *, dry_run: bool = False) -> bool:
         Whether the directory was removed. False if the request is alive or the directory does not exist any more.
 
     Raises:
-        MindieMMError: Blocks could not be freed, as for `release`. The directory is removed nevertheless.
+        MindieMMError: `release` could not free all blocks. The directory has been removed nevertheless.
         OSError: The directory cannot be removed.
 
     """
     hidden, path_file = path.name.startswith(_HIDDEN), path / PATH_FILE_NAME
     try:
         descriptor = os.open(path_file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:  # the process that created or removed it died, or is still creating it
+    except FileNotFoundError:  # the process that created or removed the directory died, or is still creating it
         return hidden and _is_older(path, _MAKING_S) and (dry_run or _remove(path))
     try:
         if hidden and not _is_older(path_file, _LOCKING_S):
             return False
-        # By the time the lock is acquired, another request may use this name.
+        # By the time this process has acquired the lock, another request may use the name of the directory.
         return lock_of_the_dead(descriptor) and is_same(path_file, descriptor) and (dry_run or _remove(path))
     finally:
         os.close(descriptor)
@@ -201,7 +202,7 @@ def _is_older(path: Path, seconds: float) -> bool:
 
 
 def _make(path: Path) -> LivenessLock:
-    """Create a request directory and return its lock. The directory gets its final name once it is locked."""
+    """Create a request directory and return its lock. The path file is locked before the directory gets its name."""
     hidden = _hidden(path.parent)
     path_file = hidden / PATH_FILE_NAME
     try:
@@ -216,10 +217,10 @@ def _make(path: Path) -> LivenessLock:
             undo.pop_all()
     except OSError as error:
         if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:
-            raise InputError(f"request directory {path} exists") from error
+            raise InputError(f"request directory {path} already exists") from error
         if error.errno in NO_LOCKS:
             raise _no_locks(path.parent, error) from error
-        raise SharedMemoryError(f"request directory {path} cannot be made: {error.strerror}") from error
+        raise SharedMemoryError(f"request directory {path} cannot be created: {error.strerror}") from error
     return lock
 
 
@@ -235,8 +236,8 @@ def _lock_new(path_file: Path) -> LivenessLock:
 def _remove(path: Path) -> bool:
     """Free the blocks of a request and remove its directory, even if a block cannot be freed.
 
-    The directory is hidden first. A tokenizer that still works for the request then fails to record a block instead of
-    creating a new path file. Return False if the directory does not exist.
+    The directory first gets a hidden name. If a tokenizer still works for the request, it then fails to record a block
+    and does not create a new path file. Return False if the directory does not exist.
     """
     hidden = _hidden(path.parent)
     faults.point("before-remove")

@@ -1,4 +1,4 @@
-"""Tokenization of a request, shared by all tokenizer stages."""
+"""Tokenization of a request. All tokenizer stages use this function."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 
 async def answer(prompts: Prompts, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
-    """Return the prompts of `requests`. Their media get room together. Errors are those of `Prompts.make`."""
+    """Return the prompts of `requests`, whose blocks are allocated together. `Prompts.make` describes the errors."""
     path_files = {request.path_file for request in requests}
     if len(path_files) != 1:
-        raise InputError(f"prompts that are tokenized together share one path file; found {sorted(path_files)}")
+        raise InputError(f"prompts that are tokenized together must share one path file; found {sorted(path_files)}")
     drafts = [_draft(prompts, request) for request in requests]
     (path_file,) = path_files
     return await prompts.make(drafts, Path(path_file) if path_file else None)
@@ -26,7 +26,7 @@ async def answer(prompts: Prompts, requests: Sequence[TokenizeRequest]) -> list[
 def _draft(prompts: Prompts, request: TokenizeRequest) -> Draft:
     given = [name for name in ("messages", "items", "text") if getattr(request, name) is not None]
     if len(given) != 1:
-        raise InputError(f"a request has exactly one of messages, items and text; found {given or 'none'}")
+        raise InputError(f"a request must have exactly one of messages, items and text; found {given or 'none'}")
     template = (request.add_generation_prompt, request.chat_template_kwargs, request.options)
     folder = Path(request.folder) if request.folder else None
     if request.messages is not None:

@@ -1,4 +1,4 @@
-"""The client side of the tokenizer process."""
+"""The client of the tokenizer process."""
 
 from __future__ import annotations
 
@@ -40,39 +40,39 @@ _MODULE = "mindie_mm.tokenize.stage.tokenizer_process"
 _CLOSED = "the tokenizer is closed"
 
 HANG_S = 60.0
-"""Time in seconds after which a process with requests is killed if it sends nothing, because its event loop hangs."""
+"""Time in seconds after which a process that has requests and sends nothing is killed. Its event loop hangs."""
 
 _PING_S = 5.0
 
 
 class AsyncTokenizer(TokenizerStage):
-    """A tokenizer process and its client. If the process dies, its requests fail and another one is started."""
+    """A tokenizer process and its client. If the process dies, its requests fail and a new process is started."""
 
     def __init__(self, model_path: Path, config: WorkerConfig) -> None:
-        """Prepare a tokenizer. Use `start` to create one."""
+        """Prepare a tokenizer. Call the class method `start` instead."""
         self._setup = msgspec.json.encode(Setup.of(model_path, config)).decode()
         self._child: Child | None = None
         self._up = False
         """Whether the process accepts requests."""
         self._settled = asyncio.Event()
-        """Set if waiting is pointless: the process accepts requests, or no process ever will."""
+        """Set if the process accepts requests, or if no process ever will."""
         self._replies: dict[int, asyncio.Future[list[Prompt]]] = {}
-        """Prompts of the requests in progress, by the numbers of the requests."""
+        """Futures of the prompts of requests in progress, by request number."""
         self._numbers = count()
         self._heard_s = 0.0
-        """Time of the last message from the process, in seconds of time.monotonic."""
+        """Time of the last message from the process, by time.monotonic."""
         self._keeper: asyncio.Task[None] | None = None
         self._starter = Starter("the tokenizer process")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder[FromProcess](FromProcess)
         self.shown_tokens: list[str] = []
-        """As `Prompts.shown_tokens`. Known when the process is ready."""
+        """Same as `Prompts.shown_tokens`. It is empty until the process is ready."""
         self._why_down = "it is being started"
         self._closed = False
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
-        """Start the process, which reads `model_path` and makes an arena, and wait until it accepts requests.
+        """Start the process and wait until it accepts requests. The process reads `model_path` and creates an arena.
 
         Raises:
             UnsupportedCheckpoint, SharedMemoryError, ProcessDied: The process cannot start.
@@ -85,7 +85,7 @@ class AsyncTokenizer(TokenizerStage):
 
     @property
     def pids(self) -> list[int]:
-        """Id of the process, if it accepts requests."""
+        """Id of the process in a list, or an empty list if the process does not accept requests."""
         return [self._child.pid] if self._up and self._child is not None else []
 
     @property
@@ -132,8 +132,8 @@ class AsyncTokenizer(TokenizerStage):
             raise NoProcess(f"no tokenizer process is alive; {self._why_down}")
 
     async def _launch(self) -> None:
-        """Start a process and wait until it accepts requests. Clean up if it fails."""
-        await asyncio.to_thread(collect)  # arenas of dead processes may take the new arena's space
+        """Start a process and wait until it accepts requests. Clean up if the process fails."""
+        await asyncio.to_thread(collect)  # arenas of dead processes may use memory that the new arena needs
         try:
             self._child = await Child.start(_MODULE, self._setup)
             ready = await self._child.ready(Ready, "the tokenizer process")
@@ -148,19 +148,19 @@ class AsyncTokenizer(TokenizerStage):
         self._settled.set()
 
     async def _keep(self) -> None:
-        """Serve the process and its successors until cancelled."""
+        """Watch the process, and start a successor when it ends, until this task is cancelled."""
         while True:
             assert self._child is not None
             pid, hung = self._child.pid, ""
-            with logged(f"tokenizer process {pid} cannot be served"):
+            with logged(f"the connection to tokenizer process {pid} failed"):
                 hung = await self._serve()
-            with logged(f"tokenizer process {pid} cannot be ended"):
-                await self._reap("it died, and another is being started", hung)
+            with logged(f"tokenizer process {pid} cannot be stopped"):
+                await self._reap("it died, and another one is being started", hung)
             _log.warning("tokenizer process %d %s", pid, hung or f"died with status {self._child.status}")
             await self._starter.again(self._launch)
 
     async def _serve(self) -> str:
-        """Pass replies to their callers until the process dies or hangs. Return a description of the hang, or ""."""
+        """Pass replies to their callers until the process ends or hangs. Return a description if it hangs, or ""."""
         receiving = asyncio.create_task(self._receive())
         try:
             while not receiving.done():
@@ -168,7 +168,7 @@ class AsyncTokenizer(TokenizerStage):
                 if not self._replies:
                     self._heard_s = time.monotonic()
                 elif time.monotonic() - self._heard_s > HANG_S:
-                    return f"has not answered for {HANG_S:g} s, and is killed"
+                    return f"has not responded for {HANG_S:g} s and is killed"
                 else:
                     self._send(Ping())
             receiving.result()
@@ -189,7 +189,7 @@ class AsyncTokenizer(TokenizerStage):
                 _hand_over(reply, self._replies.pop(reply.number))
 
     async def _reap(self, why: str, hung: str = "") -> None:
-        """End and reap the process, and fail its requests. May be called again if it was cancelled."""
+        """End and reap the process, and fail its requests. If this call is cancelled, it may be repeated."""
         self._up = False
         self._settled.clear()
         self._why_down = why
@@ -203,10 +203,10 @@ class AsyncTokenizer(TokenizerStage):
             ended = hung or f"died with status {self._child.status}"
             died = ProcessDied(f"tokenizer process {self._child.pid} {ended}")
             for prompts in self._replies.values():
-                if not prompts.done():  # its caller was cancelled
+                if not prompts.done():  # false if the caller was cancelled
                     prompts.set_exception(died)
             self._replies.clear()
-        with logged("the arena of the tokenizer process cannot be collected"):
+        with logged("the arena of the tokenizer process cannot be reclaimed"):
             await asyncio.to_thread(collect)  # it is still there if the process was killed
 
     def _send(self, message: ToProcess) -> None:
@@ -219,7 +219,7 @@ def _hand_over(reply: Tokenized | Failed, prompts: asyncio.Future[list[Prompt]])
         if not prompts.done():
             prompts.set_exception(reply.error.exception())
     elif prompts.done():
-        with logged("the blocks of a request that was given up cannot be freed"):  # its directory's removal tries again
+        with logged("the blocks of an aborted request cannot be freed"):  # its directory's removal tries again
             for prompt in reply.prompts():
                 for ref in prompt.refs():
                     free(ref)

@@ -15,34 +15,35 @@ from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to tokenize, given as exactly one of `messages`, `items` and `text`.
+    """A prompt to tokenize. Exactly one of `messages`, `items` and `text` is given.
 
-    Media sources are those of `mindie_mm.inputs`. Only paths, URLs and bytes can be sent to another process.
+    `mindie_mm.inputs` describes media sources. Only paths, URLs and bytes can be sent to another process.
     """
 
     messages: list[dict[str, Any]] | None = None
     """Chat messages."""
     items: list[dict[str, Any]] | None = None
-    """Items in order, each a mapping such as {"text": ...} or {"image": ...}."""
+    """Items in order. Each item is a mapping such as {"text": ...} or {"image": ...}."""
     text: str | None = None
-    """Plain text, used without a template."""
+    """Plain text, which is used without a template."""
     chat: bool = True
-    """Format `items` as one user turn of the checkpoint's chat template, if it has one. False: join them."""
+    """Whether `items` are formatted as one user turn, if the checkpoint has a chat template. Otherwise they are
+    joined."""
     path_file: str = ""
-    """Path file of the request. Only a prompt without media needs none."""
+    """Path file of the request. It may be empty only for a prompt without media."""
     folder: str = ""
-    """Directory for relative paths of media. Empty: the tokenizer's working directory."""
+    """Base directory of relative media paths, by default the tokenizer's working directory."""
     add_generation_prompt: bool = True
-    """End the chat with the beginning of the assistant's turn."""
+    """Whether the prompt ends with the header of the assistant's turn."""
     continue_final_message: bool = False
-    """End the chat with the text of its last message."""
+    """Whether the prompt ends with the text of the last message."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Further variables of the chat template, such as `tools`."""
+    """More variables for the chat template, such as `tools`."""
     options: PromptOptions = PromptOptions()
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Settings of the tokenizer process, passed as JSON."""
+    """Settings of the tokenizer process. They are passed as JSON."""
 
     model: str
     """Directory of the checkpoint."""
@@ -57,38 +58,38 @@ class Setup(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, model: Path, config: WorkerConfig) -> Setup:
-        """Return the settings for the checkpoint directory `model`. The model named in `config` is not used."""
+        """Return the settings for the checkpoint directory `model`. `config.model` is not used."""
         return cls(str(model), **{name: getattr(config, name) for name in cls.__struct_fields__[1:]})
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Process to client, once: the checkpoint has been read. A process that cannot start sends a Failure instead."""
+    """First message from the tokenizer process: it is ready. A process that cannot start sends a Failure instead."""
 
     shown_tokens: list[str] = []
-    """As `Prompts.shown_tokens`."""
+    """Same as `Prompts.shown_tokens`."""
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):
-    """Client to process: make the prompts of a request."""
+    """Message to the tokenizer process: make the prompts of a request."""
 
     number: int
-    """Number of the request, for its reply."""
+    """Number of the request. The reply has the same number."""
     requests: list[TokenizeRequest]
-    """Its prompts."""
+    """Prompts of the request."""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Client to process: drop a request. The reply comes nevertheless, with the prompts if they are made."""
+    """Message to the tokenizer process: cancel a request. A reply is still sent, with the prompts if they are done."""
 
     number: int
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """Client to process: a request for a sign of life."""
+    """Message to the tokenizer process: answer with Pong, to show that the event loop runs."""
 
 
 class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt in a message."""
+    """A prompt as it is encoded in a message."""
 
     ids: bytes
     """Token ids as int64 in native byte order."""
@@ -96,30 +97,30 @@ class SentPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag="tokenized"):
-    """Process to client: the prompts of a request, in order."""
+    """Message from the tokenizer process: the prompts of a request, in order."""
 
     number: int
     sent: list[SentPrompt]
 
     def prompts(self) -> list[Prompt]:
-        """Return the prompts."""
+        """Decode the prompts."""
         return [Prompt(np.frombuffer(one.ids, np.int64), one.spans) for one in self.sent]
 
     @classmethod
     def of(cls, number: int, prompts: Sequence[Prompt]) -> Tokenized:
-        """Return the reply that carries `prompts`."""
+        """Create the reply with `prompts`."""
         return cls(number, [SentPrompt(prompt.ids.tobytes(), prompt.spans) for prompt in prompts])
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Process to client: a request has failed."""
+    """Message from the tokenizer process: a request has failed."""
 
     number: int
     error: Failure
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
-    """Process to client: the answer to `Ping`."""
+    """Message from the tokenizer process: the answer to `Ping`."""
 
 
 ToProcess = Tokenize | Cancel | Ping

@@ -1,6 +1,6 @@
-"""The tokenizer process. It owns the arena, and works on many requests at once.
+"""The tokenizer process. It owns the arena, and processes several requests at the same time.
 
-It exits when its channel closes, because the client closed it or died.
+It exits when its channel closes, because the client has closed the channel or died.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """The server of one channel."""
+    """A server that answers the requests of one channel."""
 
     def __init__(self, channel: Channel, prompts: Prompts, arena: Arena) -> None:
         self._channel = channel
         self._prompts = prompts
         self._arena = arena
         self._requests: dict[int, asyncio.Task[None]] = {}
-        """Requests in progress, by their numbers."""
+        """Tasks of requests in progress, by request number."""
         self._ending = False
         self._encoder = msgspec.msgpack.Encoder()
 
     async def serve(self) -> None:
-        """Answer requests until the channel closes or the arena is lost. The next process creates a new arena."""
+        """Answer requests until the channel closes or the arena is lost. A new process then creates a new arena."""
         try:
             await self._receive()
         finally:
@@ -77,7 +77,7 @@ class Server:
                 return
             if isinstance(message, Tokenize):
                 self._requests[message.number] = asyncio.create_task(self._answer(message))
-                await asyncio.sleep(0)  # a task that is cancelled before it has begun would never reply
+                await asyncio.sleep(0)  # a task that is cancelled before it starts would not reply
             elif isinstance(message, Cancel):
                 if (task := self._requests.get(message.number)) is not None:
                     task.cancel()
@@ -91,12 +91,12 @@ class Server:
         try:
             reply = Tokenized.of(number, await answer(self._prompts, asked.requests))
         except asyncio.CancelledError:
-            if self._ending:  # the client sends the request again, as it does when the process dies
+            if self._ending:  # the client sends the request again, as if this process had died
                 raise
-            reply = Failed(number, Failure.of(RequestAborted("the request was given up")))
+            reply = Failed(number, Failure.of(RequestAborted("the request was aborted")))
         except MindieMMError as error:
             if self._arena.lost:
-                _log.error("a request: %s", error)
+                _log.error("a request failed: %s", error)
                 await self._channel.close()
                 return
             reply = Failed(number, Failure.of(error))
@@ -113,10 +113,10 @@ class Server:
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
-    """Create the arena, start the decoders, read the checkpoint, report that the process is ready, and serve."""
+    """Create the arena, start the decoders, read the checkpoint, send Ready, and answer requests."""
     faults.arm("tokenizer", fault_folder())
     faults.point("starting")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # unwinds, so that the arena is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raises SystemExit, so that the arena is removed
     torch.set_num_threads(1)
     setup = msgspec.json.decode(setup_json, type=Setup)
     try:
@@ -125,10 +125,10 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     except MindieMMError as error:
         channel.send(msgspec.msgpack.encode(Failure.of(error)))
         return
-    lifeline.before_end(collect)  # nobody else collects the arena of a tokenizer that died before the parent
+    lifeline.before_end(collect)  # if the parent is dead, no other process collects arenas of dead tokenizers
     with arena:
         faults.point("arena-made")
-        with suppress(asyncio.CancelledError):  # SIGTERM
+        with suppress(asyncio.CancelledError):  # SIGTERM cancels the task
             asyncio.run(_run(channel, setup, arena))
 
 
@@ -139,7 +139,7 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
     decoders = Decoders(DecoderSetup(setup.model, setup.family, setup.media), setup.arena_bytes)
     room = Room(arena, setup.arena_wait_s)
     try:
-        async with task_group() as group:  # both spend seconds on imports
+        async with task_group() as group:  # in parallel, because both import for seconds
             group.create_task(decoders.open(setup.num_decoders))
             reading = group.create_task(asyncio.to_thread(_read_checkpoint, setup, decoders, room))
         prompts = reading.result()

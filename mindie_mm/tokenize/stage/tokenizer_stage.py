@@ -1,4 +1,4 @@
-"""The interface of the tokenizers that make the prompts of an engine."""
+"""The interface of the tokenizers that make prompts for an engine."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 
 class TokenizerStage(ABC):
-    """A tokenizer for prompts of many requests, in a process of its own or in the caller's."""
+    """A tokenizer for the prompts of requests, which runs in a separate process or in the caller's process."""
 
     shown_tokens: list[str]
-    """As `Prompts.shown_tokens`."""
+    """Same as `Prompts.shown_tokens`."""
 
     @property
     @abstractmethod
     def pids(self) -> list[int]:
-        """Ids of the processes that accept requests."""
+        """Process ids of the tokenizers that accept requests."""
 
     @property
     @abstractmethod
     def restarts(self) -> Restarts:
-        """Counts of restarts and of failed attempts."""
+        """Numbers of restarts and of failed attempts."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise ProcessDied if no requests are accepted."""
+        """Raise ProcessDied if the tokenizer does not accept requests."""
 
     @abstractmethod
     async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
-        """Return the prompt of each of `requests`. Their media get room in shared memory together.
+        """Return the prompts of `requests`. Blocks for all their media are allocated together.
 
-        The blocks of a cancelled call are freed. All requests have the same path file.
+        All requests must have the same path file. If the call is cancelled, its blocks are freed.
 
         Raises:
-            InputError: A request is wrong.
-            ArenaFull: There was no room for the media in time.
+            InputError: A request is invalid.
+            ArenaFull: The arena had no free memory for the media in time.
             ProcessDied: The process died, or the tokenizer is closed.
-            NoProcess: No process came up in time.
+            NoProcess: No process was ready in time.
 
         """
 
     async def tokenize(self, request: TokenizeRequest) -> Prompt:
-        """Return the prompt of one request. Errors are those of `tokenize_together`."""
+        """Return the prompt of one request. `tokenize_together` describes the errors."""
         (prompt,) = await self.tokenize_together([request])
         return prompt
 

@@ -1,1 +1,1 @@
-"""Conversion of text to ids and back: chat templates, control tokens, detokenisation."""
+"""Conversion of text to ids and back, with chat templates, control tokens and detokenization."""

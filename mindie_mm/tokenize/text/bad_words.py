@@ -22,7 +22,7 @@ def bad_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> Iterator[tuple[
         bare = word.lstrip()
         plain, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (bare, f" {bare}"))
         if not plain:
-            raise InputError(f"bad_words has {word!r}, which has no tokens; leave it out", param="bad_words")
+            raise InputError(f"bad_words contains {word!r}, which has no tokens; leave it out", param="bad_words")
         yield plain
         if spaced[-len(plain) :] != plain:
             yield spaced

@@ -19,11 +19,11 @@ from mindie_mm.settings.config import ContentFormat
 from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings, unused_character
 
 _REMEMBERED = 256
-"""Number of conversations whose prompt is kept, because many requests or rows repeat them."""
+"""Number of conversations whose prompts are cached, because requests or rows often repeat them."""
 _REMEMBERED_BYTES = 4096
 _VOLATILE = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
-"""Names that stand for the time or for a random value. Prompts of a template that has one are not cached. A name that
-is put together at run time, such as `map('ran' ~ 'dom')`, is not found."""
+"""Names of functions that return the time or a random value. Prompts of a template that contains such a name are not
+cached. A name that is composed at run time, such as `map('ran' ~ 'dom')`, is not detected."""
 _RESERVED_KWARGS = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -34,7 +34,7 @@ _SHOWN_PROMPT = "Final message to continue"
 _LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - cuts sources; nothing is rendered
 """Lexer with the whitespace settings of transformers."""
 _PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
-"""Variables, and keys of messages, that are refused unless the template names them."""
+"""Variables and keys of messages that are refused unless the template uses them."""
 _PROBE = "a text"
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "a_name", "arguments": {}}}
 _ASKED = (Message("user", "another"), Message("assistant", "another", {"tool_calls": [_CALL]}))
@@ -45,11 +45,11 @@ _TRIED: Mapping[str, Sequence[Message]] = {
     "tool": (*_ASKED, Message("tool", _PROBE, _NAMED)),
     "function": (*_ASKED, Message("function", _PROBE, _NAMED)),
 }
-"""Roles that some templates skip, each with a conversation that shows whether this one does."""
+"""Roles that some templates skip. For each role, a conversation for testing whether a template skips it."""
 
 
 class ChatTemplate:
-    """A template, and the tokenizer that runs it."""
+    """A chat template, and the tokenizer that renders it."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class ChatTemplate:
         *,
         for_tools: bool = False,
     ) -> None:
-        """Find out which content format and which roles the template reads.
+        """Detect which content format and which roles the template supports.
 
         Args:
             source: Jinja source.
             tokenizer: Fast tokenizer of transformers.
-            control: Spellings of its control tokens, the longest first.
-            content_format: Form of the content of messages.
-            for_tools: The template is only for conversations with tools.
+            control: Texts of the tokenizer's control tokens, the longest first.
+            content_format: Format of the content of messages.
+            for_tools: Whether the template is only for conversations with tools.
 
         """
         self._source = source
@@ -75,8 +75,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._spelling = ControlSpelling(control, {*control, *ROLES, *KINDS, *_words(source)})
         self._content_format: ContentFormat = "auto"
-        # Some templates skip content that is a string. Others read only strings: they fail for parts, skip them, or
-        # write them in Python's notation.
+        # Some templates skip content that is a string. Others support only strings: given a list of parts, they fail,
+        # skip the list, or write it in Python's notation.
         as_text, as_parts = (self._reads(wraps) for wraps in (False, True))
         if content_format != "auto":
             self._content_format = content_format
@@ -104,21 +104,21 @@ class ChatTemplate:
         *,
         continue_final_message: bool = False,
     ) -> Rendered:
-        """Return messages as a prompt.
+        """Render messages as a prompt.
 
         Args:
             messages: Messages of the conversation.
-            add_generation_prompt: End the prompt with the head of the assistant's turn.
-            template_kwargs: More variables of the template.
-            items: Spellings of the media items in all messages, for a template that reads only strings.
-            continue_final_message: End the prompt with the text of the last message.
+            add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
+            template_kwargs: More variables for the template.
+            items: Texts that represent the media items of all messages, for a template that supports only strings.
+            continue_final_message: Whether the prompt ends with the text of the last message.
 
         Raises:
-            InputError: The template refuses the messages, or would leave a part of them out.
+            InputError: The template refuses the messages, or would skip a part of them.
 
         """
         if reserved := _RESERVED_KWARGS & template_kwargs.keys():
-            raise InputError(f"chat_template_kwargs cannot hold {min(reserved)!r}", param="chat_template_kwargs")
+            raise InputError(f"chat_template_kwargs must not contain {min(reserved)!r}", param="chat_template_kwargs")
         self._check_placed(template_kwargs)
         conversation = [self._turn(message) for message in messages]
         if self._is_deterministic and not template_kwargs and not any(message.extra for message in messages):
@@ -149,39 +149,39 @@ class ChatTemplate:
                 **{name: escapes.apply(value) for name, value in template_kwargs.items()},
             )
         except RecursionError as error:
-            raise InputError("the chat template refuses these messages: they nest too deeply") from error
+            raise InputError("the chat template refuses these messages: they are nested too deeply") from error
         except Exception as error:  # a template is a program and can raise anything
             reason, *_ = str(error).split(_SHOWN_PROMPT)
             raise InputError(f"the chat template refuses these messages: {reason}") from error
         return escapes.rendered(_with_items(text, mark, items) if mark else text)
 
     def _turn(self, message: Message) -> dict[str, Any]:
-        """Return a message as the template reads it. Raise InputError if the template would skip a part of it."""
+        """Convert a message for the template. Raise InputError if the template would skip a part of the message."""
         turn = as_dict(message, self._wraps_strings)
         if message.role == "developer" and not self._knows_developer:
-            turn["role"] = "system"  # OpenAI's name for it
+            turn["role"] = "system"  # OpenAI's name for the system role
         if turn["role"] in self._lost_roles:
-            raise InputError(f"the role {message.role} is not served: the model's chat template passes over it")
+            raise InputError(f"the role {message.role} is not supported: the model's chat template ignores it")
         self._check_placed(message.extra, "messages")
         return turn
 
     def _check_placed(self, given: Mapping[str, Any], field: str | None = None) -> None:
         for name in self._placeless:
             if given.get(name) and given[name] != "none":  # OpenAI's word for no effort
-                detail = f"not served: the model's chat template has no place for {name}"
+                detail = f"not supported: the model's chat template does not use {name}"
                 raise InputError(detail, param=field or name)
 
     def _reads(self, wraps_strings: bool) -> bool | None:
         """Return whether the template shows a user's text, after a system message if it requires one.
 
-        Return None if it refuses both conversations.
+        Return None if the template refuses both conversations.
         """
         user = as_dict(Message("user", _PROBE), wraps_strings)
         system = as_dict(Message("system", "another"), wraps_strings)
         return next((shown for tried in ([user], [system, user]) if (shown := self._shows(tried)) is not None), None)
 
     def _loses(self, tried: Sequence[Message]) -> bool:
-        """Return whether the template skips a part of the messages. If it refuses them, it raises an error itself."""
+        """Return whether the template skips a part of the messages. Return False if it refuses them."""
         return self._shows([as_dict(message, self._wraps_strings) for message in tried]) is False
 
     def _shows(self, conversation: Sequence[Mapping[str, Any]]) -> bool | None:
@@ -205,10 +205,10 @@ class ChatTemplate:
 
 
 def _words(source: str) -> set[str]:
-    """Return the texts and strings in a template, and the keys that it reads."""
+    """Return the texts and strings in a template, and the keys that the template reads."""
     try:
         lexed = [(token.type, token.value) for token in _LEXER.tokenize(source)]
-    except jinja2.TemplateSyntaxError:  # it will refuse all messages
+    except jinja2.TemplateSyntaxError:  # the template will refuse all messages
         return set()
     keys = {key for (before, _), (kind, key) in pairwise(lexed) if (before, kind) == ("dot", "name")}
     return keys | {text for kind, text in lexed if kind in ("data", "string")} - {""}
@@ -219,20 +219,20 @@ class TemplateSources:
     """Jinja sources of a checkpoint's chat templates."""
 
     processor: str | None
-    """Template of the processor, from the first of processor_config.json, chat_template.json and chat_template.jinja
-    that has one, as in transformers."""
+    """Template of the processor. It comes from the first of these files that has a template, as in transformers:
+    processor_config.json, chat_template.json, chat_template.jinja."""
     tokenizer: str | None
-    """Template of the tokenizer: chat_template.jinja or tokenizer_config.json."""
+    """Template of the tokenizer, from chat_template.jinja or tokenizer_config.json."""
     tool_use: str | None
     """Template of the tokenizer for conversations with tools."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, tokenizer: Any) -> TemplateSources:
-        """Find the templates. A processor or a tokenizer may have several, by name.
+        """Find the templates. A processor or a tokenizer may have several named templates.
 
         Raises:
-            UnsupportedCheckpoint: There are several templates, but none has the name default. Transformers then refuses
-                all conversations.
+            UnsupportedCheckpoint: There are several templates, but none is named "default". In this case transformers
+                refuses all conversations.
 
         """
         named = _named(tokenizer.chat_template)
@@ -244,14 +244,14 @@ class TemplateSources:
         for templates in (own, named):
             if templates and not {"default"} & {*templates, *own}:
                 raise UnsupportedCheckpoint(
-                    f"{checkpoint.path} has the chat templates {', '.join(sorted(templates))} and none with the name "
-                    "default; give one of them that name"
+                    f"{checkpoint.path} has the chat templates {', '.join(sorted(templates))}, but none named "
+                    "default; rename one of them to default"
                 )
         return cls(own.get("default"), named.get("default"), named.get("tool_use") or own.get("tool_use"))
 
 
 def _named(templates: Any) -> Mapping[str, str]:
-    """Return chat templates by name. A file has one source, a list of {"name", "template"}, or a mapping."""
+    """Return chat templates by name. A file has one template, a list of {"name", "template"}, or a mapping."""
     if isinstance(templates, str):
         return {"default": templates}
     if isinstance(templates, list):
@@ -262,28 +262,28 @@ def _named(templates: Any) -> Mapping[str, str]:
 
 
 def _joined(content: Any, mark: str) -> Any:
-    """Return the parts of a message as one string, with `mark` for each media item.
+    """Join the parts of a message, with `mark` for each media item.
 
-    Media come first and each part has a line, as in vLLM's "string" format.
+    As in vLLM's "string" format, media come first, and each part is a line.
     """
     if not isinstance(content, list):
-        return "" if content is None else content  # a template would fail, or write None
+        return "" if content is None else content  # for None, a template would fail or write "None"
     media = [mark for part in content if mark and part["type"] != "text"]
     return "\n".join([*media, *(part["text"] for part in content if part["type"] == "text")])
 
 
 def _with_items(text: str, mark: str, items: Sequence[str]) -> str:
-    """Replace each `mark` by the spelling of its item. Raise InputError if the template lost or repeated one."""
+    """Replace each `mark` with the text of its item. Raise InputError if the template lost or repeated a mark."""
     first, *pieces = text.split(mark)
     if len(pieces) != len(items):
-        raise InputError(f"the chat template writes {len(pieces)} media items of {len(items)}")
+        raise InputError(f"the chat template writes {len(pieces)} of {len(items)} media items")
     return first + "".join(item + piece for item, piece in zip(items, pieces, strict=True))
 
 
 def as_dict(message: Message, wraps_strings: bool = False) -> dict[str, Any]:
-    """Return a message as templates read it, with media as {"type": kind}.
+    """Convert a message to the format of chat templates, with media as {"type": kind}.
 
-    If `wraps_strings`, content that is a string becomes a list of one text part.
+    If `wraps_strings` is set, a string is replaced with a list of one text part.
     """
     content: Any = message.content
     if isinstance(content, tuple):
@@ -292,6 +292,6 @@ def as_dict(message: Message, wraps_strings: bool = False) -> dict[str, Any]:
             for item in content
         ]
     elif content is not None:
-        content = str(content)  # converts subclasses of str, such as numpy's
+        content = str(content)  # convert subclasses of str, such as numpy's
         content = [{"type": "text", "text": content}] if wraps_strings else content
     return {"role": str(message.role), "content": content, **message.extra}

@@ -9,14 +9,14 @@ from tokenizers import Tokenizer
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 _UNFINISHED = 64
-"""Maximum number of pending tokens that wait for text. A character has at most 4 bytes."""
+"""Maximum number of pending tokens that have not produced text. A character has at most 4 bytes."""
 
 
 class TextStream:
-    """An incremental decoder. Text that was returned is never taken back.
+    """An incremental decoder. Text that was returned does not change later.
 
-    A token is decoded together with the ids of the piece before it, because its text may depend on them. A blank at the
-    beginning of a text is left out, and several bytes may form one character.
+    A token is decoded together with the ids of the piece before it, because its text may depend on them: decoders drop
+    a space at the beginning of a text, and several bytes may form one character.
     """
 
     def __init__(
@@ -28,12 +28,12 @@ class TextStream:
         joined = not (skip_special_tokens or spaces_between_special_tokens)
         self._joined = tokenizer.get_added_tokens_decoder() if joined else {}  # added tokens without blanks in between
         self._after_added = False
-        self._last: list[int] = []  # the ids of the last piece
-        self._last_text = ""  # their text
-        self._behind: list[int] = []  # ids that have produced no text yet
+        self._last: list[int] = []  # ids of the last piece
+        self._last_text = ""  # text of the last piece
+        self._behind: list[int] = []  # ids that have not produced text yet
 
     def push(self, token_id: int) -> str:
-        """Decode one more token and return the text that is certain.
+        """Decode another token, and return new text that cannot change.
 
         The text is empty for a special token and for an incomplete character.
         """
@@ -58,12 +58,12 @@ class TextStream:
     def flush(self) -> str:
         """Return the remaining text.
 
-        Bytes that form no whole character become U+FFFD, as when all ids are decoded at once.
+        Incomplete characters become U+FFFD, as if all ids were decoded at once.
         """
         return self._tell(self._decoded([*self._last, *self._behind]))
 
     def _tell(self, text: str) -> str:
-        """Return the new piece of `text`, which normally begins with the text of the last piece."""
+        """Return the new part of `text`, which normally begins with the text of the last piece."""
         # If it does not, a new byte has changed a character that was already returned.
         piece = text[len(self._last_text) :] if text.startswith(self._last_text) else self._decoded(self._behind)
         if piece:
@@ -85,7 +85,7 @@ def is_skipped(tokenizer: Tokenizer, token_id: int) -> bool:
 
 
 class Detokenizer:
-    """The output of one request as text. Text that may turn out to begin a stop string is held back."""
+    """The output of one request as text. Text that may be the beginning of a stop string is held back."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Detokenizer:
         """The stop string that ended the text."""
 
     def push(self, token_ids: list[int]) -> str:
-        """Decode more tokens and return the text that is certain, or nothing after a stop string."""
+        """Decode more tokens, and return new text that cannot change, or nothing after a stop string."""
         for token_id in token_ids:
             self._num_tokens += 1
             if piece := self._stream.push(token_id):
@@ -130,7 +130,7 @@ class Detokenizer:
             return
         before = len(self._text)
         self._text += piece
-        # Only stop strings that end in this piece count. One that came before `min_tokens` has no effect later.
+        # Only stop strings that end in this piece count. An earlier stop string, before `min_tokens`, is ignored.
         places = ((self._text.find(text, max(0, before - len(text) + 1)), text) for text in self._stop)
         hits = [(at, text) for at, text in places if at >= 0]
         if hits and self._num_tokens >= self._min_tokens:
@@ -138,10 +138,10 @@ class Detokenizer:
             self._text = self._text[: at + len(self.stopped_by) if self._includes_stop else at]
 
     def _certain(self) -> int:
-        """Return the start of the longest tail of the text that may begin a stop string, or else the text's end."""
+        """Return the index from which the text may be the beginning of a stop string, or the length of the text."""
         text = self._text
         if self.stopped_by is None and not self._includes_stop:
-            # A start that was ruled out stays ruled out, so the search begins where the returned text ends.
+            # An index that was ruled out stays ruled out, so the search begins where the returned text ends.
             for start in range(self._emitted, len(text)):
                 tail = text[start:]
                 if any(stop.startswith(tail) for stop in self._stop):
@@ -159,11 +159,11 @@ def load_tokenizer(checkpoint: Checkpoint, family: str | None = None, shown_toke
 
     Args:
         checkpoint: Checkpoint of the tokenizer.
-        family: As in `family_of`.
+        family: Same as in `family_of`.
         shown_tokens: Special tokens that are shown in answers.
 
     Raises:
-        UnsupportedCheckpoint: The checkpoint cannot be served.
+        UnsupportedCheckpoint: The checkpoint is not supported.
 
     """
     file = checkpoint.path / "tokenizer.json"
@@ -173,7 +173,7 @@ def load_tokenizer(checkpoint: Checkpoint, family: str | None = None, shown_toke
         stated = {token["content"] for token in checkpoint.json("tokenizer.json").get("added_tokens", ())}
         if stated.issuperset(shown_tokens):
             return checkpoint.tokenizer(lambda token: token["special"] and token["content"] not in shown_tokens)
-    # Imported late, because only checkpoints whose tokenizer.json lacks tokens need torch and a conversion.
+    # Import this late, because only checkpoints whose tokenizer.json lacks tokens need torch and a conversion.
     from mindie_mm.models import family_of
 
     converted: Tokenizer = family_of(checkpoint, family).tokenizer(checkpoint).backend_tokenizer

@@ -1,12 +1,13 @@
-"""Escaping of control tokens that a caller's text spells, to keep them apart from the intended ones.
+"""Escaping of control tokens that a user's text spells, so that they differ from intended control tokens.
 
-Before a prompt is put together, the first character of any such spelling is replaced by a private-use character that
-occurs nowhere else. Every control token that the prompt still spells is intended. `Rendered.restore` puts the replaced
-characters back.
+Before a prompt is assembled, the first character of any such spelling is replaced with a private-use character that
+occurs nowhere else. Every control token that the prompt still spells is intended. `Rendered.restore` contains the
+original characters.
 
-This holds for a template that writes each of the caller's strings whole, or without surrounding blanks. A template that
-splits a string and joins the pieces, or changes its letters, can still produce a control token. So can a template that
-begins a token and completes it with a caller's number, or with a name that it looks for, such as "object".
+The escapes work with a template that writes each of the user's strings unchanged, or without surrounding whitespace.
+Other templates can still produce a control token from a user's text: if they split a string and join the pieces, change
+its letters, or begin a token and complete it with the user's number or with a name that the template looks for, such as
+"object".
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ from typing import Any
 from mindie_mm.errors import InputError
 
 _FREE = range(0xE000, 0x110000)
-"""Characters that may replace others, private use first."""
+"""Code points of characters that may replace others. Private-use characters come first."""
 _FIELDS = re.compile("[%{]")
-"""Characters that may begin a field in a format string of a template."""
+"""Characters that may begin a field in a template's format string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as one string, control tokens spelled out."""
+    """A prompt as one string, including the texts of control tokens."""
 
     text: str
     restore: Mapping[int, str]
-    """Map from private-use characters to the characters that they replaced, for str.translate. Most prompts need
-    none."""
+    """Map from private-use characters to the characters that they replaced, for str.translate. It is empty for most
+    prompts."""
     items: Sequence[tuple[int, int]] = ()
     """Range [start, stop) of each media item in `text`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Escapes:
-    """The replacements of characters in the texts of one prompt. Most prompts have none."""
+    """The replacements of characters in the texts of one prompt. Most prompts do not have replacements."""
 
     _spelling: ControlSpelling
     _replacements: Mapping[str, str]
 
     def apply(self, value: Any) -> Any:
-        """Return `value`, which must be valid as JSON, with all of its strings escaped."""
+        """Escape all strings in a JSON value."""
         if not self._replacements:
             return value
         if isinstance(value, str):
@@ -60,28 +61,28 @@ class Escapes:
         return value
 
     def rendered(self, text: str) -> Rendered:
-        """Return the prompt with this text, which was rendered from escaped values."""
+        """Create the prompt from `text`, which was rendered from escaped values."""
         return Rendered(text, {ord(replacement): original for original, replacement in self._replacements.items()})
 
 
 def unused_character(texts: Sequence[str]) -> str:
-    """Return a private-use character that is in none of the texts. Raise InputError if they have all of them."""
+    """Return a private-use character that does not occur in the texts. Raise InputError if all characters occur."""
     taken = set().union(*texts)
     for character in map(chr, reversed(_FREE)):
         if character not in taken:
             return character
-    raise InputError(f"the texts have all {len(_FREE)} characters from U+{_FREE[0]:X} on; one has to be left")
+    raise InputError(f"the texts use all {len(_FREE)} characters from U+{_FREE[0]:X} on; at least one must be unused")
 
 
 class ControlSpelling:
-    """The spellings of a tokenizer's control tokens."""
+    """Detection and escaping of texts that spell a tokenizer's control tokens."""
 
     def __init__(self, control: Sequence[str], words: Collection[str] = ()) -> None:
         """Prepare the search for spellings.
 
-        If one of `words` ends with the beginning of a token, a caller's text that could complete a token is escaped,
-        too. This is true for hardly any template. Such a text is not escaped if it is a name among `words`, because the
-        template may look for it.
+        If a text in `words` ends with the beginning of a token, a user's text that could complete a token is escaped,
+        too. Hardly any template has such a text. The user's text is not escaped if it is a name in `words`, because the
+        template may look for this name.
 
         Args:
             control: Texts of the control tokens, the longest first.
@@ -98,7 +99,7 @@ class ControlSpelling:
         self._control = "\n".join(control)
 
     def escapes(self, texts: Iterable[str], template: str = "") -> Escapes:
-        """Return a replacement for each character that begins a spelling in `texts`.
+        """Return replacements for all characters that begin a spelling in `texts`.
 
         The replacements occur neither in `texts` nor in `template`. Raise InputError if no unused characters are left.
         """
@@ -108,23 +109,25 @@ class ControlSpelling:
         free = (character for character in map(chr, _FREE) if character not in taken)
         replacements = dict(zip(spelled, free, strict=False))
         if len(replacements) < len(spelled):
-            raise InputError(f"the texts have all {len(_FREE)} characters from U+{_FREE[0]:X} on; one has to be left")
+            raise InputError(
+                f"the texts use all {len(_FREE)} characters from U+{_FREE[0]:X} on; at least one must be unused"
+            )
         return Escapes(self, replacements)
 
     def places(self, text: str) -> Iterator[int]:
-        """Yield the offsets of the characters to replace in a caller's `text`. An offset may occur twice."""
+        """Yield the offsets of the characters to replace in a user's `text`. An offset may occur twice."""
         yield from (match.start() for match in self._pattern.finditer(text))
         if self._rests and text not in self._names and self._goes_on(text.strip()):
             yield len(text) - len(text.lstrip())
 
     def _goes_on(self, text: str) -> bool:
-        """Return whether `text` may complete a token: it begins with the rest of one, or is a part inside one."""
+        """Return whether `text` begins with the rest of a token or is a part of a token, and may thus complete it."""
         return text != "" and (text.startswith(self._rests) or text in self._control)
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a JSON value, including keys, in any order. Raise InputError if it is not a JSON value."""
-    waiting = [value]  # nested generators would pass each string through every level
+    """Yield all strings in a JSON value, including keys, in any order. Raise InputError for other values."""
+    waiting = [value]  # a stack, because nested generators would pass each string through every level
     while waiting:
         value = waiting.pop()
         if isinstance(value, str):
@@ -134,14 +137,14 @@ def strings(value: Any) -> Iterator[str]:
         elif isinstance(value, (list, tuple)):
             waiting += value
         elif not isinstance(value, (int, float, NoneType)):  # a template could write any other value as text, unescaped
-            raise InputError(f"a chat template is given what JSON can hold, not {type(value).__name__}")
+            raise InputError(f"chat template variables must be JSON values, not {type(value).__name__}")
 
 
 def _pattern(control: Sequence[str], beginnings: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern for the first character of each control token, and of an incomplete one at the end of a text.
+    """Return a pattern for the first character of a control token, and of an incomplete token at the end of a text.
 
-    An incomplete token, perhaps before blanks that a template strips, would become a token if the template appended
-    the rest of it.
+    An incomplete token would become a token if the template appended the rest. Whitespace may follow the incomplete
+    token, because a template may strip whitespace.
     """
     ends = "|".join(map(re.escape, sorted(sorted(beginnings), key=len, reverse=True)))
     tokens = "|".join(map(re.escape, control))

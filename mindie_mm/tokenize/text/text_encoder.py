@@ -1,12 +1,13 @@
-"""Encoding of prompts such that a caller's text can never produce a control token.
+"""Encoding of prompts in which a user's text never produces a control token.
 
-A prompt is rendered to one string, by the checkpoint's chat template or item by item. Control tokens that the template
-or a media item writes are intended. A caller's text may spell or complete a control token, and several texts may form
-one where they join. Such spellings are plain text. They are escaped before rendering (`spelling.py`), so that every
-control token left in the string is intended.
+The checkpoint's chat template renders a prompt to one string. Without a template, the items are joined. Control tokens
+that the template or a media item writes are intended. A user's text may also spell or complete a control token, and
+several texts may form a control token where they are joined. Such spellings are plain text. They are escaped before
+rendering (`spelling.py`), so that every control token in the string is intended.
 
-The string is then split at its control tokens. The text between them is restored, and encoded with the recognition of
-control tokens off. Nearly all prompts have no escapes. They are encoded whole, exactly as in transformers.
+The string is then split at its control tokens. In the text between them, escapes are undone, and the text is encoded
+without recognizing control tokens. Most prompts do not contain escapes. They are encoded as a whole, exactly as in
+transformers.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from mindie_mm.tokenize.text.chat_template import ChatTemplate, TemplateSources,
 from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings
 
 _ALWAYS_ENCODED = 2**18
-"""Number of characters of a prompt that are encoded at any token limit. The prompt may be truncated to a few tokens."""
+"""Number of characters up to which a prompt is encoded at any token limit, because it may be truncated afterwards."""
 _REMEMBERED = 256
-"""Number of prompts whose ids are cached, because many requests or rows repeat them. Long prompts seldom repeat."""
+"""Number of prompts whose ids are cached, because requests or rows often repeat them. Long prompts are not cached."""
 _REMEMBERED_CHARS = 4096
 
 
@@ -41,11 +42,11 @@ class Encoded:
 
     ids: Sequence[int]
     items: Sequence[tuple[int, int]] = ()
-    """Range [start, stop) of the ids that each media item's spelling contributed to. Two items may share an id."""
+    """For each media item, the range [start, stop) of ids that encode its spelling. Two items may share an id."""
 
 
 class _Encoding(Protocol):
-    """An encoded text, as the tokenizers library returns it."""
+    """An encoded text, with the attributes that the tokenizers library gives it."""
 
     @property
     def ids(self) -> Sequence[int]: ...
@@ -80,9 +81,9 @@ class TextEncoder:
             checkpoint: Checkpoint of the tokenizer.
             tokenizer: Fast tokenizer of transformers.
             placeholder_ids: Ids to treat as control tokens even if the tokenizer's file does not. The `control_ids` of
-                the processor's placeholders are treated alike.
+                the processor's placeholders are also treated as control tokens.
             processor: Processor of the checkpoint.
-            content_format: As in `ChatTemplate`.
+            content_format: Same as in `ChatTemplate`.
 
         Raises:
             UnsupportedCheckpoint: A placeholder id is not an added token.
@@ -99,7 +100,7 @@ class TextEncoder:
         # Text outside the vocabulary is encoded as the unknown token, so text may produce that token.
         self._never_text = {*self._control_ids.values()} - {tokenizer.unk_token_id}
         self._control = _one_of(frozenset(self._control_ids))
-        # A marker stands for an item even if it is no token, so a caller's text must not contain one.
+        # A marker represents an item even if it is not a token, so a user's text must not contain a marker.
         markers = {placeholder.marker for placeholder in processor.placeholders.values() if placeholder.marker}
         self._spelled = sorted(sorted(self._control_ids.keys() | markers), key=len, reverse=True)
         self._spelling = ControlSpelling(self._spelled)
@@ -112,36 +113,36 @@ class TextEncoder:
         self._bos: str | None = tokenizer.bos_token
         bos = [] if self._bos is None else [tokenizer.bos_token_id]
         self.opening: Sequence[int] = self._prefix or bos
-        """Ids that the tokenizer or a chat template puts at the beginning of a prompt, such as BOS."""
+        """Ids that the tokenizer or a chat template adds at the beginning of a prompt, such as BOS."""
         self._remembered = lru_cache(_REMEMBERED)(lambda text, items: self._encoded(Rendered(text, {}, items)))
 
     def check_items(self, items: Sequence[Item], max_tokens: int) -> None:
         """Raise ContextLengthExceeded if the texts have more characters than `max_tokens` of the longest tokens.
 
-        Encoding takes time and memory for every character, so this check comes first. It also applies to prompts that
-        are truncated.
+        This is checked first, because encoding needs time and memory for every character. The check also applies to
+        prompts that may be truncated.
         """
         self._check_size((item.text for item in items if isinstance(item, Text)), max_tokens)
 
     def check_messages(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], max_tokens: int) -> None:
-        """Raise ContextLengthExceeded as `check_items` does, for messages and the other variables of their template."""
+        """Check messages and the other template variables like `check_items`. Raise ContextLengthExceeded."""
         self._check_size(strings([*map(as_dict, messages), template_kwargs]), max_tokens)
 
     def check_rendered(self, rendered: Rendered, max_tokens: int) -> None:
-        """Raise ContextLengthExceeded as `check_items` does, for a rendered prompt.
+        """Check a rendered prompt like `check_items`. Raise ContextLengthExceeded.
 
-        A template may also write numbers, and may write a text several times.
+        The prompt may be longer than the messages, because a template may write numbers, or a text several times.
         """
         self._check_size([rendered.text], max_tokens)
 
     def _check_size(self, texts: Iterable[str], max_tokens: int) -> None:
         if (size := sum(map(len, texts))) > (most := max(_ALWAYS_ENCODED, max_tokens * self._longest_token)):
             raise ContextLengthExceeded(
-                f"the prompt has {size} characters; with a limit of {max_tokens} tokens at most {most} are encoded"
+                f"the prompt has {size} characters; the limit is {most} characters for at most {max_tokens} tokens"
             )
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Return control tokens as a rendered prompt spells them."""
+        """Return the text of control tokens in a rendered prompt."""
         return "".join(self._tokenizer.convert_ids_to_tokens(list(ids)))
 
     def render_items(self, items: Sequence[Item | str]) -> Rendered:
@@ -159,7 +160,7 @@ class TextEncoder:
         *,
         continue_final_message: bool = False,
     ) -> Rendered:
-        """Return messages as a prompt, by the chat template. `items` are the spellings of their media.
+        """Render messages with the chat template. `items` are the texts that represent their media.
 
         With `continue_final_message`, the prompt ends with the text of the last message.
 
@@ -183,10 +184,10 @@ class TextEncoder:
             rendered: Prompt with markers.
             names: All markers that the model has.
             markers: Expected markers, in order.
-            texts: Replacement of each of `markers`.
+            texts: Replacements of `markers`, in the same order.
 
         Raises:
-            InputError: The prompt has other markers, or another number of them.
+            InputError: The markers in the prompt differ from `markers`.
 
         """
         pieces = _one_of(names).split(rendered.text)
@@ -197,10 +198,10 @@ class TextEncoder:
     def replace_marker_ids(
         self, ids: Sequence[int], names: Collection[str], markers: Sequence[str], texts: Sequence[str]
     ) -> Encoded:
-        """Replace the media markers in an encoded prompt, as `replace_markers` does. Each text is encoded on its own.
+        """Replace the media markers in an encoded prompt like `replace_markers`. Each text is encoded separately.
 
-        A marker that stays is recognised by its control tokens, because the ids of the text around them depend on its
-        neighbours.
+        A marker that is not replaced is recognized by its control tokens, because the ids of its other text depend on
+        the neighboring text.
         """
         replaced = {marker for marker, text in zip(markers, texts, strict=True) if marker != text}
         spelled = {
@@ -227,7 +228,8 @@ class TextEncoder:
     def _marker_ids(self, marker: str, whole: bool) -> list[int]:
         """Return the ids of a marker.
 
-        Unless `whole`, return only the ids from the first to the last control token, if the marker has any.
+        Unless `whole` is set, return only the ids from the first to the last control token, if the marker has control
+        tokens.
         """
         ids = self._encode(marker, plain=False)
         control = {*self._control_ids.values()}
@@ -235,10 +237,10 @@ class TextEncoder:
         return ids if whole or not places else ids[places[0] : places[-1] + 1]
 
     def encode(self, rendered: Rendered) -> Encoded:
-        """Return the ids. Add the tokenizer's special tokens, such as BOS, unless the text begins with BOS."""
+        """Encode a prompt. Add the tokenizer's special tokens, such as BOS, unless the text begins with BOS."""
         if rendered.restore:
             plain = Rendered(rendered.text.translate(rendered.restore), {}, rendered.items)
-            if self._spelled_in(plain.text) == self._spelled_in(rendered.text):  # restoring adds no spelling
+            if self._spelled_in(plain.text) == self._spelled_in(rendered.text):  # restoring does not add a spelling
                 rendered = plain
         if rendered.restore or len(rendered.text) > _REMEMBERED_CHARS:
             return self._encoded(rendered)
@@ -253,7 +255,7 @@ class TextEncoder:
         return Encoded([*self._prefix, *encoded.ids, *self._suffix], items)
 
     def bare_ids(self, rendered: Rendered) -> Sequence[int]:
-        """Return the ids without the special tokens that the tokenizer adds."""
+        """Encode a prompt without the special tokens that the tokenizer adds."""
         ids, ahead = self.encode(rendered).ids, len(self._prefix)
         return ids[ahead : len(ids) - len(self._suffix)] if [*ids[:ahead]] == self._prefix else ids
 
@@ -276,7 +278,7 @@ class TextEncoder:
         return Encoded([*self._prefix, *ids, *self._suffix], [(start + ahead, stop + ahead) for start, stop in items])
 
     def _pieces(self, rendered: Rendered) -> Iterator[tuple[int, _Encoding]]:
-        """Split a prompt at its control tokens. Yield the offset of each piece in characters, and its encoding."""
+        """Split a prompt at its control tokens. Yield each piece's offset in characters and its encoding."""
         at = 0
         for index, piece in enumerate(self._control.split(rendered.text)):
             if index % 2:
@@ -286,11 +288,11 @@ class TextEncoder:
             at += len(piece)
 
     def _encode_plain(self, text: str) -> list[tuple[int, _Encoding]]:
-        """Encode `text` without control tokens. Return its pieces as `_pieces` does.
+        """Encode `text` without control tokens. Return pieces like those of `_pieces`.
 
-        The vocabulary of a Unigram model includes its control tokens, and the model finds them although their
-        recognition is off. Its normaliser may also turn other characters into one. The text is split after the first
-        character of each such token.
+        The vocabulary of a Unigram model includes its control tokens, so the model finds them even if they are not
+        recognized as added tokens. Its normalizer may also turn other characters into a control token. The text is
+        split after the first character of each such token.
 
         Raises:
             InputError: A single character produces a control token.
@@ -304,18 +306,18 @@ class TextEncoder:
         cuts = [0, *sorted(start + 1 for start in starts), len(text)]
         pieces = [(start, self._encoding(text[start:stop], plain=True)) for start, stop in pairwise(cuts)]
         if made := self._never_text.intersection(index for _, piece in pieces for index in piece.ids):
-            raise InputError(f"the text makes the control token {self.spell(sorted(made)[:1])}")
+            raise InputError(f"the text would produce the control token {self.spell(sorted(made)[:1])}")
         return pieces
 
     def _as_meant(self, text: str, ids: Sequence[int]) -> bool:
-        """Return whether `ids` have exactly the control tokens that `text` spells. A normaliser may produce others."""
+        """Return whether `ids` have exactly the control tokens that `text` spells. A normalizer may produce others."""
         if self._backend.normalizer is None:
             return True
         spelled = [self._control_ids[match[0]] for match in self._control.finditer(text)]
         return [i for i in spelled if i in self._never_text] == [i for i in ids if i in self._never_text]
 
     def _template(self, kinds: Collection[Kind], *, with_tools: bool = False) -> ChatTemplate | None:
-        """Return the template for conversations with items of `kinds`, or None if there is none."""
+        """Return the template for conversations with items of `kinds`, or None."""
         sources = self._sources
         source = sources.tool_use if with_tools else None
         source = source or self._processor.template(sources.processor, sources.tokenizer, kinds)
@@ -335,13 +337,13 @@ class TextEncoder:
         return list(self._encoding(text, plain).ids)
 
     def _encoding(self, text: str, plain: bool) -> _Encoding:
-        """Encode `text`. If `plain`, recognise no special token in it."""
+        """Encode `text`. If `plain` is set, do not recognize special tokens."""
         self._backend.encode_special_tokens = plain
         encoding: _Encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding
 
     def _frame(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the tokenizer puts before and after a text."""
+        """Return the ids that the tokenizer adds before and after a text."""
         bare = self._tokenizer.encode("a", add_special_tokens=False)
         framed = self._tokenizer.encode("a")
         start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
@@ -372,6 +374,6 @@ def _odd_ones(pieces: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
 
 
 def _touched(places: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
-    """Return the index range of the `places` that overlap [start, stop). Places are ranges too, in ascending order."""
+    """Return the index range of the `places` that overlap [start, stop). Places are ranges in ascending order."""
     first = bisect_right(places, start, key=lambda place: place[1])
     return first, max(first, bisect_left(places, stop, key=lambda place: place[0]))

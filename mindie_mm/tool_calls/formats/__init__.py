@@ -1,1 +1,1 @@
-"""The formats of tool calls, one module each."""
+"""The formats of tool calls. Each module contains one or several related formats."""

@@ -17,11 +17,11 @@ _FENCED = re.compile(r"<｜tool▁sep｜>.{0,80}?```json", re.DOTALL)
 
 
 class DeepSeekV3Parser(ToolCallParser):
-    r"""A parser of calls between markers, with the arguments in a fenced block.
+    r"""A parser of calls between markers. The arguments are in a fenced block.
 
     A call is `<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`, a newline, a fenced block of JSON and
-    `<｜tool▁call▁end｜>`. The calls stand between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`. The form of
-    DeepSeek-V3.1 is read as well. Named `deepseek_v3` in vLLM, `deepseekv3` in SGLang.
+    `<｜tool▁call▁end｜>`. The calls are between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`. The format of
+    DeepSeek-V3.1 is also accepted. This format is `deepseek_v3` in vLLM and `deepseekv3` in SGLang.
     """
 
     markers = (_BEGIN, _END, _CALL, _SEPARATOR, _CALL_END)
@@ -32,17 +32,17 @@ class DeepSeekV3Parser(ToolCallParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the markers, and a fenced block behind the separator."""
+        """Return whether the template writes the markers, and a fenced block after the separator."""
         return _BEGIN in template and bool(_FENCED.search(template))
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule of the calls of a tool."""
+        """Return a rule that matches calls of a tool."""
         before, after = cls.call_tags
         return f"{rules.text(before.replace('{name}', tool.name))} {json_value(tool.schema)} {rules.text(after)}"
 
     def calls(self, opening: str) -> Step[None]:
-        """Read the calls up to the end marker."""
+        """Parse the calls up to the end marker."""
         yield from self.space()
         while (yield from self.expect(_CALL, _END)) == _CALL:
             name = yield from self.until(_SEPARATOR)
@@ -64,9 +64,10 @@ class DeepSeekV3Parser(ToolCallParser):
 
 
 class DeepSeekV31Parser(DeepSeekV3Parser):
-    """A parser of `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`, between the same markers.
+    """A parser of `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`.
 
-    Named `deepseek_v31` in vLLM, `deepseekv31` in SGLang.
+    The markers around the calls are those of DeepSeek-V3. This format is `deepseek_v31` in vLLM and `deepseekv31` in
+    SGLang.
     """
 
     around = (_BEGIN, "", _END)

@@ -1,4 +1,4 @@
-"""The formats of DeepSeek-V3.2 and later, which write their calls in a markup called DSML."""
+"""The formats of DeepSeek-V3.2 and later, which write calls in a markup language called DSML."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class DsmlParser(TypedTextParser, ABC):
     """A parser of calls in DSML.
 
     A call is an element `invoke` with one element `parameter` per argument: `<｜DSML｜parameter name="a"
-    string="false">1</｜DSML｜parameter>`. The attribute `string` tells raw text from JSON. The calls stand within an
-    element whose name depends on the version.
+    string="false">1</｜DSML｜parameter>`. The attribute `string` is true for raw text, and false for JSON. The calls
+    are within an element whose name depends on the version.
     """
 
     section: ClassVar[str]
@@ -29,7 +29,7 @@ class DsmlParser(TypedTextParser, ABC):
     markers = ("｜DSML｜",)
 
     def __init_subclass__(cls) -> None:
-        """Derive the tags of a variant."""
+        """Derive the tags of a subclass."""
         super().__init_subclass__()
         cls.openings = (f"<{cls.prefix}{cls.section}>",)
         cls.closings = (f"</{cls.prefix}{cls.section}>",)
@@ -42,18 +42,18 @@ class DsmlParser(TypedTextParser, ABC):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the name of the section."""
+        """Return whether the template writes the name of the element around the calls."""
         return f"{cls.prefix}{cls.section}" in template
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule of the calls of a tool."""
+        """Return a rule that matches calls of a tool."""
         before = rules.text(f'<{cls.prefix}invoke name="{tool.name}">\n')
         after = rules.text(f"</{cls.prefix}invoke>\n")
         return f"{before} {cls.arguments_rule(tool, rules)} {after}"
 
     def calls(self, opening: str) -> Step[None]:
-        """Read the calls of a section."""
+        """Parse the calls of a section."""
         yield from self.space()
         while (yield from self.expect(f"<{self.prefix}invoke ", *self.closings)) not in self.closings:
             attributes = yield from self._attributes("/>", ">")
@@ -87,22 +87,22 @@ class DsmlParser(TypedTextParser, ABC):
 
 
 class DeepSeekV32Parser(DsmlParser):
-    """A parser of DSML in which the section is called `function_calls`.
+    """A parser of DSML in which the element around the calls is named `function_calls`.
 
-    Named `deepseek_v32` in vLLM, `deepseekv32` in SGLang.
+    This format is `deepseek_v32` in vLLM and `deepseekv32` in SGLang.
     """
 
     section = "function_calls"
 
 
 class DeepSeekV4Parser(DsmlParser):
-    """A parser of DSML in which the section is called `tool_calls`."""
+    """A parser of DSML in which the element around the calls is named `tool_calls`."""
 
     section = "tool_calls"
 
 
 class DeepSeekV41Parser(DsmlParser):
-    """A parser of DSML in which the section is called `calls`, and names follow a space."""
+    """A parser of DSML in which the element around the calls is named `calls`, and a space precedes names."""
 
     section = "calls"
     prefix = "｜DSML｜ "

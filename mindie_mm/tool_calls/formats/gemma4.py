@@ -22,7 +22,7 @@ _KEY = re.compile(r"[^:{}\[\],\n]+")
 class Gemma4Parser(ToolCallParser, LiteralScanner):
     """A parser of `<|tool_call>call:f{a:1,s:<|"|>x<|"|>}<tool_call|>`.
 
-    Keys have no quotes. Strings stand raw between two markers. Named `gemma4` in vLLM and SGLang.
+    Keys are not quoted. Strings are raw text between two markers. This format is `gemma4` in vLLM and SGLang.
     """
 
     quote: ClassVar[str] = '<|"|>'
@@ -38,7 +38,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule of the calls of a tool. Values are JSON, apart from strings."""
+        """Return a rule that matches calls of a tool. Values other than strings are JSON."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, _WRITTEN_KEY).items():
             values = [cls._value(branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
@@ -59,7 +59,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
         return json_value(branch)
 
     def calls(self, opening: str) -> Step[None]:
-        """Read one call."""
+        """Parse one call."""
         yield from self.space()
         yield from self.expect("call:")
         name = yield from self.name()
@@ -71,7 +71,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
         yield from self.close(*self.closings)
 
     def key(self) -> Step[None]:
-        """Read a key, with or without quotes, and the colon behind it."""
+        """Read a key, with or without quotes, and the colon after it."""
         if (yield from self.follows(self.quote, '"')):
             yield from super().key()
             return
@@ -82,7 +82,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
         self.send_arguments(json.dumps(key, ensure_ascii=False))
 
     def literal_string(self) -> Step[bool]:
-        """Read a string between markers, or one of JSON."""
+        """Read a string between markers, or a JSON string."""
         if not (yield from self.accept(self.quote)):
             return (yield from super().literal_string())
         self.send_arguments('"')
@@ -100,7 +100,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
 class FunctionGemmaParser(Gemma4Parser):
     """A parser of `<start_function_call>call:f{a:<escape>x<escape>}<end_function_call>`.
 
-    Named `functiongemma` in vLLM.
+    This format is `functiongemma` in vLLM.
     """
 
     quote = "<escape>"

@@ -14,8 +14,8 @@ from mindie_mm.tool_calls.typed_text import TypedTextParser
 class Glm45Parser(TypedTextParser):
     r"""A parser of `<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>`.
 
-    White space inside of a value belongs to the value. Newlines between the tags may be left out, as in GLM-4.7.
-    Named `glm45` in vLLM and SGLang.
+    Whitespace within a value is part of the value. Newlines between the tags may be missing, as in GLM-4.7. This format
+    is `glm45` in vLLM and SGLang.
     """
 
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -33,12 +33,12 @@ class Glm45Parser(TypedTextParser):
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule of the calls of a tool."""
+        """Return a rule that matches calls of a tool."""
         before = rules.text(f"<tool_call>{tool.name}")
         return f"{before} {cls.arguments_rule(tool, rules)} {rules.text(cls.before_end + '</tool_call>')}"
 
     def calls(self, opening: str) -> Step[None]:
-        """Read one call."""
+        """Parse one call."""
         yield from self.space()
         name = yield from self.name()
         yield from self.space()
@@ -60,7 +60,7 @@ class Glm45Parser(TypedTextParser):
         start = self._at - self._kept
         if not (yield from self.accept("</tool_call>")):
             return False
-        # Without </arg_value>, the value ends only if the call ends as well.
+        # Without </arg_value>, the value ends only if the call ends, too.
         yield from self.space()
         ends = (yield from self.at_end()) or (yield from self.follows("<tool_call>"))
         self._at = self._kept + start
@@ -70,7 +70,7 @@ class Glm45Parser(TypedTextParser):
 class Glm47Parser(Glm45Parser):
     """A parser of `<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`.
 
-    Named `glm47` in vLLM and SGLang.
+    This format is `glm47` in vLLM and SGLang.
     """
 
     around = ("", "", "")

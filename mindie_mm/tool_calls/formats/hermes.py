@@ -11,8 +11,8 @@ from mindie_mm.tool_calls.scanner import Step
 class HermesParser(JsonCallParser):
     r"""A parser of `<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>`.
 
-    A call ends where its JSON ends, so that arguments may contain the markers. Named `hermes` in vLLM, `qwen25` in
-    SGLang.
+    A call ends where its JSON ends, so arguments may contain the markers. This format is `hermes` in vLLM and `qwen25`
+    in SGLang.
     """
 
     markers = ("<tool_call>", "</tool_call>")
@@ -27,7 +27,7 @@ class HermesParser(JsonCallParser):
         return "<tool_call>" in template
 
     def calls(self, opening: str) -> Step[None]:
-        """Read one call."""
+        """Parse one call."""
         yield from self.space()
         yield from self.call_object()
-        yield from self.close("</tool_call>", "}\n</tool_call>", "}</tool_call>")  # small models write a brace too many
+        yield from self.close("</tool_call>", "}\n</tool_call>", "}</tool_call>")  # small models write an extra brace

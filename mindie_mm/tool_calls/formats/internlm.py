@@ -1,4 +1,4 @@
-"""The format of InternLM2 and of InternVL on it."""
+"""The format of InternLM2, and of InternVL models that are based on InternLM2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindie_mm.tool_calls.scanner import Step
 class InternLMParser(JsonCallParser):
     r"""A parser of `<|action_start|><|plugin|>\n{"name": "f", "parameters": {"a": 1}}<|action_end|>`.
 
-    White space may stand between the two markers. Named `internlm` in vLLM and SGLang.
+    There may be whitespace between the first two markers. This format is `internlm` in vLLM and SGLang.
     """
 
     markers = ("<|action_start|>", "<|plugin|>", "<|action_end|>")
@@ -27,7 +27,7 @@ class InternLMParser(JsonCallParser):
         return "<|action_start|>" in template
 
     def calls(self, opening: str) -> Step[None]:
-        """Read one call."""
+        """Parse one call."""
         yield from self.space()
         yield from self.expect("<|plugin|>")
         yield from self.space()

@@ -18,9 +18,9 @@ _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 class KimiK2Parser(ToolCallParser):
     """A parser of `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>`.
 
-    The calls stand between `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`. The number counts the
-    calls of the whole chat, and the model expects the id in this form in its history. Named `kimi_k2` in vLLM and
-    SGLang.
+    The calls are between `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`. `functions.f:0` is the id of
+    the call. Its number counts the calls of the whole chat. The model expects ids in this format in earlier messages.
+    This format is `kimi_k2` in vLLM and SGLang.
     """
 
     markers = (_BEGIN, _END, _CALL, _ARGUMENTS, _CALL_END)
@@ -35,17 +35,17 @@ class KimiK2Parser(ToolCallParser):
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule of the calls of a tool."""
+        """Return a rule that matches calls of a tool."""
         number = rules.add("NUMBER", "/[0-9]{1,4}/")
         before, separator, after = map(rules.text, (f"{_CALL}functions.{tool.name}:", _ARGUMENTS, _CALL_END))
         return f"{before} {number} {separator} {json_value(tool.schema)} {after}"
 
     def call_id(self, name: str) -> str:
-        """Return an id that counts the calls of the chat."""
+        """Return an id with the number of the call in the chat."""
         return f"functions.{name}:{self.num_earlier_calls + self.num_calls}"
 
     def calls(self, opening: str) -> Step[None]:
-        """Read the calls of a section. Other text in it is lost."""
+        """Parse the calls of a section. Other text in the section is dropped."""
         while True:
             yield from self.until(_CALL, _END)
             if (yield from self.accept(_END)):

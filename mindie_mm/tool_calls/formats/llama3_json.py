@@ -9,10 +9,10 @@ from mindie_mm.tool_calls.scanner import Step
 
 
 class Llama3JsonParser(JsonCallParser):
-    """A parser of `{"name": "f", "parameters": {"a": 1}}`, for several calls with `; ` between them.
+    """A parser of `{"name": "f", "parameters": {"a": 1}}`. Several calls are separated by `; `.
 
-    The calls begin the answer or follow `<|python_tag|>`. Other JSON is content. Named `llama3_json` in vLLM,
-    `llama3` in SGLang.
+    The calls are at the beginning of the answer or after `<|python_tag|>`. Other JSON is content. This format is
+    `llama3_json` in vLLM and `llama3` in SGLang.
     """
 
     markers = ("<|python_tag|>",)
@@ -23,11 +23,11 @@ class Llama3JsonParser(JsonCallParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the marker, or asks for the format as Llama 3.2's does."""
+        """Return whether the template writes the marker, or asks for this format like the template of Llama 3.2."""
         return "<|python_tag|>" in template or '{"name": function name, "parameters":' in template
 
     def calls(self, opening: str) -> Step[None]:
-        """Read calls as long as they follow each other."""
+        """Parse consecutive calls."""
         yield from self.space()
         while True:
             yield from self.call_object(known_keys=True)

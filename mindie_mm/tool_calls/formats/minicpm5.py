@@ -11,7 +11,7 @@ from mindie_mm.tool_calls.typed_text import TypedTextParser
 
 
 class MiniCPM5Parser(TypedTextParser):
-    """A parser of `<function name="f"><param name="a">1</param></function>`. Named `minicpm5` in vLLM."""
+    """A parser of `<function name="f"><param name="a">1</param></function>`. This format is `minicpm5` in vLLM."""
 
     markers = ("<function", "</function>", "<param", "</param>")
     openings = ('<function name="',)
@@ -26,12 +26,12 @@ class MiniCPM5Parser(TypedTextParser):
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule of the calls of a tool."""
+        """Return a rule that matches calls of a tool."""
         before = rules.text(f'<function name="{tool.name}">')
         return f"{before} {cls.arguments_rule(tool, rules)} {rules.text('</function>')}"
 
     def calls(self, opening: str) -> Step[None]:
-        """Read one call."""
+        """Parse one call."""
         name = yield from self.name()
         yield from self.expect('">')
         self.start_arguments(name)

@@ -1,4 +1,4 @@
-"""The formats of Mistral, up to version 3 of its tokenizer and from version 11 on."""
+"""The formats of Mistral, for versions of its tokenizer up to 3 and from 11 on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 class MistralV3Parser(JsonCallParser):
-    """A parser of `[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]`, the format up to version 3.
+    """A parser of `[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]`, the format of versions up to 3.
 
-    The format of version 11 is read as well. Ids have 9 letters and digits, because the templates demand it. Named
-    `mistral` in vLLM and SGLang.
+    The format of version 11 is also accepted. Ids consist of 9 letters and digits, because the templates refuse other
+    ids. This format is `mistral` in vLLM and SGLang.
     """
 
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
@@ -36,7 +36,7 @@ class MistralV3Parser(JsonCallParser):
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def calls(self, opening: str) -> Step[None]:
-        """Read one call, or a list of calls."""
+        """Parse one call, or a list of calls."""
         yield from self.space()
         if (yield from self.accept("[")):
             yield from self.call_list()
@@ -54,9 +54,9 @@ class MistralV3Parser(JsonCallParser):
 
 
 class MistralParser(MistralV3Parser):
-    """A parser of `[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}`, the format from version 11 on.
+    """A parser of `[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}`, the format of versions from 11 on.
 
-    `[CALL_ID]` with an id may stand before `[ARGS]`.
+    `[CALL_ID]` and an id may precede `[ARGS]`.
     """
 
     around = ("", "", "")
@@ -64,10 +64,10 @@ class MistralParser(MistralV3Parser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the marker, and the vocabulary has that of the arguments."""
+        """Return whether the template writes the marker of calls, and the vocabulary has the marker of arguments."""
         return "[TOOL_CALLS]" in template and "[ARGS]" in vocabulary
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule of the calls of a tool."""
+        """Return a rule that matches calls of a tool."""
         return f"{rules.text(f'[TOOL_CALLS]{tool.name}[ARGS]')} {json_value(tool.schema)}"

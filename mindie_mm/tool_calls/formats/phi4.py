@@ -11,7 +11,8 @@ from mindie_mm.tool_calls.scanner import Step
 class Phi4Parser(JsonCallParser):
     """A parser of `functools[{"name": "f", "arguments": {"a": 1}}]`.
 
-    `<|tool_call|>` or `<|tool_calls|>` may stand in place of `functools`. Named `phi4_mini_json` in vLLM.
+    The model may write `<|tool_call|>` or `<|tool_calls|>` instead of `functools`. This format is `phi4_mini_json` in
+    vLLM.
     """
 
     markers = ("<|tool_call|>", "<|/tool_call|>", "<|tool_calls|>", "<|/tool_calls|>")
@@ -24,7 +25,7 @@ class Phi4Parser(JsonCallParser):
         return "<|tool|>" in template and "<|/tool|>" in template
 
     def calls(self, opening: str) -> Step[None]:
-        """Read a list of calls."""
+        """Parse a list of calls."""
         yield from self.space()
         if not opening.endswith("["):
             yield from self.expect("[")

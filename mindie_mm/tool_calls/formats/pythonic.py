@@ -1,4 +1,4 @@
-"""The format of Llama 4, and of other models that call tools in Python."""
+"""The format of Llama 4, and of other models that write calls in Python syntax."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
 class PythonicParser(ToolCallParser, LiteralScanner):
     """A parser of `[f(a=1, s='x'), g()]`, whose values are Python literals.
 
-    The list begins the answer or stands between `<|python_start|>` and `<|python_end|>`. Named `llama4_pythonic` and
-    `pythonic` in vLLM, `pythonic` in SGLang.
+    The list is at the beginning of the answer, or between `<|python_start|>` and `<|python_end|>`. This format is
+    `llama4_pythonic` and `pythonic` in vLLM, and `pythonic` in SGLang.
     """
 
     markers = ("<|python_start|>", "<|python_end|>")
@@ -29,12 +29,12 @@ class PythonicParser(ToolCallParser, LiteralScanner):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the marker, or describes the list as Llama's does."""
+        """Return whether the template writes the marker, or describes the list like the template of Llama."""
         return "<|python_start|>" in template or "[func_name1(params_name1=params_value1" in template
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule of the calls of a tool. Values are JSON, apart from the constants of Python."""
+        """Return a rule that matches calls of a tool. Values are JSON, but constants are those of Python."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, NAME).items():
             value = _CONSTANTS.get(schema.get("type", "")) or json_value(schema)
@@ -44,7 +44,7 @@ class PythonicParser(ToolCallParser, LiteralScanner):
         return f"{rules.text(f'{tool.name}(')} {separated(arguments, rules.text(', '), rules)} {rules.text(')')}"
 
     def calls(self, opening: str) -> Step[None]:
-        """Read a list of calls."""
+        """Parse a list of calls."""
         yield from self.space()
         yield from self.expect("[")
         while True:

@@ -13,8 +13,9 @@ from mindie_mm.tool_calls.typed_text import TypedTextParser
 class Qwen3CoderParser(TypedTextParser):
     r"""A parser of `<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>`.
 
-    One newline on each side of a value belongs to the format. The model sometimes leaves out `<tool_call>` or
-    `</parameter>`. A tag inside a value counts only if the next tag follows it. Named `qwen3_coder` in vLLM and SGLang.
+    One newline before and one after a value are not part of the value. The model sometimes omits `<tool_call>` or
+    `</parameter>`. A closing tag ends a value only if it is followed by the next tag. This format is `qwen3_coder` in
+    vLLM and SGLang.
     """
 
     markers = ("<tool_call>", "</tool_call>")
@@ -32,13 +33,13 @@ class Qwen3CoderParser(TypedTextParser):
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule of the calls of a tool."""
+        """Return a rule that matches calls of a tool."""
         before = rules.text(f"<tool_call>\n<function={tool.name}>\n")
         after = rules.text("</function>\n</tool_call>")
         return f"{before} {cls.arguments_rule(tool, rules)} {after}"
 
     def calls(self, opening: str) -> Step[None]:
-        """Read one call."""
+        """Parse one call."""
         if opening != "<function=":
             yield from self.space()
             yield from self.expect("<function=")

@@ -14,7 +14,7 @@ from mindie_mm.device.npu.doctor.machine import Machine, Software
 def findings(root: Path) -> Iterator[Finding]:
     """Yield the results of all checks. Yield nothing on a machine without an NPU, CANN or torch_npu.
 
-    `root` is where system files are read, / except in tests. Programs are always those of this machine.
+    System files are read below `root`, which is / except in tests. Programs of this machine are run whatever `root` is.
     """
     machine, software = Machine.here(root), Software.installed()
     installed, ids = cann.find(machine), machine.device_ids()
@@ -34,6 +34,6 @@ def findings(root: Path) -> Iterator[Finding]:
         *ports.findings(machine, num_visible),
     )
     starts = tried.status != "error"
-    for one in looked_at:  # if an NPU starts, none of these problems keeps the service from starting
+    for one in looked_at:  # if an NPU starts, none of these problems prevents the service from starting
         yield replace(one, status="warning") if starts and one.status == "error" else one
     yield tried

@@ -11,10 +11,10 @@ from mindie_mm.device.finding import Finding
 from mindie_mm.device.npu.doctor.machine import ASCEND, Machine
 
 _LIBRARY = "libhccl.so"
-"""A library that torch_npu links with. If the loader does not find it, `import torch_npu` fails with its name."""
+"""A library that torch_npu links with. If the loader does not find it, `import torch_npu` fails."""
 _IN_FORCE = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
-# Default folders: ascend-toolkit/latest until 8.3, cann since 8.5. Source: hiascend.com, CANN 8.5.0, release notes,
-# "changes of the layout".
+# The default folder is ascend-toolkit/latest until 8.3, and cann since 8.5. Source: hiascend.com, CANN 8.5.0, release
+# notes, "changes of the layout".
 _USUAL = ("cann", "ascend-toolkit/latest", "nnae/latest", "nnrt/latest")
 
 
@@ -24,15 +24,15 @@ class CANN:
 
     home: str
     version: str | None
-    """Such as 9.1.0 or 8.3.RC1. None if unknown."""
+    """Version, such as 9.1.0 or 8.3.RC1. None if unknown."""
     drivers: str
     """Compatible versions of the driver, such as [V100R001C15],[V100R001C23]. Empty if unknown."""
     in_force: bool
-    """Whether this process has its environment variables."""
+    """Whether the environment variables of this installation are set in this process."""
 
 
 def find(machine: Machine) -> CANN | None:
-    """Return the installation whose environment is set, or else one in a default folder."""
+    """Return the installation whose environment variables are set, or else an installation in a default folder."""
     named = [machine.variables[name] for name in _IN_FORCE if machine.variables.get(name)]
     users = f"{machine.variables['HOME']}/Ascend" if machine.variables.get("HOME") else ASCEND
     usual = [f"{folder}/{place}" for folder in (ASCEND, users) for place in _USUAL]
@@ -44,31 +44,34 @@ def find(machine: Machine) -> CANN | None:
 
 
 def findings(machine: Machine, cann: CANN | None) -> Iterator[Finding]:
-    """Report whether CANN is installed and its environment is set."""
+    """Report whether CANN is installed and its environment variables are set."""
     wrong = {name: machine.variables[name] for name in _IN_FORCE if machine.variables.get(name)}
     for name, home in wrong.items():
         if not machine.exists(home):
-            advice = "source the set_env.sh of the CANN that is installed, in a new shell"
-            yield Finding("CANN", "error", f"{name} is {home}, which is not there", advice)
+            advice = "source the set_env.sh of the installed CANN in a new shell"
+            yield Finding("CANN", "error", f"{name} is {home}, which does not exist", advice)
             return
     if cann is None:
         advice = (
-            "install Ascend-cann-toolkit and the ops package of this NPU (hiascend.com/cann/download), "
-            "or use an image of quay.io/ascend/cann"
+            "install Ascend-cann-toolkit and the ops package of this NPU (hiascend.com/cann/download), or use "
+            "an image from quay.io/ascend/cann"
         )
         yield Finding("CANN", "error", f"not installed: {', '.join(f'{ASCEND}/{place}' for place in _USUAL)}", advice)
     elif not cann.in_force:
         script = _script(machine, cann.home)
         advice = f"source {script}" if script else f"source set_env.sh of {cann.home}"
-        found = f"{cann.version or 'some version'} in {cann.home}, but its environment is not set: "
+        found = f"{cann.version or 'unknown version'} in {cann.home}, but its environment is not set: "
         found += f"the loader does not find {_LIBRARY}" if wrong else f"{' and '.join(_IN_FORCE)} are not set"
-        yield Finding("CANN", "error", found, f"{advice}; a systemd unit has to do so, too")
+        yield Finding("CANN", "error", found, f"{advice}; a systemd unit must do this too")
     else:
-        yield Finding("CANN", "ok", f"{cann.version or 'of a version that it does not say'} in {cann.home}")
+        yield Finding("CANN", "ok", f"{cann.version or 'unknown version'} in {cann.home}")
 
 
 def _script(machine: Machine, home: str) -> str | None:
-    """Return set_env.sh of an installation. The script is beside the folder until 8.3, and in the folder afterwards."""
+    """Return the path of set_env.sh.
+
+    Until 8.3, the script is beside the folder of CANN. Since then, it is in the folder.
+    """
     scripts = (f"{home}/set_env.sh", f"{home.rsplit('/', 1)[0]}/set_env.sh")
     return next((script for script in scripts if machine.exists(script)), None)
 

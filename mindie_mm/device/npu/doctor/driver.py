@@ -12,9 +12,9 @@ _NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 _INSTALLED = "/etc/ascend_install.info"
 _LIBRARY = "libascend_hal.so"
 _DOCKER = (
-    "in a container pass --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm "
-    f"--device /dev/hisi_hdc -v {ASCEND}/driver/lib64:{ASCEND}/driver/lib64:ro "
-    f"-v {ASCEND}/driver/version.info:{ASCEND}/driver/version.info:ro"
+    "in a container, pass --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm "
+    f"--device /dev/hisi_hdc -v {ASCEND}/driver/lib64:{ASCEND}/driver/lib64:ro -v "
+    f"{ASCEND}/driver/version.info:{ASCEND}/driver/version.info:ro"
 )
 
 
@@ -24,7 +24,7 @@ def version(machine: Machine) -> str | None:
 
 
 def inner_version(machine: Machine) -> str | None:
-    """Return the internal version, such as V100R001C23SPC006B220, to which CANN's list of drivers refers, or None."""
+    """Return the internal version, such as V100R001C23SPC006B220, or None. CANN lists drivers by this version."""
     return machine.setting(_version_file(machine), "Innerversion")
 
 
@@ -49,17 +49,19 @@ def _driver(machine: Machine) -> Finding:
     if installed:
         folder = f"{_folder(machine)}/lib64"
         if not machine.exists(folder):
-            return Finding("npu driver", "error", f"{installed}, but {folder} is not there", _DOCKER)
+            return Finding("npu driver", "error", f"{installed}, but {folder} does not exist", _DOCKER)
         # CANN does not include it. On the host ld.so.conf.d lists its folder, but not in a container.
         advice = f"export LD_LIBRARY_PATH={folder}/driver:{folder}/common:$LD_LIBRARY_PATH"
         return Finding("npu driver", "error", f"{installed}, but the loader does not find {_LIBRARY}", advice)
     if machine.device_ids():
-        found = f"the driver is loaded, but {_version_file(machine)} can't be read"
+        found = f"the driver is loaded, but {_version_file(machine)} cannot be read"
         return Finding("npu driver", "warning" if loads else "error", found, _DOCKER)
     boards = machine.num_boards()
     found = f"{boards} NPU(s) on the PCI bus, " if boards else ""
-    found += f"no driver: {_version_file(machine)} and /dev/davinci* are not there"
-    return Finding("npu driver", "error", found, f"install driver and firmware of Ascend HDK, reboot; {_DOCKER}")
+    found += f"no driver: {_version_file(machine)} and /dev/davinci* do not exist"
+    return Finding(
+        "npu driver", "error", found, f"install the driver and firmware of Ascend HDK, then reboot; {_DOCKER}"
+    )
 
 
 def _device_files(machine: Machine) -> Finding:
@@ -68,16 +70,16 @@ def _device_files(machine: Machine) -> Finding:
     if not ids:
         missing.insert(0, "/dev/davinci0")
     if missing:
-        advice = f"{_DOCKER}; on the machine itself install the driver and reboot"
-        return Finding("npu device files", "error", f"{', '.join(missing)}: not there", advice)
+        advice = f"{_DOCKER}; on the host, install the driver and reboot"
+        return Finding("npu device files", "error", f"{', '.join(missing)}: missing", advice)
     nodes = [*(f"/dev/davinci{one}" for one in ids), *_NODES]
     denied = [node for node in nodes if not os.access(machine.path(node), os.R_OK | os.W_OK, effective_ids=True)]
     if denied:
         group = machine.setting(_INSTALLED, "UserGroup") or "HwHiAiUser"
         advice = (
-            f"usermod -aG {group} USER, then log in anew; in a container --group-add with the number that "
-            f"`stat -c %g {denied[0]}` says; or install the driver with --install-for-all"
+            f"usermod -aG {group} USER, then log in again; in a container, --group-add with the number that "
+            f"`stat -c %g {denied[0]}` prints; or install the driver with --install-for-all"
         )
-        found = f"{', '.join(denied)}: user {os.geteuid()} may not read and write, their group is {group}"
+        found = f"{', '.join(denied)}: user {os.geteuid()} may not read and write them; their group is {group}"
         return Finding("npu device files", "error", found, advice)
     return Finding("npu device files", "ok", f"{len(ids)} NPU(s): /dev/davinci{', '.join(map(str, ids))}")

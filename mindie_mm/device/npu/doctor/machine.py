@@ -1,4 +1,4 @@
-"""Inputs of the checks: system files, environment variables of CANN, and installed Python packages."""
+"""The inputs of the checks: system files, environment variables of CANN, and installed Python packages."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _VARIABLES = (
 )
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64")
 _HUAWEI, _PROCESSING_ACCELERATOR = "0x19e5", "0x1200"
-"""Vendor and prefix of the class of an NPU under /sys/bus/pci (`lspci -nn`)."""
+"""PCI vendor of an NPU, and the prefix of its PCI class, as in /sys/bus/pci and in the output of `lspci -nn`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """System files, by absolute paths that are resolved below `root`, and environment variables."""
+    """System files and environment variables. Absolute paths of files are resolved below `root`."""
 
     root: Path
     variables: Mapping[str, str]
@@ -72,12 +72,12 @@ class Machine:
         return sorted(int(name[7:]) for name in names if name[7:].isdecimal())
 
     def num_boards(self) -> int:
-        """Return the number of NPUs on the PCI bus. They need no driver for this."""
+        """Return the number of NPUs on the PCI bus. They are found even without a driver."""
         devices = (f"/{path.relative_to(self.root)}" for path in self.path("/sys/bus/pci/devices").glob("*"))
         return sum(
             self.read(f"{device}/vendor").strip() == _HUAWEI
             and self.read(f"{device}/class").startswith(_PROCESSING_ACCELERATOR)
-            # HiSilicon's compression engines have the same class. NPUs are d100, d500, d801, d802 and d803.
+            # HiSilicon's compression engines have the same class. NPUs have the ids d100, d500, d801, d802 and d803.
             and self.read(f"{device}/device").startswith(("0xd1", "0xd5", "0xd8"))
             for device in devices
         )
@@ -99,7 +99,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions of Python packages that must be compatible with each other."""
+    """The versions of Python packages that must be compatible with each other."""
 
     torch: str
     """Version of torch with the local part, such as 2.13.0+cpu."""

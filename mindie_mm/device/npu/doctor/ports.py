@@ -1,4 +1,4 @@
-"""The check of HCCL's requirements with more than one NPU: free ports, and a user in /etc/passwd."""
+"""The check of HCCL's requirements if there are several NPUs: free ports, and a user in /etc/passwd."""
 
 from __future__ import annotations
 
@@ -19,32 +19,36 @@ _IPV4 = "/proc/sys/net/ipv4"
 
 
 def findings(machine: Machine, num_visible: int) -> Iterator[Finding]:
-    """Report a user without a name, and whether the ports are free and reserved.
+    """Report whether the user has a name, and whether the ports are free and reserved.
 
-    Yield nothing if only one NPU is visible, because HCCL is not used then.
+    Yield nothing if only one NPU is visible, because HCCL is used only with several NPUs.
     """
     if num_visible < 2:
         return
     yield from _user()
-    ranges = machine.variables.get("HCCL_HOST_SOCKET_PORT_RANGE")  # takes precedence over the base port
+    ranges = machine.variables.get("HCCL_HOST_SOCKET_PORT_RANGE")  # takes precedence over HCCL_IF_BASE_PORT
     base = machine.variables.get("HCCL_IF_BASE_PORT", str(_BASE))
     if ranges == "auto":
-        yield Finding("HCCL ports", "ok", "the system chooses (HCCL_HOST_SOCKET_PORT_RANGE)")
+        yield Finding("HCCL ports", "ok", "chosen by the system (HCCL_HOST_SOCKET_PORT_RANGE)")
         return
     if ranges is None and not (base.isdecimal() and _LEAST <= int(base) <= _MOST):
-        found = f"HCCL_IF_BASE_PORT is {base!r}, it must be from {_LEAST} to {_MOST}"
+        found = f"HCCL_IF_BASE_PORT is {base!r}; it must be from {_LEAST} to {_MOST}"
         yield Finding("HCCL ports", "warning", found, f"unset it, or set it to {_BASE}")
         return
     wanted = _numbers(ranges) if ranges else set(range(int(base), int(base) + _NUM_PORTS))
     if not wanted:
-        advice = 'ports and ranges between commas, "60000-60050", or auto'
+        advice = 'set it to ports and ranges separated by commas, such as "60000-60050", or to auto'
         yield Finding("HCCL ports", "warning", f"HCCL_HOST_SOCKET_PORT_RANGE is {ranges!r}", advice)
         return
     span = ranges or f"{min(wanted)}-{max(wanted)}"
     if taken := sorted(wanted & _bound(machine)):
         # HCCL reports these as EJ0003, EI0019 or EI0020, "Failed to bind the IP port".
-        advice = "free them, or export HCCL_HOST_SOCKET_PORT_RANGE=auto (HCCL_IF_BASE_PORT for a CANN before 8.1)"
-        found = f"{', '.join(map(str, taken))} of {span} in use by others; --tensor-parallel would fail to bind"
+        advice = (
+            "free them, or export HCCL_HOST_SOCKET_PORT_RANGE=auto (with CANN before 8.1, change HCCL_IF_BASE_PORT)"
+        )
+        found = (
+            f"{', '.join(map(str, taken))} of {span} are in use by other programs; --tensor-parallel would fail to bind"
+        )
         yield Finding("HCCL ports", "warning", found, advice)
     elif wanted & _ephemeral(machine) - _numbers(machine.read(f"{_IPV4}/ip_local_reserved_ports").strip()):
         advice = f"sysctl -w net.ipv4.ip_local_reserved_ports={span}"
@@ -60,7 +64,7 @@ def _user() -> Iterator[Finding]:
         pwd.getpwuid(os.geteuid())
     except KeyError:
         found = f"user {os.geteuid()} is not in /etc/passwd; --tensor-parallel would fail (HcclGetRootInfo, code 19)"
-        advice = "run as a user that is there, in this project's image 10001, or add a line for it"
+        advice = "run as a user that is in /etc/passwd (in this project's image, 10001), or add a line for the user"
         yield Finding("HCCL user", "warning", found, advice)
 
 

@@ -1,6 +1,6 @@
-"""A program that multiplies on the NPU and prints its properties as JSON, or fails.
+"""A program that multiplies matrices on the NPU and prints the NPU's properties as JSON.
 
-Run it as `python -m mindie_mm.device.npu.doctor.probe`.
+The program exits with an error if the NPU cannot be used. Run it as `python -m mindie_mm.device.npu.doctor.probe`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def main() -> None:
     if reason := NPU.missing():
         raise SystemExit(reason)
     npu = torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
-    # This initialises the NPU, without which queries fail (107002). Allocation works without CANN's operators, but a
-    # product does not.
+    # This line initializes the NPU, because queries would otherwise fail (107002). The matrix product shows whether
+    # CANN's operators are installed, because allocation works without them.
     ones = torch.ones(16, 16, dtype=torch.float16, device=NPU().torch_device)
     if (total := (ones @ ones).sum().item()) != 16**3:
-        raise SystemExit(f"the NPU multiplies wrongly: {16**3} comes out as {total:g}")
+        raise SystemExit(f"the NPU computes wrong results: a sum of products is {total:g} instead of {16**3}")
     device = ones.device
     free_bytes, total_bytes = npu.mem_get_info(device)
     report = {

@@ -1,4 +1,4 @@
-"""The check that an NPU starts, in a separate process, which may crash or hang with the driver."""
+"""The check that an NPU starts. It runs in a separate process, because the driver may crash or hang the process."""
 
 from __future__ import annotations
 
@@ -18,37 +18,39 @@ _GiB = 2**30
 _LITTLE = 0.5
 """Share of free memory below which another process must be using the NPU."""
 ANSWER = "mindie_mm.device.npu.doctor.probe: "
-"""Prefix of the probe's line. CANN may also print its log on standard output, before and after the line."""
+"""Prefix of the line that the probe prints. CANN may print its log on standard output before and after this line."""
 
 
 def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
     """Start an NPU in a separate process and report the result."""
     subject = "npu runtime"
     if software.torch_npu is None:
-        # Name this version only, because a later one would install its own torch, in PyPI's CUDA build.
+        # Name only this version, because a later version would install its own torch, which is a CUDA build on PyPI.
         advice = f"pip install torch_npu=={software.torch.partition('+')[0]}"
         return Finding(subject, "error", "torch_npu is not installed", advice)
     command = [sys.executable, "-P", "-m", "mindie_mm.device.npu.doctor.probe"]
     ended = programs.run(command, timeout_s)
     if ended is None:
-        advice = "npu-smi info -t health -i NPU; reset it when nothing uses it, or reboot"
-        return Finding(subject, "error", f"the NPU does not answer within {timeout_s:.0f} s", advice)
+        advice = "check npu-smi info -t health -i NPU; reset the NPU when no process uses it, or reboot"
+        return Finding(subject, "error", f"the NPU did not respond within {timeout_s:.0f} s", advice)
     if ended.status:
         return _failed(subject, ended.stderr, ended.status)
     answer = _answer(ended.stdout)
     if answer is None:
-        advice = "python -m mindie_mm.device.npu.doctor.probe; see the log of CANN, ~/ascend/log/debug/plog, and dmesg"
-        return Finding(subject, "error", "starting the NPU ends without an error, and without a word of it", advice)
+        advice = "run python -m mindie_mm.device.npu.doctor.probe; see CANN's log, ~/ascend/log/debug/plog, and dmesg"
+        return Finding(
+            subject, "error", "the process that starts the NPU exited without an error and without a result", advice
+        )
     free, total = answer["free_bytes"], answer["total_bytes"]
     found = f"{answer['count']} x {answer['name']}, {free / _GiB:.1f} of {total / _GiB:.1f} GiB free on the first"
     if free < _LITTLE * total:
-        advice = "stop what uses it (npu-smi info), or choose another with ASCEND_RT_VISIBLE_DEVICES"
+        advice = "stop the processes that use it (npu-smi info), or choose another NPU with ASCEND_RT_VISIBLE_DEVICES"
         return Finding(subject, "warning", found, advice)
     return Finding(subject, "ok", found)
 
 
 def _answer(stdout: str) -> dict[str, Any] | None:
-    """Return the probe's report from all of its output, or None if there is none."""
+    """Return the report in the output of the probe, or None if there is no report."""
     found = re.search(rf"^{re.escape(ANSWER)}(.*)$", stdout, re.MULTILINE)
     return json.loads(found.group(1)) if found else None
 
@@ -59,9 +61,9 @@ def _failed(subject: str, stderr: str, status: int) -> Finding:
     if symptom:
         line = next((line for line in lines if explain(line) is symptom), lines[-1])
         return Finding(subject, "error", f"{symptom.meaning}: {line[:300]}", symptom.advice)
-    # The exception is at the end of a traceback, but torch_npu adds lines after it.
+    # The exception is at the end of a traceback, but torch_npu adds lines after the traceback.
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)] or lines[-1:]
     ended = f"signal {-status}" if status < 0 else f"status {status}"
     message = errors[-1][:300] if errors else ""
-    advice = "see the log of CANN, ~/ascend/log/debug/plog, and dmesg"
-    return Finding(subject, "error", f"starting the NPU ends with {ended}: {message}", advice)
+    advice = "see CANN's log, ~/ascend/log/debug/plog, and dmesg"
+    return Finding(subject, "error", f"the process that starts the NPU exited with {ended}: {message}", advice)
