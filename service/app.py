@@ -30,10 +30,12 @@ from service.http.access import Access, OwnHost, is_loopback
 from service.middleware import Middleware
 from service.request.admission import Admission
 from service.request.chat_format import ChatFormat, require_formats
+from service.request.fingerprint import fingerprint
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
 from service.request.state import Service
 from service.request.token_text import TokenTexts
+from service.request.tokenizer_info import tokenizer_info
 from service.routes import chat, completions, generate, health, infer, models, tokens
 from service.routes.generate import GenerateEvent
 from service.routes.infer import InferEvent
@@ -77,6 +79,8 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 metrics=metrics,
                 tokens=TokenTexts(worker.tokenizer),
                 chat_format=chat_format,
+                tokenizer_info=tokenizer_info(worker.config.model),
+                fingerprint=fingerprint(worker, model_names[0]),
                 created=int(time.time()),
             )
             yield

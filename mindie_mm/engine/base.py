@@ -9,6 +9,7 @@ from collections import abc
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ from mindie_mm.engine.requests.engine_messages import (
 )
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.engine.requests.sequence import Sequence
-from mindie_mm.engine.sampler import logprobs_of, sample, score
+from mindie_mm.engine.sampler import logprobs_of, sample, score, without_tokens
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
 from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.engine.towers import Towers
@@ -56,6 +57,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_NO_TOKEN = -1
+"""Token that a draw reports if the request's own settings exclude all tokens."""
 Draw = tuple[int, list[TokenLogprob] | None]
 """A token with its log-probabilities. These are None if the request did not ask for them."""
 
@@ -163,6 +166,8 @@ class BaseEngine(ABC):
         return result if failure is None else failure
 
     def _new(self, message: Add) -> Sequence:
+        if message.params.bad_words:
+            raise InputError("bad_words is text, which the engine does not know; give bad_token_ids", param="bad_words")
         sequence = self._sequence(message)
         if (wanted := sequence.params.structure) is not None:
             sequence.constraint = self._constraint(wanted)
@@ -234,9 +239,13 @@ class BaseEngine(ABC):
         self._constrain(logits, sequences)
         tokens = sample(logits, sequences, self._spec.eos_token_ids)
         scores = [
-            score(part, tokens.index_select(0, group), num_top)
-            for part, group, num_top in zip(raw, rows, asking, strict=True)
+            score(part, tokens.index_select(0, group), key, _named_ids(sequences, asking[key], logits.device))
+            if key == _NAMED
+            else score(part, tokens.index_select(0, group), key)
+            for part, group, key in zip(raw, rows, asking, strict=True)
         ]
+        if (excluded := without_tokens(logits, sequences)) is not None:
+            tokens.masked_fill_(excluded, _NO_TOKEN)
         # Use one download for all results, because the host waits for the device here. In a step without media and
         # prompt log-probabilities, the host does not wait anywhere else.
         on_host = download(non_finite, tokens, *(part for s in scores for part in (s.chosen, s.top, s.top_ids)))
@@ -244,7 +253,7 @@ class BaseEngine(ABC):
         logprobs: dict[int, list[TokenLogprob]] = {}
         for n, group in enumerate(asking.values()):
             for i, one in zip(group, logprobs_of([drawn[i] for i in group], *on_host[2 + 3 * n :][:3]), strict=True):
-                logprobs[i] = [one]
+                logprobs[i] = [_trimmed(one, sequences[i].params.logprob_token_ids)]
         return [
             None if bad else (token, logprobs.get(i))
             for i, (token, bad) in enumerate(zip(drawn, on_host[0].tolist(), strict=True))
@@ -270,6 +279,8 @@ class BaseEngine(ABC):
                 self._encoder_cache.drop(item)
             return self._fail(sequence, OperationalError("the model returned non-finite logits for this request"))
         token, logprobs = draw
+        if token == _NO_TOKEN:
+            return self._fail(sequence, InputError("allowed_token_ids, bad_words and the other limits leave no token"))
         if (constraint := sequence.constraint) is not None:
             # Only rank 0 computes which tokens may follow, so only rank 0 detects that a grammar exceeds a limit.
             error = self._ranks.broadcast(str, lambda: constraint.accept(token))
@@ -358,13 +369,31 @@ class BaseEngine(ABC):
         self._drop_without_digest(sequence)
 
 
+_NAMED = -2
+"""Key of the rows that name the tokens whose log-probabilities they ask for."""
+
+
 def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:
-    """Return the rows whose requests ask for log-probabilities, by the number of most likely tokens to return."""
+    """Return the rows that ask for log-probabilities, grouped by the number of most likely tokens or by `_NAMED`."""
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
         if (num_top := sequence.params.logprobs) is not None:
-            rows.setdefault(num_top, []).append(row)
+            rows.setdefault(num_top if sequence.params.logprob_token_ids is None else _NAMED, []).append(row)
     return rows
+
+
+def _named_ids(sequences: abc.Sequence[Sequence], rows: abc.Sequence[int], device: torch.device) -> Tensor:
+    """Return the token ids whose log-probabilities the rows ask for, int64 [rows, n], padded with 0."""
+    named = [sequences[row].params.logprob_token_ids or () for row in rows]
+    ids = np.zeros((len(rows), max(map(len, named))), np.int64)
+    for own, wanted in zip(ids, named, strict=True):
+        own[: len(wanted)] = wanted
+    return upload(ids, device)
+
+
+def _trimmed(one: TokenLogprob, named: abc.Sequence[int] | None) -> TokenLogprob:
+    """Remove the padding of `_named_ids`."""
+    return one if named is None else msgspec.structs.replace(one, top=one.top[: len(named)])
 
 
 def generator_of(params: SamplingParams) -> torch.Generator | None:

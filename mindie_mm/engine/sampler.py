@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mindie_mm.device import download, upload
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
-from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, SamplingParams
 from mindie_mm.engine.requests.sequence import Sequence
 
 _PIECE = 256
@@ -57,6 +58,7 @@ def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tupl
     All rows are processed together, because launching kernels for each row would take longer than sampling.
     """
     flat, vocab_size = logits.view(-1), logits.shape[1]
+    _allow(logits, sequences)
     given: _Weights = []
     repeated: _Weights = []
     generated: _Weights = []
@@ -71,6 +73,8 @@ def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tupl
         if (params.presence_penalty or params.frequency_penalty) and counts:
             penalties = params.presence_penalty + params.frequency_penalty * _array(counts.values())
             generated.append((row, _array(counts), -penalties))
+        if params.bad_token_ids:
+            generated.append((row, _array(_bad_tokens(sequence)), -np.inf))
         if sequence.num_output < params.min_tokens:
             generated.append((row, _array((*eos_token_ids, *params.stop_token_ids)), -np.inf))
     if given:
@@ -81,6 +85,34 @@ def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tupl
         flat.index_copy_(0, places, torch.where(scores > 0, scores / penalty, scores * penalty))
     if generated:
         flat.index_add_(0, *_placed(generated, logits))
+
+
+def _allow(logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
+    """Mask all but the allowed tokens of each sequence that names some, in place."""
+    rows = [row for row, one in enumerate(sequences) if one.params.allowed_token_ids is not None]
+    if not rows:
+        return
+    refused = upload(np.stack([sequences[row].refused(logits.shape[1]) for row in rows]), logits.device)
+    places = _indices(rows, logits.device)
+    logits.index_copy_(0, places, logits.index_select(0, places).masked_fill(refused, -torch.inf))
+
+
+def _bad_tokens(sequence: Sequence) -> set[int]:
+    """Return the tokens that would complete one of the sequences that the output must not contain."""
+    bad = sequence.params.bad_token_ids
+    longest = max(map(len, bad)) - 1
+    tail = tuple(sequence.token_ids[max(sequence.num_prompt, len(sequence.token_ids) - longest) :]) if longest else ()
+    return {ids[-1] for ids in bad if len(ids) == 1 or tail[1 - len(ids) :] == ids[:-1]}
+
+
+def without_tokens(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor | None:
+    """Return whether each sequence has no token left to draw, bool [sequences].
+
+    Return None if no sequence has settings that exclude tokens.
+    """
+    if not any(one.params.allowed_token_ids is not None or one.params.bad_token_ids for one in sequences):
+        return None
+    return (logits == -torch.inf).all(dim=1)
 
 
 def _placed(weights: _Weights, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,21 +200,25 @@ class Scores:
     """Token ids of `top`, int64 [rows, num_top]."""
 
 
-def score(logits: Tensor, token_ids: Tensor, num_top: int) -> Scores:
+def score(logits: Tensor, token_ids: Tensor, num_top: int, chosen_ids: Tensor | None = None) -> Scores:
     """Compute the log-probabilities of given tokens and of the most likely tokens.
 
     Args:
         logits: Raw logits, float32 [rows, vocabulary].
         token_ids: Token of each row, int64 [rows]. A prompt may contain an id outside the vocabulary, whose
             log-probability is minus infinity.
-        num_top: Number of most likely tokens.
+        num_top: Number of most likely tokens. -1: the whole vocabulary.
+        chosen_ids: Tokens to return instead of the most likely ones, int64 [rows, n].
 
     """
     logprobs = logits.log_softmax(dim=-1)
-    ids = token_ids.unsqueeze(1)
-    known = logprobs.gather(1, ids.clamp(max=logits.shape[-1] - 1))
-    top, top_ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
-    return Scores(known.masked_fill(ids >= logits.shape[-1], -torch.inf).squeeze(1), top, top_ids)
+    ids, vocab_size = token_ids.unsqueeze(1), logits.shape[-1]
+    known = logprobs.gather(1, ids.clamp(max=vocab_size - 1))
+    if chosen_ids is None:
+        top, top_ids = logprobs.topk(vocab_size if num_top == ALL_TOKENS else min(num_top, vocab_size), dim=-1)
+    else:
+        top, top_ids = logprobs.gather(1, chosen_ids), chosen_ids
+    return Scores(known.masked_fill(ids >= vocab_size, -torch.inf).squeeze(1), top, top_ids)
 
 
 def logprobs_of(token_ids: abc.Sequence[int], chosen: Tensor, top: Tensor, top_ids: Tensor) -> list[TokenLogprob]:
@@ -194,6 +230,14 @@ def logprobs_of(token_ids: abc.Sequence[int], chosen: Tensor, top: Tensor, top_i
 
 
 def token_logprobs(logits: Tensor, token_ids: abc.Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Return the log-probabilities of given tokens and of the most likely tokens. The host waits for the device."""
-    scores = score(logits, _indices(token_ids, logits.device), num_top)
-    return logprobs_of(token_ids, *download(scores.chosen, scores.top, scores.top_ids))
+    """Return the log-probabilities of given tokens, with their ranks, and of the most likely tokens.
+
+    The host waits for the device.
+    """
+    ids = _indices(token_ids, logits.device)
+    scores = score(logits, ids, num_top)
+    ranks = 1 + (logits > logits.gather(1, ids.clamp(max=logits.shape[-1] - 1).unsqueeze(1))).sum(dim=-1)
+    ranks.masked_fill_(ids >= logits.shape[-1], logits.shape[-1] + 1)
+    *on_host, ranks = download(scores.chosen, scores.top, scores.top_ids, ranks)
+    found = logprobs_of(token_ids, *on_host)
+    return [replace(one, rank=rank) for one, rank in zip(found, ranks.tolist(), strict=True)]

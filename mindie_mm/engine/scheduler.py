@@ -38,7 +38,7 @@ class Scheduled:
 
 
 class BaseScheduler(ABC):
-    """Queues of waiting and running sequences, in first-come, first-served order."""
+    """Queues of waiting and running sequences, in first-come, first-served order within a priority."""
 
     def __init__(self, config: EngineConfig, encoder_cache: EncoderCache, tower_limits: TowerLimits) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -77,7 +77,11 @@ class BaseScheduler(ABC):
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """Queue a sequence behind all that have its priority or a better one."""
+        at = len(self.waiting)
+        while at and self.waiting[at - 1].params.priority > sequence.params.priority:
+            at -= 1
+        self.waiting.insert(at, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has finished, failed or been aborted, and reclaim its memory."""
@@ -115,7 +119,7 @@ class _Budget:
 
 
 class Scheduler(BaseScheduler):
-    """A scheduler for a paged KV cache. If blocks run out, it preempts the most recent sequence first.
+    """A scheduler for a paged KV cache. If blocks run out, it preempts the most recent of the least urgent sequences.
 
     When a waiting sequence is admitted, the blocks of its prefix are looked up in the cache. Tokens of the blocks that
     are found count as computed.
@@ -168,12 +172,14 @@ class Scheduler(BaseScheduler):
                 self._blocks.keep(blocks[index], keys[index])
 
     def _schedule(self, sequence: Sequence, budget: _Budget) -> Scheduled | None:
-        """Schedule a running sequence. If blocks run out, preempt later sequences, and finally this sequence."""
+        """Schedule a running sequence. If blocks run out, preempt others, and finally itself."""
         stop = self._stop(sequence, sequence.num_computed, budget)
         if stop == sequence.num_computed:
             return None
         while not self._blocks.can_grow(sequence, stop):
-            last = self.running.pop()
+            # Of equal priorities, the last one is preempted first. No sequence yields to a less urgent one.
+            index = max(range(len(self.running)), key=lambda one: (self.running[one].params.priority, one))
+            last = self.running.pop(index)
             self._preempt(last)
             if last is sequence:
                 return None

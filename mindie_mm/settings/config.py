@@ -254,6 +254,9 @@ class ServiceConfig:
     """How to serve tools if the chat template has no place for them. describe: describe the tools in a system message,
     and read calls in the format of Hermes. ignore: leave the tools out, with a warning. refuse: answer with status
     400."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Order in which requests are scheduled. fcfs: first come, first served; a `priority` other than 0 is refused.
+    priority: requests with a lower `priority` come first. Any client may then delay the others."""
     log_prompts: bool = False
     """Log the text of prompts. Media are never logged."""
     otlp_endpoint: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from mindie_mm.errors import CorruptReference
 from mindie_mm.inputs import Kind
 from mindie_mm.shm import Ref
+
+Side = Literal["left", "right"]
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -82,6 +85,13 @@ class PromptOptions:
     add_special_tokens: bool = True
     """Whether special tokens of the tokenizer or family, such as BOS, are added to a text without media and without a
     template."""
+    repeat_special_tokens: bool = False
+    """Whether the tokenizer's special tokens are added to a chat even if its template has written a BOS."""
+    cut_to: int = 0
+    """Number of tokens to which a longer prompt is cut. 0 means no cut, and -1 stands for `max_prompt_tokens`. In
+    contrast to `truncate`, exactly as many tokens are kept, and the cut must not split a media item."""
+    cut_side: Side = "left"
+    """Side from which tokens are cut off."""
 
 
 def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:

@@ -27,7 +27,7 @@ from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions, put_words
 from mindie_mm.tokenize.text.spelling import Rendered
 from mindie_mm.tokenize.text.text_encoder import Encoded, TextEncoder
-from mindie_mm.tokenize.truncate import truncate
+from mindie_mm.tokenize.truncate import cut, truncate
 
 _PLAIN = PromptOptions()
 
@@ -113,19 +113,29 @@ class Prompts:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         options: PromptOptions = _PLAIN,
+        *,
+        continue_final_message: bool = False,
     ) -> Draft:
-        """Return a draft of chat messages, which are formatted with the chat template. Raise InputError."""
+        """Return a draft of chat messages, which are formatted with the chat template. Raise InputError.
+
+        With `continue_final_message`, the prompt ends with the text of the last message.
+        """
         variables = template_kwargs or {}
         if options.max_prompt_tokens:
             self._text.check_messages(messages, variables, options.max_prompt_tokens)
 
         def expand(planned: Sequence[PlannedItem]) -> Prompt:
             rendered = self._text.render_messages(
-                messages, add_generation_prompt, variables, list(self._spell(planned))
+                messages,
+                add_generation_prompt,
+                variables,
+                list(self._spell(planned)),
+                continue_final_message=continue_final_message,
             )
             if options.max_prompt_tokens:
                 self._text.check_rendered(rendered, options.max_prompt_tokens)
-            return self._expanded(self._encode(rendered, planned), planned)
+            encoded = self._encode(rendered, planned, framed=options.repeat_special_tokens)
+            return self._expanded(encoded, planned)
 
         return Draft(media_of_messages(messages), expand, options)
 
@@ -189,19 +199,23 @@ class Prompts:
             for draft, planned in zip(drafts, all_planned, strict=True):
                 if prompts:
                     await asyncio.sleep(0)  # encoding many long texts without a pause would delay other requests
-                prompt = _bounded(draft.expand(planned), draft.options)
+                prompt = _cut(draft.expand(planned), draft.options)
+                from_right = draft.options.cut_side == "right"
+                own = planned[: len(prompt.spans)] if from_right else planned[len(planned) - len(prompt.spans) :]
+                prompt = _bounded(prompt, draft.options)
                 prompts.append(prompt)
                 salt = draft.options.cache_salt
-                kept += [(item, salt) for item in planned[len(planned) - len(prompt.spans) :]]
+                kept += [(item, salt) for item in own[len(own) - len(prompt.spans) :]]
             faults.point("planned")
             words = iter(await media.store(kept, path_file) if kept else ())
         return [put_words(prompt, islice(words, len(prompt.spans))) for prompt in prompts]
 
-    def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem]) -> Encoded:
+    def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem], *, framed: bool = False) -> Encoded:
         rendered = Rendered(self._processor.prompt_text(rendered.text), rendered.restore)
         if self._markers:
             rendered = self._text.replace_markers(rendered, self._markers, *self._spellings(planned))
-        return self._text.encode(rendered)
+        encoded = self._text.encode(rendered)
+        return self._text.framed(rendered, encoded) if framed else encoded
 
     def _expanded(self, encoded: Encoded, planned: Sequence[PlannedItem]) -> Prompt:
         processor, tokens = self._processor, self._tokens
@@ -238,6 +252,12 @@ class Prompts:
         markers = [self._marker_of[item.placeholder] for item in items]
         texts = [item.spelling.text for item in items]
         return markers, [marker if text is None else text for marker, text in zip(markers, texts, strict=True)]
+
+
+def _cut(prompt: Prompt, options: PromptOptions) -> Prompt:
+    """Return the prompt with as many tokens as `cut_to` allows."""
+    num_kept = options.max_prompt_tokens if options.cut_to == -1 else options.cut_to
+    return cut(prompt, num_kept, options.cut_side) if 0 < num_kept < len(prompt) else prompt
 
 
 def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:

@@ -1,12 +1,14 @@
-"""Truncation of prompts. The beginning is removed, and media items are never split."""
+"""Truncation of prompts. Media items are never split."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
 
-from mindie_mm.errors import ContextLengthExceeded
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.errors import ContextLengthExceeded, InputError
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt, Side
 
 
 def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
@@ -39,3 +41,33 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
     )
     at = max(first - start, 0)
     return Prompt(np.concatenate([opening, prompt.ids[start:]]), spans, (at, at + last - first))
+
+
+def cut(prompt: Prompt, num_tokens: int, side: Side) -> Prompt:
+    """Return `prompt` without the tokens above `num_tokens` on one side.
+
+    Raises:
+        InputError: The cut would go through a media item.
+
+    """
+    start, stop = (len(prompt) - num_tokens, len(prompt)) if side == "left" else (0, num_tokens)
+    for index, span in enumerate(prompt.spans):
+        first, last = span.start - span.lead, span.stop + span.tail
+        if any(first < edge < last for edge in (start, stop)):
+            raise InputError(
+                f"truncate_prompt_tokens is {num_tokens}, which cuts through media item {index} ({span.kind}), tokens "
+                f"{first} to {last} of {len(prompt)}; keep the whole item, or none of it",
+                param="truncate_prompt_tokens",
+            )
+    first, last = prompt.opening
+    opening = (max(first - start, 0), max(last - start, 0)) if start <= first and last <= stop else (0, 0)
+    return Prompt(prompt.ids[start:stop], _moved(prompt.spans, start, stop), opening)
+
+
+def _moved(spans: Iterable[MediaSpan], start: int, stop: int) -> tuple[MediaSpan, ...]:
+    """Return the spans in [start, stop), counted from `start`."""
+    return tuple(
+        msgspec.structs.replace(span, start=span.start - start, stop=span.stop - start)
+        for span in spans
+        if start <= span.start and span.stop <= stop
+    )

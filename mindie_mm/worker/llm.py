@@ -135,6 +135,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Output:
         """Return the assistant's answer to chat messages, in the format of /v1/chat/completions.
@@ -143,13 +144,15 @@ class LLM:
             messages: Messages of the conversation.
             params: Sampling settings. By default, those of `get_default_sampling_params`.
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
+            continue_final_message: Whether the last message is continued instead of answered. No header is added.
             chat_template_kwargs: Additional variables of the chat template, such as `tools`.
 
         """
         request = TokenizeRequest(
             messages=messages,
             folder=working_directory(),
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs or {},
         )
         (output,) = self._loop.run(self._generate([request], self._checked(params)))

@@ -13,7 +13,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from mindie_mm.engine.requests.default_sampling import log_default_sampling, stated_end_tokens
-from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
+from mindie_mm.engine.requests.engine_messages import FinishReason, Progress, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded, SegmentMissing
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -27,7 +27,8 @@ from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.async_tokenizer import AsyncTokenizer
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
-from mindie_mm.tokenize.text.detokenizer import Detokenizer, load_tokenizer
+from mindie_mm.tokenize.text.bad_words import bad_token_ids
+from mindie_mm.tokenize.text.detokenizer import Detokenizer, is_skipped, load_tokenizer
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.retry import PromptSource, Use, generated, tokenized
 
@@ -192,6 +193,28 @@ class Worker:
         if (wanted := params.structure) is not None:
             await self._schemas.check(wanted)
 
+    def spelled(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with the tokens of `bad_words` in `bad_token_ids`. Raise InputError if a word has none."""
+        if not params.bad_words:
+            return params
+        return msgspec.structs.replace(
+            params,
+            bad_words=(),
+            bad_token_ids=(*params.bad_token_ids, *bad_token_ids(self.tokenizer, params.bad_words)),
+        )
+
+    def prompt_room(self, params: SamplingParams) -> int:
+        """Return the maximum number of prompt tokens. Raise ContextLengthExceeded if there is no room for a prompt."""
+        info, wanted = self.engine.info, params.least_room
+        left_tokens = info.max_model_len - wanted
+        if info.max_output_len is not None:
+            left_tokens = info.max_model_len if wanted <= info.max_output_len else 0
+        if left_tokens < 1:
+            raise ContextLengthExceeded.of(
+                info.max_model_len, f"the request needs {wanted} output tokens, which leaves no room for a prompt"
+            )
+        return left_tokens
+
     def limited(
         self, request: TokenizeRequest, params: SamplingParams, truncate_to: int | None = None
     ) -> TokenizeRequest:
@@ -209,14 +232,7 @@ class Worker:
             ContextLengthExceeded: The required tokens leave no room for a prompt.
 
         """
-        info, wanted = self.engine.info, params.least_room
-        left_tokens = info.max_model_len - wanted
-        if info.max_output_len is not None:
-            left_tokens = info.max_model_len if wanted <= info.max_output_len else 0
-        if left_tokens < 1:
-            raise ContextLengthExceeded.of(
-                info.max_model_len, f"the request needs {wanted} output tokens, which leaves no room for a prompt"
-            )
+        left_tokens = self.prompt_room(params)
         truncate = self.config.truncate or truncate_to is not None
         options = replace(
             request.options,
@@ -283,7 +299,15 @@ class Worker:
         `use` is released when the engine has read the prompt's media, and renewed if the engine needs them again.
         Without `use`, the media must stay in shared memory.
         """
-        detokenizer = Detokenizer(self.tokenizer, params.stop, params.min_tokens, silent)
+        params = self.spelled(params)
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            params.stop,
+            params.min_tokens,
+            silent,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            **params.text_options,
+        )
         async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
             async for step in steps:
                 if step.media_consumed and use is not None:
@@ -295,7 +319,7 @@ class Worker:
                     self.engine.refill(request_id, renewed.ids)
                 if not step.token_ids and step.finish_reason is None:
                     continue
-                text = detokenizer.push(step.token_ids)
+                text = detokenizer.push(_shown_ids(step, params, self.tokenizer))
                 stopped = detokenizer.stopped_by is not None
                 reason = "stop" if stopped else step.finish_reason
                 if reason is not None:
@@ -325,6 +349,14 @@ class Worker:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _shown_ids(step: Progress, params: SamplingParams, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a step that are part of the text. A special token that ends the output normally is not."""
+    ids = step.token_ids
+    if params.skip_special_tokens or params.include_stop_str_in_output or step.finish_reason != "stop":
+        return ids
+    return ids[:-1] if is_skipped(tokenizer, ids[-1]) else ids
 
 
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:

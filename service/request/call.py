@@ -12,9 +12,10 @@ from typing import TypeVar
 import msgspec
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
-from mindie_mm.engine.requests.sampling_params import MAX_LOGPROBS, SamplingParams
+from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, MAX_LOGPROBS, SamplingParams
 from mindie_mm.errors import LimitExceeded, blaming
 from mindie_mm.processes import faults
+from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Answer, Delta
@@ -68,11 +69,20 @@ class Call:
                 yield sources
 
     @asynccontextmanager
-    async def prompts_of_ids(self, given: Sequence[Sequence[int]]) -> AsyncIterator[list[PromptSource]]:
-        """Yield the prompts of token ids that a client sent. Raise InputError also as in `prompts`."""
+    async def prompts_of_ids(
+        self, given: Sequence[Sequence[int]], cut: PromptOptions
+    ) -> AsyncIterator[list[PromptSource]]:
+        """Yield the prompts of token ids that a client sent, cut as the options ask. Raise InputError as `prompts`."""
         with self.meter.counted(len(given) * self.n):
             await self.check_structure()
-            yield [PromptSource(prompt_of_ids(self.service, ids, "prompt")) for ids in given]
+            yield [PromptSource(prompt_of_ids(self.service, self._cut(ids, cut), "prompt")) for ids in given]
+
+    def _cut(self, ids: Sequence[int], options: PromptOptions) -> Sequence[int]:
+        """Return `ids` without those that `options.cut_to` drops."""
+        num_kept = self.service.worker.prompt_room(self.params) if options.cut_to == -1 else options.cut_to
+        if not 0 < num_kept < len(ids):
+            return ids
+        return ids[-num_kept:] if options.cut_side == "left" else ids[:num_kept]
 
     async def check_structure(self) -> None:
         """Raise InputError if the structured output cannot be served."""
@@ -121,15 +131,20 @@ class Call:
 
     def _require_room(self, sources: Sequence[PromptSource]) -> None:
         """Raise LimitExceeded if the answer may hold too many log-probabilities."""
-        params, context = self.params, self.service.worker.engine.info.max_model_len
-        found = 0
+        params, info = self.params, self.service.worker.engine.info
+        context, found = info.max_model_len, 0
+
+        def num_each(num_top: int) -> int:
+            return 1 + (info.vocab_size if num_top == ALL_TOKENS else num_top)
+
         for source in sources:
             num_prompt = len(source.prompt)
             if params.prompt_logprobs is not None:
-                found += self.n * num_prompt * (params.prompt_logprobs + 1)
+                found += self.n * num_prompt * num_each(params.prompt_logprobs)
             if params.logprobs is not None:
                 most = params.most_tokens(max(context - num_prompt, 0))
-                found += self.n * most * (params.logprobs + 1)
+                named = params.logprob_token_ids
+                found += self.n * most * num_each(params.logprobs if named is None else len(named))
         limit = max(MAX_ANSWER_LOGPROBS, context * (MAX_LOGPROBS + 1))
         if found > limit:
             raise LimitExceeded(

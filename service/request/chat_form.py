@@ -65,7 +65,8 @@ class ChatForm:
             hidden=tuple(shown),
         )
         if shown:
-            call = replace(call, silent=written.special.difference(written.added_tokens[token] for token in shown))
+            without_text = written.special if call.params.skip_special_tokens else frozenset[int]()
+            call = replace(call, silent=without_text.difference(written.added_tokens[token] for token in shown))
         if parser is not None:
             with blaming("tools"):
                 wanted = _wanted(call.params.structured_outputs, use, tools, written)

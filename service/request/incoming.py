@@ -11,6 +11,7 @@ import msgspec
 from fastapi import Depends, Request
 from starlette.responses import Response
 
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from service.request.admitted import WholeAnswer
 from service.request.call import Call
@@ -56,13 +57,20 @@ class Incoming:
             structure = settings.structure(close=self.service.config.json_additional_properties == "close")
             if structure is not None:
                 params = msgspec.structs.replace(params, structured_outputs=structure.wanted)
-            params = params.check(worker.engine.info.vocab_size)
+            self._require_order(params)
+            params = worker.spelled(params.check(worker.engine.info.vocab_size))
         except InputError as error:
             error.param = settings.field or error.param
             raise
         meter = Meter(self.service.metrics, self.clock.arrived)
         field = structure.field if structure is not None else None
         return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), meter, field)
+
+    def _require_order(self, params: SamplingParams) -> None:
+        """Raise InputError if the request has a priority, and priorities are off."""
+        if params.priority and self.service.config.scheduling_policy != "priority":
+            message = f"priority is {params.priority}; it must be 0 unless --scheduling-policy priority is set"
+            raise InputError(message, param="priority")
 
     def answered(
         self, form: Form, *, stream: bool | None = False, last: str | None = DONE, timeout_s: float | None = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -44,6 +45,10 @@ class Service:
     """Format of calls and reasoning."""
     spool_probe: SpoolProbe
     """Check whether files can be written to the spool."""
+    tokenizer_info: Mapping[str, Any]
+    """`tokenizer_info` of the checkpoint."""
+    fingerprint: str
+    """`fingerprint` of the worker."""
     created: int
     """Unix time of the service's start."""
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
-from mindie_mm.tokenize.text.detokenizer import TextStream
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.tokenize.text.detokenizer import TextStream, is_skipped
 from mindie_mm.worker.worker import Answer, Delta
 from service.request.token_text import in_turns, token_bytes
 
@@ -28,12 +29,13 @@ class ReleasedLogprobs:
 class LogprobsBuffer:
     """A buffer that releases each token with its text. Unreleased text may turn out to belong to a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], silent: Collection[int] | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, silent: Collection[int] | None = None) -> None:
         """Create a buffer. Without stop strings it holds nothing back. `silent` is as in `TextStream`."""
         self._tokenizer = tokenizer
-        self._holds = bool(stop)
-        self._stream = TextStream(tokenizer, silent=silent)
+        self._params = params
         self._silent = silent
+        self._holds = bool(params.stop)
+        self._stream = TextStream(tokenizer, **params.text_options, silent=silent)
         self._text = ""
         """Text of all tokens so far."""
         self._num_released = 0
@@ -49,6 +51,9 @@ class LogprobsBuffer:
         if not self._holds:
             return ReleasedLogprobs(logprobs)
         self._num_released += len(part.text)
+        hidden: Sequence[TokenLogprob] = []
+        if self._hides_last(part):
+            logprobs, hidden = logprobs[:-1], logprobs[-1:]
         async for some in in_turns(logprobs, 4):
             for one in some:
                 self._push(one)
@@ -58,7 +63,15 @@ class LogprobsBuffer:
             del self._waiting[len(self._stops) :]
         else:
             self._text += self._stream.flush()
-        return self._last()
+        last = self._last()
+        return ReleasedLogprobs([*last.logprobs, *hidden], last.cut)
+
+    def _hides_last(self, part: Delta | Answer) -> bool:
+        """Return whether the text lacks the special token that ends the output, although it shows special tokens."""
+        params, ends = self._params, part.finish_reason == "stop" and not isinstance(part.stop_reason, str)
+        if params.skip_special_tokens or params.include_stop_str_in_output or not (ends and part.logprobs):
+            return False
+        return is_skipped(self._tokenizer, part.logprobs[-1].token_id)
 
     def _push(self, logprob: TokenLogprob) -> None:
         self._waiting.append(logprob)
@@ -89,9 +102,7 @@ class LogprobsBuffer:
         return ReleasedLogprobs(self._take(len(self._waiting)), cut)
 
     def _has_text(self, token_id: int) -> bool:
-        """Return whether a token is in the text. Special tokens are not."""
+        """Return whether a token is in the text."""
         if self._silent is not None:
             return token_id not in self._silent
-        return bool(self._tokenizer.decode([token_id], skip_special_tokens=True)) or not self._tokenizer.decode(
-            [token_id], skip_special_tokens=False
-        )
+        return not self._params.skip_special_tokens or not is_skipped(self._tokenizer, token_id)

@@ -14,6 +14,7 @@ from msgspec import Raw
 from tokenizers import Tokenizer
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.text.detokenizer import TextStream
 from service.schemas.openai_answers import ChatLogprobs, ChatPosition, ChatToken, CompletionLogprobs
@@ -89,11 +90,11 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.text = cache(partial(token_text, tokenizer))
+        self.text: Callable[[int], str] = cache(partial(token_text, tokenizer))
         """Function from a token id to `token_text`."""
-        self.name = cache(partial(_name, tokenizer))
+        self.name: Callable[[int], str] = cache(partial(_name, tokenizer))
         """Function from a token id to its text, or to its bytes in OpenAI's notation if a character is incomplete."""
-        self.entry = cache(partial(_text_and_bytes, tokenizer))
+        self.entry: Callable[[int], tuple[Raw, Raw]] = cache(partial(_text_and_bytes, tokenizer))
         """Function from a token id to the JSON of its text and the JSON of its list of bytes."""
 
     def cut_name(self, token_id: int, num_bytes: int) -> str:
@@ -114,16 +115,43 @@ class TokenTexts:
         return self._tokenizer.id_to_token(token_id) or ""
 
 
+class TokensAsIds(TokenTexts):
+    """Names of tokens such as `token_id:5`, which `return_tokens_as_token_ids` asks for. Bytes are as usual."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self.text = texts.text
+        self.name = _id_name
+        self.entry = self._entry
+
+    def cut_name(self, token_id: int, num_bytes: int) -> str:
+        return _id_name(token_id)
+
+    def cut_entry(self, token_id: int, num_bytes: int | None) -> tuple[Raw, Raw]:
+        return _id_entry(token_id), self._texts.cut_entry(token_id, num_bytes)[1]
+
+    def _entry(self, token_id: int) -> tuple[Raw, Raw]:
+        return _id_entry(token_id), self._texts.entry(token_id)[1]
+
+
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _id_entry(token_id: int) -> Raw:
+    return Raw(msgspec.json.encode(_id_name(token_id)))
+
+
 class TextOffsets:
     """Offsets, in characters, at which the tokens of one choice begin in its text.
 
-    A token begins at the end of the text of all tokens before it. Special tokens of an answer have no text. The text of
-    an incomplete character belongs to the token that completes it.
+    A token begins at the end of the text of all tokens before it. Skipped special tokens have no text. The text of an
+    incomplete character belongs to the token that completes it.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams = SamplingParams()) -> None:  # noqa: B008 - frozen
         self._tokenizer = tokenizer
-        self._answer = TextStream(tokenizer)
+        self._answer = TextStream(tokenizer, **params.text_options, silent=None)
         self._length = 0  # length of the text before the answer's next token
 
     async def echoed(self, token_ids: Sequence[int]) -> list[int]:
@@ -157,21 +185,40 @@ async def in_turns(items: Sequence[T], weight: int) -> AsyncIterator[Sequence[T]
         yield items[start : start + step]
 
 
-async def chat_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob], cut: int | None = None) -> ChatLogprobs:
-    """Return the `logprobs` object of a chat choice. `cut` is the number of bytes to keep of the last token."""
+async def chat_logprobs(
+    texts: TokenTexts, logprobs: Sequence[TokenLogprob], cut: int | None = None, *, named: bool = False
+) -> ChatLogprobs:
+    """Return the `logprobs` object of a chat choice.
+
+    Args:
+        texts: Texts of the tokens.
+        logprobs: Log-probabilities of the answer's tokens.
+        cut: Number of bytes to keep of the last token. None: all of them.
+        named: The request has named tokens. The drawn token then precedes them, as in vLLM.
+
+    """
     last = logprobs[-1] if logprobs and cut is not None else None
 
-    def entry(token_id: int, logprob: float) -> ChatToken:
+    def entry(token: tuple[int, float]) -> ChatToken:
+        token_id, logprob = token
         text, its_bytes = texts.entry(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": its_bytes}
+        return {"token": text, "logprob": finite(logprob), "bytes": its_bytes}
 
-    def position(one: TokenLogprob) -> ChatPosition:
-        found: ChatPosition = {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*top) for top in one.top]}
+    def tops(one: TokenLogprob) -> Sequence[tuple[int, float]]:
+        return [*({one.token_id: one.logprob} | dict(one.top)).items()] if named else one.top
+
+    def position(one: TokenLogprob, top: list[ChatToken] | Raw) -> ChatPosition:
+        found: ChatPosition = {**entry((one.token_id, one.logprob)), "top_logprobs": top}
         if one is last:
             found["token"], found["bytes"] = texts.cut_entry(one.token_id, cut)
         return found
 
-    return {"content": await _json_list(logprobs, position, _weight(logprobs))}
+    if (weight := _weight(logprobs)) <= _ENTRIES_A_TURN:
+        positions = await _json_list(logprobs, lambda one: position(one, [*map(entry, tops(one))]), weight)
+    else:
+        parts = [position(one, await _json_list(tops(one), entry, 1)) for one in logprobs]
+        positions = Raw(msgspec.json.encode(parts))
+    return {"content": positions}
 
 
 async def completion_logprobs(
@@ -193,15 +240,25 @@ async def completion_logprobs(
 
     weight = _weight([logprob for logprob in found[-1:] if logprob])
 
-    def by_text(one: TokenLogprob | None) -> dict[str, float] | None:
+    def tops(one: TokenLogprob | None) -> Sequence[tuple[int, float]]:
         """Return the most likely tokens and the sampled token, which may not be among them."""
-        found = [] if one is None else [*one.top, (one.token_id, one.logprob)]
-        return {texts.name(token): _finite(logprob) for token, logprob in found} or None
+        return [] if one is None else [*one.top, (one.token_id, one.logprob)]
 
+    def by_text(top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        return {texts.name(token): finite(logprob) for token, logprob in top}
+
+    if weight <= _ENTRIES_A_TURN:
+        top_logprobs = await _json_list(found, lambda one: by_text(tops(one)) or None, weight)
+    else:
+        merged: list[dict[str, float] | None] = []
+        for one in found:
+            parts = [by_text(part) async for part in in_turns(tops(one), 1)]
+            merged.append({name: logprob for part in parts for name, logprob in part.items()} or None)
+        top_logprobs = Raw(msgspec.json.encode(merged))
     return {
         "tokens": await _json_list(range(len(positions)), name, 1),
-        "token_logprobs": await _json_list(found, lambda one: one and _finite(one.logprob), 1),
-        "top_logprobs": await _json_list(found, by_text, weight),
+        "token_logprobs": await _json_list(found, lambda one: one and finite(one.logprob), 1),
+        "top_logprobs": top_logprobs,
         "text_offset": text_offsets,
     }
 
@@ -237,5 +294,6 @@ def _encoded(text: str, own: bytes) -> tuple[Raw, Raw]:
     return Raw(msgspec.json.encode(text)), Raw(msgspec.json.encode([*own]))
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """Return a log-probability as a number that JSON has."""
     return max(logprob, _LEAST_LOGPROB)

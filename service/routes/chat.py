@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -18,9 +18,10 @@ from mindie_mm.worker.worker import Delta
 from service.request.chat_form import ChatForm
 from service.request.incoming import Form, IncomingDep
 from service.request.message import MessageForm, MessageParts, MessageReader, ReasoningCount, delta_of
+from service.request.prompt_logprobs import prompt_logprobs
 from service.request.sse import DONE
 from service.request.text_logprobs import LogprobsBuffer
-from service.request.token_text import chat_logprobs, in_turns
+from service.request.token_text import TokensAsIds, chat_logprobs, in_turns
 from service.schemas.choices import Choice, Usage, Used, media_spans, usage
 from service.schemas.description import streamed
 from service.schemas.openai_answers import (
@@ -30,7 +31,11 @@ from service.schemas.openai_answers import (
     ChatCompletionChunk,
     ChatDelta,
     ChatLogprobs,
+    ChatMessage,
+    Prompted,
+    Scored,
     Spanned,
+    Tokened,
 )
 from service.schemas.openai_types import ChatBody
 from service.schemas.tool_types import ToolUse
@@ -70,8 +75,10 @@ class _Chat(Form):
         )
         return TokenizeRequest(
             messages=messages,
-            add_generation_prompt=self.body.add_generation_prompt is not False,
+            add_generation_prompt=self.body.opens_turn,
+            continue_final_message=bool(self.body.continue_final_message),
             chat_template_kwargs=variables,
+            options=replace(self.body.prompt_options, repeat_special_tokens=bool(self.body.add_special_tokens)),
             media_defaults=media_defaults(self.body.mm_processor_kwargs, self.body.media_io_kwargs),
         )
 
@@ -89,10 +96,13 @@ class _Chat(Form):
             "object": "chat.completion",
             "created": self.created,
             "model": self.call.service.model_name,
+            "system_fingerprint": self.call.service.fingerprint,
             "choices": [await self._choice(choice, form.message) for choice in choices],
             "usage": usage([source.prompt], choices, num_reasoning=_total(form.message, counts)),
             **self.call.timings(choices),
             **self._spans(source.prompt),
+            **self._prompted(source.prompt),
+            **await self._scored(choices[0]),
         }
 
     async def events(self) -> AsyncGenerator[ChatCompletionChunk, None]:
@@ -103,16 +113,20 @@ class _Chat(Form):
             form = await self.form.after(source.prompt)
             streams = [_Stream(form.message, self._count(form)) for _ in choices]
             spans = self._spans(source.prompt)
+            prompted = self._prompted(source.prompt)
             async with aclosing(form.call.deltas([source])) as deltas:
                 async for index, delta in deltas:
                     first = not choices[index].texts
                     choices[index].add(delta)
                     if first:
                         so_far = self._so_far(source.prompt, choices, streams, len(delta.token_ids))
-                        yield {**self._chunk([_first(index)]), **spans, **so_far}
-                        spans = {}  # only the first chunk has them
+                        head = _first(index, self.body.role)
+                        yield {**self._chunk([head]), **spans, **prompted, **so_far}
+                        spans, prompted = {}, {}  # only the first chunk has them
+                        if echoed := self.body.echoed:
+                            yield {**self._chunk([{**head, "delta": {"content": echoed}}]), **so_far}
                     logprobs = await self._logprobs(delta, buffers[index]) if self.body.logprobs else None
-                    for chunk in streams[index].chunks(index, delta, logprobs):
+                    for chunk in streams[index].chunks(index, delta, logprobs, self._tokened(delta)):
                         yield {**self._chunk([chunk]), **self._so_far(source.prompt, choices, streams)}
         used: Used = {"usage": self._usage(source.prompt, choices, streams)} if self.body.include_usage else {}
         timed = self.call.timings(choices)
@@ -143,6 +157,7 @@ class _Chat(Form):
             "object": "chat.completion.chunk",
             "created": self.created,
             "model": self.call.service.model_name,
+            "system_fingerprint": self.call.service.fingerprint,
             "choices": choices,
         }
 
@@ -152,21 +167,47 @@ class _Chat(Form):
         parts.add(reader.finish())
         return {
             "index": choice.index,
-            "message": parts.message(form),
+            "message": self._message(parts, form),
             "logprobs": await self._logprobs(choice, self._logprobs_buffer()) if self.body.logprobs else None,
             "finish_reason": parts.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
+            **self._tokened(choice),
         }
 
+    def _message(self, parts: MessageParts, form: MessageForm) -> ChatMessage:
+        message = parts.message(form)
+        message["role"] = self.body.role
+        if echoed := self.body.echoed:
+            message["content"] = echoed + (message["content"] or "")
+        return message
+
+    def _prompted(self, prompt: Prompt) -> Prompted:
+        return {"prompt_token_ids": prompt.plain_ids.tolist()} if self.body.return_token_ids else {}
+
+    def _tokened(self, part: Delta | Choice) -> Tokened:
+        return {"token_ids": part.token_ids} if self.body.return_token_ids else {}
+
+    async def _scored(self, choice: Choice) -> Scored:
+        num_top = self.body.prompt_logprobs
+        if num_top is None:
+            return {}
+        return {"prompt_logprobs": await prompt_logprobs(self.call.service.tokens, choice.prompt_logprobs, num_top)}
+
     def _logprobs_buffer(self) -> LogprobsBuffer:
-        return LogprobsBuffer(self.call.service.worker.tokenizer, self.call.params.stop, self.call.silent)
+        return LogprobsBuffer(self.call.service.worker.tokenizer, self.call.params, self.call.silent)
 
     async def _logprobs(self, part: Delta | Choice, buffer: LogprobsBuffer) -> ChatLogprobs | None:
         """Return the log-probabilities to send with a choice, or with its next part. None if a part has none."""
         released = await buffer.push(part)
         if not released.logprobs and isinstance(part, Delta):
             return None
-        return await chat_logprobs(self.call.service.tokens, released.logprobs, released.cut)
+        texts = self.call.service.tokens
+        return await chat_logprobs(
+            TokensAsIds(texts) if self.body.return_tokens_as_token_ids else texts,
+            released.logprobs,
+            released.cut,
+            named=self.body.logprob_token_ids is not None,
+        )
 
 
 class _Stream:
@@ -179,26 +220,29 @@ class _Stream:
         self._reader = MessageReader(form)
         self._parts = MessageParts()
 
-    def chunks(self, index: int, delta: Delta, logprobs: ChatLogprobs | None) -> list[ChatChunkChoice]:
-        """Return the chunks for the next delta of choice `index`. The first of them has the log-probabilities."""
+    def chunks(
+        self, index: int, delta: Delta, logprobs: ChatLogprobs | None, tokened: Tokened
+    ) -> list[ChatChunkChoice]:
+        """Return the chunks for the next delta of choice `index`. The first has the log-probabilities and tokens."""
         self.count.push(delta.token_ids)
         deltas: list[ChatDelta]
+        has_tokens = bool(logprobs or tokened.get("token_ids"))
         if self.form.is_plain:
-            deltas = [{"content": delta.text}] if delta.text or logprobs or delta.finish_reason else []
+            deltas = [{"content": delta.text}] if delta.text or has_tokens or delta.finish_reason else []
         else:
             parts = self._reader.push(delta.text)
             if delta.finish_reason:
                 parts += self._reader.finish()
             self._parts.add(parts)
             deltas = [made for part in parts if (made := delta_of(part)) is not None]
-            if delta.finish_reason or (logprobs and not deltas):
+            if delta.finish_reason or (has_tokens and not deltas):
                 deltas.append({})
         chunks: list[ChatChunkChoice] = [
             {"index": index, "delta": made, "logprobs": None, "finish_reason": None, "stop_reason": None}
             for made in deltas
         ]
         if chunks:
-            chunks[0]["logprobs"] = logprobs
+            chunks[0] = {**chunks[0], "logprobs": logprobs, **tokened}
             if delta.finish_reason:
                 chunks[-1]["finish_reason"] = self._parts.finish_reason(delta.finish_reason)
                 chunks[-1]["stop_reason"] = delta.stop_reason
@@ -210,11 +254,11 @@ def _total(form: MessageForm, counts: Sequence[ReasoningCount]) -> int | None:
     return sum(count.num_tokens for count in counts) if form.reasoning else None
 
 
-def _first(index: int) -> ChatChunkChoice:
+def _first(index: int, role: str) -> ChatChunkChoice:
     """Return the content of a choice's first chunk, which is its role."""
     return {
         "index": index,
-        "delta": {"role": "assistant", "content": ""},
+        "delta": {"role": role, "content": ""},
         "logprobs": None,
         "finish_reason": None,
         "stop_reason": None,

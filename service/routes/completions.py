@@ -5,20 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.errors import InputError, LimitExceeded
-from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.retry import PromptSource
 from service.request.incoming import Form, IncomingDep
+from service.request.prompt_logprobs import prompt_logprobs
 from service.request.sse import DONE
 from service.request.text_logprobs import LogprobsBuffer
-from service.request.token_text import TextOffsets, completion_logprobs
+from service.request.token_text import TextOffsets, TokensAsIds, completion_logprobs
 from service.schemas.choices import Choice, Used, usage
 from service.schemas.description import streamed
 from service.schemas.openai_answers import Completion, CompletionChoice, CompletionLogprobs
@@ -64,10 +66,10 @@ class _Completion(Form):
                 "in total"
             )
             raise LimitExceeded(message, param="prompt")
-        options = PromptOptions(add_special_tokens=self.body.add_special_tokens is not False)
+        options = replace(self.body.prompt_options, add_special_tokens=self.body.add_special_tokens is not False)
         if texts := [TokenizeRequest(text=text, options=options) for text in given if isinstance(text, str)]:
             return self.call.prompts(texts)
-        return self.call.prompts_of_ids([ids for ids in given if not isinstance(ids, str)])
+        return self.call.prompts_of_ids([ids for ids in given if not isinstance(ids, str)], options)
 
     async def answer(self) -> Completion:
         async with self.sources() as sources:
@@ -93,7 +95,8 @@ class _Completion(Form):
                     chunk = await self._choice(part, prompts[index // self.call.n] if first else None, written[index])
                     choices[index].add(delta)
                     logprobs = chunk["logprobs"]
-                    if chunk["text"] or (logprobs and logprobs["text_offset"]) or delta.finish_reason:
+                    told = chunk["text"] or (logprobs and logprobs["text_offset"]) or chunk.get("token_ids")
+                    if told or delta.finish_reason:
                         so_far: Used = {"usage": usage(prompts, choices)} if self.body.continuous_usage else {}
                         yield {**self._part([chunk]), **so_far}
         used: Used = {"usage": usage(prompts, choices)} if self.body.include_usage else {}
@@ -107,12 +110,13 @@ class _Completion(Form):
             "object": "text_completion",
             "created": self.created,
             "model": self.call.service.model_name,
+            "system_fingerprint": self.call.service.fingerprint,
             "choices": choices,
         }
 
     def _written(self) -> _Written:
         tokenizer = self.call.service.worker.tokenizer
-        return _Written(TextOffsets(tokenizer), LogprobsBuffer(tokenizer, self.call.params.stop))
+        return _Written(TextOffsets(tokenizer, self.call.params), LogprobsBuffer(tokenizer, self.call.params))
 
     async def _choice(self, choice: Choice, prompt: Prompt | None, written: _Written | None = None) -> CompletionChoice:
         """Return a choice, or its next part. Put `prompt` before it if the request asks for echo."""
@@ -123,14 +127,30 @@ class _Completion(Form):
             written = written or self._written()
             released = await written.buffer.push(choice)
             positions: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in echoed[:1]]
-            positions += [(p.token_id, p) for p in (*choice.prompt_logprobs, *released.logprobs)]
+            scored = [_topped(p, self.body.logprobs) for p in choice.prompt_logprobs] if echoed else []
+            positions += [(p.token_id, p) for p in (*scored, *released.logprobs)]
             starts = await written.offsets.echoed(echoed)
             starts += await written.offsets.answered([p.token_id for p in released.logprobs])
-            logprobs = await completion_logprobs(self.call.service.tokens, positions, starts, released.cut)
-        return {
+            texts = self.call.service.tokens
+            texts = TokensAsIds(texts) if self.body.return_tokens_as_token_ids else texts
+            logprobs = await completion_logprobs(texts, positions, starts, released.cut)
+        found: CompletionChoice = {
             "index": choice.index,
             "text": tokenizer.decode(echoed, skip_special_tokens=False) + choice.text,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if self.body.return_token_ids:
+            found["token_ids"] = choice.token_ids
+            if prompt is not None:
+                found["prompt_token_ids"] = prompt.plain_ids.tolist()
+        if (num_top := self.body.prompt_logprobs) is not None:
+            tokens = self.call.service.tokens
+            found["prompt_logprobs"] = await prompt_logprobs(tokens, choice.prompt_logprobs, num_top)
+        return found
+
+
+def _topped(one: TokenLogprob, num_top: int) -> TokenLogprob:
+    """Return `one` with at most `num_top` likely tokens, because `prompt_logprobs` may ask for more of them."""
+    return one if not 0 <= num_top < len(one.top) else msgspec.structs.replace(one, top=one.top[:num_top])

@@ -40,7 +40,7 @@ from service.schemas.body import (
 from service.schemas.choices import Timed
 from service.schemas.description import streamed
 from service.schemas.message_types import AnyItem
-from service.schemas.not_served import NOT_SERVED, STRUCTURES
+from service.schemas.not_served import EXTRAS, NOT_SERVED, STRUCTURES
 
 router = APIRouter()
 
@@ -55,6 +55,7 @@ class InferParameters(Settings):
     not_served: ClassVar[NotServed] = {
         **NOT_SERVED,
         **STRUCTURES,
+        **EXTRAS,
         **dict.fromkeys(("ignore_eos", "logit_bias", "stop_token_ids"), OFF),
         **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (None, 0)),
         **dict.fromkeys(("best_of", "n"), (None, 1)),

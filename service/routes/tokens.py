@@ -12,6 +12,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import media_defaults, template_variables
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from service.http.json_response import JSONResponse
 from service.request.admitted import WholeAnswer
 from service.request.incoming import IncomingDep
 from service.request.prompts import prompt_of_ids, prompts
@@ -20,6 +21,7 @@ from service.schemas.body import Array, Body, CacheSalt, NotServed, Templated, T
 from service.schemas.description import answered
 from service.schemas.message_types import AnyItem, AnyMessage
 from service.schemas.not_served import NOT_SERVED
+from service.schemas.openai_types import opens_turn
 from service.schemas.tool_types import ToolUse
 
 router = APIRouter()
@@ -39,7 +41,10 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     """Whether the chat template ends with the start of the assistant's turn. Default: true."""
     add_special_tokens: bool | None = None
-    """Add the tokenizer's special tokens, such as BOS, to a prompt. Default: true. A chat accepts only false."""
+    """Add the tokenizer's special tokens, such as BOS. Default: true for a prompt and false for a chat, where true adds
+    them even if the template has written them. `inputs` accept only false."""
+    continue_final_message: bool | None = None
+    """As in a chat completion."""
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: Any = None
     """`mm_processor_kwargs` and `media_io_kwargs` are as in a chat completion, for `messages`."""
@@ -83,9 +88,11 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
         raise InputError("give exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
         raise InputError(f"chat_template is {body.chat_template}, which requires inputs", param="chat_template")
-    if body.add_special_tokens and body.prompt is None:
-        message = f"add_special_tokens is {body.add_special_tokens}, which is supported only with prompt"
+    if body.add_special_tokens and body.inputs is not None:
+        message = f"add_special_tokens is {body.add_special_tokens}, which is not supported with inputs"
         raise InputError(message, param="add_special_tokens")
+    if body.continue_final_message and body.messages is None:
+        raise InputError("continue_final_message is true, which needs messages", param="continue_final_message")
     defaults = media_defaults(body.mm_processor_kwargs, body.media_io_kwargs)
     if defaults and body.messages is None:
         raise InputError("mm_processor_kwargs and media_io_kwargs need messages; give an item its own options")
@@ -102,12 +109,14 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
         messages=messages,
         items=body.inputs,
         chat=body.chat_template is not False,
-        add_generation_prompt=body.add_generation_prompt is not False,
+        add_generation_prompt=opens_turn(body.add_generation_prompt, body.continue_final_message),
+        continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=variables,
         options=PromptOptions(
             service.worker.engine.info.max_model_len,
             cache_salt=body.cache_salt or "",
             add_special_tokens=body.prompt is None or body.add_special_tokens is not False,
+            repeat_special_tokens=body.messages is not None and bool(body.add_special_tokens),
         ),
         media_defaults=defaults,
     )
@@ -125,6 +134,19 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
         return found
 
     return WholeAnswer(answer, service.admission)
+
+
+class TokenizerInfo(TypedDict):
+    """The checkpoint's tokenizer_config.json with the chat template. It may have further keys."""
+
+    tokenizer_class: str
+    chat_template: NotRequired[Any]
+
+
+@router.get("/tokenizer_info", responses=answered(TokenizerInfo))
+async def tokenizer_info(service: ServiceDep) -> Response:
+    """Return the settings of the tokenizer, as vLLM does."""
+    return JSONResponse(service.tokenizer_info)
 
 
 @router.post("/detokenize", responses=answered(DetokenizeAnswer))

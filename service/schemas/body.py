@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from mindie_mm.engine.requests.sampling_params import MAX_LOGPROBS, MAX_SALT_CHARACTERS, SamplingParams
+from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, MAX_LOGPROBS, MAX_SALT_CHARACTERS, SamplingParams
 from mindie_mm.inputs import OFF, refused_fields, whole
 from mindie_mm.structured.outputs import StructuredOutputs
 from service.schemas.unknown_fields import unknown_fields
@@ -45,7 +45,7 @@ MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE]
+Logprobs = Annotated[int, Field(ge=ALL_TOKENS, le=MAX_LOGPROBS), WHOLE]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 
 T = TypeVar("T")

@@ -15,14 +15,10 @@ _ZERO = (None, 0)
 NOT_SERVED: NotServed = {
     **PROMPT_FIELDS,
     # vLLM's
-    **dict.fromkeys(
-        ("guided_whitespace_pattern", "allowed_token_ids", "bad_words", "logits_processors", "use_beam_search"), OFF
-    ),
-    **dict.fromkeys(("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids"), OFF),
-    **dict.fromkeys(("logprob_token_ids", "prompt_logprobs", "thinking_token_budget", "repetition_detection"), OFF),
+    **dict.fromkeys(("guided_whitespace_pattern", "logits_processors", "use_beam_search"), OFF),
+    **dict.fromkeys(("thinking_token_budget", "repetition_detection"), OFF),
     **dict.fromkeys(("lora_request", "vllm_xargs", "extra_args"), OFF),
-    **dict.fromkeys(("detokenize", "skip_special_tokens", "include_reasoning"), (None, True)),
-    "spaces_between_special_tokens": (None, True),
+    **dict.fromkeys(("detokenize", "include_reasoning"), (None, True)),
     "length_penalty": (None, 1),
     "early_stopping": OFF,
     # OpenAI's
@@ -34,7 +30,6 @@ NOT_SERVED: NotServed = {
     **dict.fromkeys(("stop_regex", "no_stop_trim", "custom_logit_processor"), OFF),
     **dict.fromkeys(("lora_path", "return_hidden_states", "session_params", "custom_params", "sampling_params"), OFF),
     **dict.fromkeys(("input_ids", "input_embeds", "image_data", "video_data", "audio_data", "return_logprob"), OFF),
-    "min_new_tokens": _ZERO,
     # llama.cpp's
     **dict.fromkeys(("lora", "input_prefix", "input_suffix", "return_tokens", "samplers"), OFF),
     "n_predict": (None,),
@@ -72,10 +67,17 @@ STRUCTURES: NotServed = {
 }
 """Fields for structured outputs, which MindIE's endpoints refuse."""
 
+EXTRAS: NotServed = {
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "include_stop_str_in_output", "return_token_ids"), OFF),
+    **dict.fromkeys(("return_tokens_as_token_ids", "logprob_token_ids", "prompt_logprobs"), OFF),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
+    "min_new_tokens": _ZERO,
+}
+"""Fields of vLLM that MindIE's endpoints refuse."""
+
 MINDIES: NotServed = {
     "parameters": OFF,
     "watermark": OFF,
-    "max_new_tokens": (None,),
     "do_sample": (None, True),
     "typical_p": (None, 1),
 }
@@ -85,7 +87,7 @@ INSTEAD: Mapping[str, str] = {
     "format": "response_format",
     "grammar_string": "grammar",
     **dict.fromkeys(("n_predict", "num_predict", "max_length", "max_output_tokens"), "max_tokens"),
-    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
+    "min_length": "min_tokens",
     **dict.fromkeys(("enable_thinking", "thinking", "think"), "chat_template_kwargs"),
     **dict.fromkeys(("thinking_budget", "reasoning_budget"), "thinking_token_budget"),
     "functions": "tools",

@@ -27,6 +27,36 @@ class Head(TypedDict):
     created: int
     """Unix time of the request."""
     model: str
+    system_fingerprint: str
+    """Hash of the checkpoint, the software and the settings that may change an answer."""
+
+
+class Prompted(TypedDict):
+    """The prompt's tokens, if the request sets `return_token_ids`. In a stream, only the first chunk has them."""
+
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Tokened(TypedDict):
+    """The tokens of a choice, or of a part of one, if the request sets `return_token_ids`."""
+
+    token_ids: NotRequired[list[int]]
+
+
+class PromptToken(TypedDict):
+    """A token of a prompt, or a likely one in its place."""
+
+    logprob: float
+    rank: int | None
+    """Rank among all tokens, from 1 on."""
+    decoded_token: str
+
+
+class Scored(TypedDict):
+    """Log-probabilities of the prompt, if the request sets `prompt_logprobs`."""
+
+    prompt_logprobs: NotRequired[Annotated[Raw, _json_of(list[dict[str, PromptToken] | None])]]
+    """One entry per token, by token id. The first token has none."""
 
 
 class Spanned(TypedDict):
@@ -54,7 +84,7 @@ class ChatToken(TypedDict):
 class ChatPosition(ChatToken):
     """A token of the answer, and the likeliest in its place."""
 
-    top_logprobs: list[ChatToken]
+    top_logprobs: Annotated[list[ChatToken] | Raw, _json_of(list[ChatToken])]
 
 
 class ChatLogprobs(TypedDict):
@@ -82,7 +112,8 @@ class ToolCall(TypedDict):
 class ChatMessage(TypedDict):
     """The answer's text and calls."""
 
-    role: Literal["assistant"]
+    role: str
+    """`assistant`, or the role of the last message if `add_generation_prompt` is false."""
     content: str | None
     """None if there are calls and no text beside them."""
     refusal: None
@@ -106,7 +137,7 @@ class ChatEnd(TypedDict):
     """As in `End`."""
 
 
-class ChatChoice(ChatEnd):
+class ChatChoice(ChatEnd, Tokened):
     """One of `n`."""
 
     index: int
@@ -114,7 +145,7 @@ class ChatChoice(ChatEnd):
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(Head, Timed, Spanned):
+class ChatCompletion(Head, Timed, Spanned, Prompted, Scored):
     """The answer of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
@@ -144,7 +175,7 @@ class ToolCallDelta(TypedDict):
 class ChatDelta(TypedDict):
     """What a choice grew by."""
 
-    role: NotRequired[Literal["assistant"]]
+    role: NotRequired[str]
     """Present in a choice's first chunk."""
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
@@ -153,7 +184,7 @@ class ChatDelta(TypedDict):
     tool_calls: NotRequired[list[ToolCallDelta]]
 
 
-class ChatChunkChoice(ChatEnd):
+class ChatChunkChoice(ChatEnd, Tokened):
     """What one choice grew by."""
 
     index: int
@@ -161,7 +192,7 @@ class ChatChunkChoice(ChatEnd):
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletionChunk(Head, Used, Timed, Spanned):
+class ChatCompletionChunk(Head, Used, Timed, Spanned, Prompted):
     """An event of a streamed chat completion."""
 
     object: Literal["chat.completion.chunk"]
@@ -177,7 +208,7 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class CompletionChoice(End):
+class CompletionChoice(End, Tokened, Prompted, Scored):
     """One of `n` for each prompt, or what one grew by."""
 
     index: int

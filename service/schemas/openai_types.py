@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF
 from service.schemas.body import (
@@ -29,6 +29,7 @@ from service.schemas.body import (
     TopP,
     must_be,
 )
+from service.schemas.extra_fields import ExtraFields
 from service.schemas.message_types import AnyMessage
 from service.schemas.not_served import INSTEAD, MINDIES, NOT_SERVED
 from service.schemas.structured_outputs import StructureFields
@@ -48,7 +49,7 @@ class StreamOptions(Fields):
     """Add the usage so far to every other chunk. Needs `include_usage`."""
 
 
-class GenerationBody(Body, StructureFields):
+class GenerationBody(Body, StructureFields, ExtraFields):
     """Fields that the bodies of chat and text completions share."""
 
     instead: ClassVar[Mapping[str, str]] = INSTEAD
@@ -105,7 +106,9 @@ class GenerationBody(Body, StructureFields):
         """Return the settings as in `Settings.params`. Raise InputError for a value that is not served."""
         if self.best_of not in (None, 1, self.n):
             raise InputError(f"best_of is {self.best_of}; only 1 and the value of n are supported", param="best_of")
+        self.check_extra(stream=bool(self.stream))
         own = {
+            "min_tokens": self.same("min_tokens", "min_new_tokens"),
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
             "json_schema": None,  # the body's fields of these names become `structure`
@@ -117,7 +120,7 @@ class GenerationBody(Body, StructureFields):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    not_served: ClassVar[NotServed] = {**NOT_SERVED, **MINDIES, "add_special_tokens": OFF, "echo": OFF}
+    not_served: ClassVar[NotServed] = {**NOT_SERVED, **MINDIES}
 
     messages: Array[AnyMessage]
     media_spans: bool | None = None
@@ -128,6 +131,12 @@ class ChatBody(GenerationBody):
     """Number of most likely tokens to report per position. Needs `logprobs`."""
     add_generation_prompt: bool | None = None
     """Whether the chat template ends with the start of the assistant's turn. Default: true."""
+    continue_final_message: bool | None = None
+    """Continue the last message instead of answering it. Excludes `add_generation_prompt`."""
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens, such as BOS, even if the chat template has written them. Default: false."""
+    echo: bool | None = None
+    """Put the last message before the answer if both have the same role."""
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: Any = None
     """Options of all images and videos that state none: `min_pixels`, `max_pixels`, `fps`, `num_frames`, ..."""
@@ -148,20 +157,46 @@ class ChatBody(GenerationBody):
     """Maximum number of tokens of the reasoning. The reasoning is then ended. -1: no limit."""
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
-        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise InputError(
-                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}; "
-                "give only one of them",
-                param="max_tokens",
-            )
         if self.top_logprobs and not self.logprobs:
             message = f"top_logprobs is {self.top_logprobs}, which requires logprobs to be true"
             raise InputError(message, param="top_logprobs")
         return self.params(
             default,
-            max_tokens=self.max_completion_tokens or self.max_tokens,
+            max_tokens=self.same("max_tokens", "max_completion_tokens", "max_new_tokens"),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
+
+    @property
+    def opens_turn(self) -> bool:
+        """Whether the prompt ends with the start of the assistant's turn. Raise InputError for a contradiction."""
+        return opens_turn(self.add_generation_prompt, self.continue_final_message)
+
+    @property
+    def role(self) -> str:
+        """Role of the answer: the assistant's, or else the last message's."""
+        return "assistant" if self.opens_turn or not self.messages else str(self.messages[-1].get("role"))
+
+    @property
+    def echoed(self) -> str:
+        """Text to put before each answer."""
+        if not self.echo or not self.messages or self.messages[-1].get("role") != self.role:
+            return ""
+        content = self.messages[-1].get("content")
+        if isinstance(content, str):
+            return content
+        parts = [part.get("text") for part in content or () if isinstance(part, dict)]
+        return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
+    """Return whether a chat's prompt ends with the start of the assistant's turn.
+
+    Raise InputError if it should, and should continue the last message as well.
+    """
+    if add_generation_prompt and continue_final_message:
+        message = "continue_final_message and add_generation_prompt are true; set add_generation_prompt to false"
+        raise InputError(message, param="continue_final_message")
+    return add_generation_prompt is not False and not continue_final_message
 
 
 class CompletionBody(GenerationBody):
@@ -193,12 +228,14 @@ class CompletionBody(GenerationBody):
         return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
-        if self.max_tokens == 0 and not self.echo:
+        max_tokens = self.same("max_tokens", "max_new_tokens")
+        if max_tokens == 0 and not self.echo:
             raise InputError("max_tokens is 0, which requires echo to be true", param="max_tokens")
+        counts = [one for one in (self.prompt_logprobs, self.logprobs if self.echo else None) if one is not None]
         return self.params(
             default,
-            max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
-            prompt_logprobs=self.logprobs if self.echo else None,
+            max_tokens=DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens,
+            prompt_logprobs=ALL_TOKENS if ALL_TOKENS in counts else max(counts, default=None),
         )
 
 

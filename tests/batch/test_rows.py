@@ -25,9 +25,8 @@ from mindie_mm.batch.input.row import Row, parse, row_id
 from mindie_mm.batch.input.source import open_source
 from mindie_mm.batch.settings import Run
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import PROMPT_FIELDS, Media, MediaOptions, Message, Text
+from mindie_mm.inputs import OFF, PROMPT_FIELDS, Media, MediaOptions, Message, Text
 from mindie_mm.tokenize import Tokenizer
-from service.schemas.openai_types import ChatBody
 from tests.batch.conftest import run_in_process, settings, written
 from tests.batch.test_forms import packed, tabled
 from tests.media_samples import encoded, photograph
@@ -284,11 +283,11 @@ def parsed(row: Any) -> Row:
     return parse(json.dumps(row).encode(), Path("/"), "")
 
 
-@pytest.mark.parametrize("name", [*PROMPT_FIELDS, "add_special_tokens"])
-def test_fields_that_the_service_refuses_are_refused_in_rows(name: str) -> None:
+@pytest.mark.parametrize(("name", "harmless"), [*PROMPT_FIELDS.items(), ("add_special_tokens", OFF)])
+def test_fields_that_would_change_the_prompt_are_refused(name: str, harmless: tuple[Any, ...]) -> None:
     rows: Sequence[dict[str, Any]] = ({"messages": MESSAGES}, {"inputs": [{"text": "a"}]}, {"prompt": "a"})
     for row in rows:
-        for off in ChatBody.not_served[name]:
+        for off in harmless:
             assert parsed(row | {name: off}) == parsed(row)
         with pytest.raises(InputError, match=f"the row has {name}, which is not supported"):
             parsed(row | {name: {"a": 1}})

@@ -119,9 +119,32 @@ def test_an_output_has_the_requested_logprobs_and_stop_reason(llm):
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", third)
 
 
+def test_tokens_are_excluded_allowed_and_scored_on_request(llm):
+    plain, *others = (
+        llm.generate(["Hello"], msgspec.structs.replace(GREEDY, **more))[0]
+        for more in (
+            {},
+            {"allowed_token_ids": (64, 65)},
+            {"logprobs": 0, "logprob_token_ids": (64, 65)},
+            {"logprobs": -1, "max_tokens": 1},
+        )
+    )
+    allowed, scored, every = others
+    assert {*allowed.token_ids} <= {64, 65}
+    assert scored.token_ids == plain.token_ids
+    assert [[token for token, _ in one.top] for one in scored.logprobs] == [[64, 65]] * len(plain.token_ids)
+    whole = dict(every.logprobs[0].top)
+    assert scored.logprobs[0].top == [(token, pytest.approx(whole[token], abs=1e-4)) for token in (64, 65)]
+    word = next(word for word in plain.text.split() if word.isascii())
+    (without,) = llm.generate(["Hello"], msgspec.structs.replace(GREEDY, bad_words=(word,)))
+    assert word not in without.text.split()
+
+
 def test_a_chat_passes_template_options_except_reserved_names(llm):
     messages = [{"role": "user", "content": "Hello"}]
-    assert llm.chat(messages, GREEDY).token_ids != llm.chat(messages, GREEDY, add_generation_prompt=False).token_ids
+    plain = llm.chat(messages, GREEDY).token_ids
+    for change in ({"add_generation_prompt": False}, {"continue_final_message": True}):
+        assert llm.chat(messages, GREEDY, **change).token_ids != plain
     with pytest.raises(InputError, match="must not contain 'messages'"):
         llm.chat(messages, GREEDY, chat_template_kwargs={"messages": []})
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.engine.requests.sequence import Sequence
-from mindie_mm.engine.sampler import sample, token_logprobs
+from mindie_mm.engine.sampler import sample, token_logprobs, without_tokens
 from mindie_mm.errors import InputError
 from mindie_mm.nn.model import ModelSpec, Positions
 
@@ -146,6 +146,8 @@ PREFERENCES = (
     {"repetition_penalty": 0.8, "frequency_penalty": 0.1, "seed": 4, "top_p": 0.9},
     {"seed": 5},
     {"min_tokens": 9, "logit_bias": {2: 100.0}, "frequency_penalty": 1.1, "temperature": 0},
+    {"allowed_token_ids": (3, 9, 3, 40), "logit_bias": {3: 1.0}, "seed": 6},
+    {"bad_token_ids": ((8, 8, 6), (9,), (1, 7)), "presence_penalty": 0.2, "seed": 7},
 )
 
 
@@ -159,10 +161,11 @@ def preferring(count: int) -> list[Sequence]:
 
 def test_penalties_in_a_batch_equal_penalties_alone():
     """Change each row bit for bit as without its neighbours."""
-    rows = torch.randn(10, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 5
+    count = 2 * len(PREFERENCES)
+    rows = torch.randn(count, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 5
     together = rows.clone()
-    tokens = sample(together, preferring(10), EOS).tolist()
-    for number, one in enumerate(preferring(10)):
+    tokens = sample(together, preferring(count), EOS).tolist()
+    for number, one in enumerate(preferring(count)):
         alone = rows[number : number + 1].clone()
         assert sample(alone, [one], EOS).tolist() == [tokens[number]]
         assert torch.equal(alone[0], together[number])
@@ -192,7 +195,15 @@ def test_the_number_of_operators_does_not_grow_with_the_rows():
             sample(rows, sequences, EOS)
         return operators.count
 
-    assert num_operators(50) == num_operators(5)
+    assert num_operators(6 * len(PREFERENCES)) == num_operators(len(PREFERENCES))
+
+
+def test_settings_that_are_not_used_launch_no_operators():
+    rows, sequences = torch.randn(2, VOCABULARY), [sequence(temperature=0)] * 2
+    with Operators() as operators:
+        sample(rows, sequences, EOS)
+        without_tokens(rows, sequences)
+    assert operators.count == 2, "a view of the logits, and their maxima"
 
 
 class Unread(list):
@@ -242,6 +253,35 @@ def test_min_tokens_bans_end_and_stop_tokens():
     assert sample(logits({2: 9.0, 7: 8.0, 4: 1.0}), [early], EOS).tolist() == [4]
     late = sequence(output=(4, 4), temperature=0, min_tokens=2)
     assert sample(logits({2: 9.0}), [late], EOS).tolist() == [2]
+
+
+def test_only_allowed_tokens_are_drawn():
+    row = {7: 9.0, 3: 1.0, 4: 0.5}
+    assert sample(logits(row, row), [sequence(temperature=0), sequence(temperature=0, allowed_token_ids=(4, 3))], EOS)[
+        0:2
+    ].tolist() == [7, 3]
+    assert set(draws(row, allowed_token_ids=(4, 3, 30))) == {3, 4, 30}
+
+
+def test_a_bad_sequence_loses_only_its_last_token_after_the_others():
+    row, bad = {9: 9.0, 4: 8.0, 6: 1.0}, {"temperature": 0, "bad_token_ids": ((8, 3, 9), (4,))}
+    assert sample(logits(row), [sequence(output=(8, 3), **bad)], EOS).tolist() == [6]
+    for output in ((), (3,), (8, 3, 3), (8,)):
+        assert sample(logits(row), [sequence(output=output, **bad)], EOS).tolist() == [9]
+    assert sample(logits(row), [sequence(prompt=(8, 3), **bad)], EOS).tolist() == [9], "the prompt does not count"
+
+
+def test_rows_without_a_token_are_found():
+    nothing = {"temperature": 0, "allowed_token_ids": (3, 4), "bad_token_ids": ((3,), (4,))}
+    rows, sequences = logits({5: 1.0}, {5: 1.0}), [sequence(**nothing), sequence(temperature=0, allowed_token_ids=(3,))]
+    sample(rows, sequences, EOS)
+    assert without_tokens(rows, sequences).tolist() == [True, False]
+    assert without_tokens(rows, [sequence()] * 2) is None
+
+
+def test_a_rank_counts_the_tokens_that_are_more_likely():
+    first, second, third = token_logprobs(logits(*[{7: 3.0, 8: 2.0}] * 3), [7, 8, 20], 0)
+    assert (first.rank, second.rank, third.rank) == (1, 2, 3)
 
 
 def test_logprobs_come_from_the_raw_distribution():

@@ -105,6 +105,26 @@ def test_a_long_prompt_does_not_delay_an_answer_that_began_behind_it(prompt):
     assert step(sched) == [("b", 5, 6), ("long", 69, 108)]
 
 
+def test_a_more_urgent_sequence_overtakes_the_waiting_ones():
+    """Put lower numbers first. Equal ones keep their order."""
+    ranked = [sequence(f"{priority}{name}", 4, priority=priority) for priority, name in ((1, "a"), (0, "b"), (1, "c"))]
+    sched = scheduler(*ranked, sequence("-1d", 4, priority=-1), max_num_seqs=2)
+    assert [one.request_id for one in sched.waiting] == ["-1d", "0b", "1a", "1c"]
+    assert step(sched) == [("-1d", 0, 4), ("0b", 0, 4)]
+
+
+def test_a_less_urgent_sequence_is_preempted_although_it_came_first():
+    first, urgent = sequence("first", 4), sequence("urgent", 4, priority=-1)
+    sched = scheduler(first, blocks=4)
+    step(sched)
+    sched.add(urgent)
+    while first in sched.running:
+        step(sched)
+    assert sched.running == [urgent]
+    assert [*sched.waiting] == [first]
+    assert step(sched) == [("urgent", urgent.num_tokens - 2, urgent.num_tokens - 1)]
+
+
 def test_coming_media_are_listed_in_the_order_of_need():
     pictures = [picture(start, 4, bytes([start])) for start in (0, 10, 20)]
     sched = scheduler(

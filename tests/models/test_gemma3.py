@@ -17,11 +17,12 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from mindie_mm.inputs import Media
+from mindie_mm.inputs import Media, Message
 from mindie_mm.models import family_named, load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.prompt import PromptOptions
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
@@ -139,6 +140,17 @@ class TestGemma3(ExtremeShapes, FamilyContract):
     @classmethod
     def make_reference(cls, path):
         return Reference(path)
+
+    def test_a_chat_has_a_second_bos_only_on_request(self, path, tmp_path):
+        shutil.copytree(path, tmp_path / "chat")
+        template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+        (tmp_path / "chat/chat_template.jinja").write_text(template)
+        with Tokenizer.from_pretrained(tmp_path / "chat") as tokenizer:
+            usual, repeated = (
+                tokenizer.make(tokenizer.prompts.draft_messages([Message("user", "0123")], True, {}, options), None).ids
+                for options in (PromptOptions(), PromptOptions(repeat_special_tokens=True))
+            )
+        assert repeated.tolist() == [usual[0], *usual]
 
     @pytest.mark.parametrize(
         ("settings", "pixels"),

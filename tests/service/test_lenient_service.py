@@ -1,4 +1,4 @@
-"""Tests of a service with --truncate, --allow-private-media, --json-additional-properties and --any-model-name.
+"""Tests of a service with --truncate, --allow-private-media and other settings that are off by default.
 
 The last tests kill the processes of the service, one after another.
 """
@@ -34,7 +34,12 @@ STAR = encode(picture("green", (40, 160, 60), "star", x=0.5), "PNG")
 @pytest.fixture(scope="module")
 def lenient(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("lenient")
-    options = {"truncate": True, "allow_private_media": True, "json_additional_properties": "allow"}
+    options = {
+        "truncate": True,
+        "allow_private_media": True,
+        "json_additional_properties": "allow",
+        "scheduling_policy": "priority",
+    }
     given = settings | {"spool": folder / "spool", **options}
     names = {"MINDIE_MM_SERVED_MODEL_NAME": "first, second/name", "MINDIE_MM_ANY_MODEL_NAME": "true"}
     with running_service(given, folder / "log", environment=names) as running:
@@ -66,6 +71,13 @@ def post(service: RunningService, path: str, body: dict[str, Any], status: int =
     answer = httpx2.post(service.url + path, json=body, timeout=300)
     assert answer.status_code == status, answer.text
     return answer.json()
+
+
+def test_priorities_are_accepted(lenient: RunningService, service: RunningService) -> None:
+    body = chat([], "Hello!", priority=-5)
+    assert post(lenient, CHAT, body)["usage"]["completion_tokens"] == 4
+    message = post(service, CHAT, body, 400)["error"]["message"]
+    assert message == "priority is -5; it must be 0 unless --scheduling-policy priority is set"
 
 
 def test_json_objects_may_have_other_properties(lenient: RunningService, service: RunningService) -> None:

@@ -23,6 +23,7 @@ ROUTES = {
     "/generate_stream",
     "/tokenize",
     "/detokenize",
+    "/tokenizer_info",
     "/health",
     "/health/live",
     "/v2/health/ready",
@@ -34,9 +35,14 @@ ROUTES = {
 }
 
 
-ELSEWHERE = {"n", "best_of", "thinking_token_budget"}
+ELSEWHERE = {"n", "best_of", "thinking_token_budget", "truncate_prompt_tokens"}
 """Numeric fields that are not sampling parameters."""
-NAMES = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
+NAMES = {
+    "top_logprobs": "logprobs",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+}
 """Sampling parameter by field name, where the two differ."""
 
 
@@ -66,7 +72,11 @@ def test_numbers_have_the_ranges_of_the_sampler(http: Any, body: str) -> None:
                 last = kind(number[f"m{side}"])
                 outside = last + step
             # The value -1 means all, as in vLLM. Without echo, a completion needs at least one token.
-            if (name, last) in {("top_k", -1), ("max_tokens", 1), ("max_completion_tokens", 1)}:
+            if (name, last) in {
+                ("top_k", -1),
+                *((one, 1) for one in NAMES if NAMES[one] == "max_tokens"),
+                ("max_tokens", 1),
+            }:
                 continue
             setting = NAMES.get(name, name)
             SamplingParams(**{setting: last}).check(vocab_size=100)
@@ -83,11 +93,14 @@ PICTURE = "<picture>"
 SEEN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}]
 SHORT = {"max_tokens": 2, "timings": True}
 ALL_OF_CHATS = {"n": 2, "logprobs": True, "top_logprobs": 2, "media_spans": True}
+TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprob_token_ids": [5, 7]}
 ALL_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 ANSWERS = [
     ("/v1/chat/completions", {"messages": SEEN, **SHORT}),
     ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS}),
+    ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS, **TOKENS, "prompt_logprobs": 1}),
     ("/v1/completions", {"prompt": "a", **SHORT}),
+    ("/v1/completions", {"prompt": "a", **SHORT, "logprobs": 0, **TOKENS, "prompt_logprobs": 1}),
     ("/v1/completions", {"prompt": ["a", "b"], **SHORT, "echo": True, "logprobs": 2}),
     ("/infer", {"inputs": "a"}),
     ("/infer", {"inputs": "a", "parameters": {"details": True, "timings": True}}),
@@ -100,6 +113,7 @@ ANSWERS = [
 STREAMS = [
     ("/v1/chat/completions", {"messages": SEEN, **SHORT}),
     ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS, **ALL_USAGE}),
+    ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS, **TOKENS}),
     ("/v1/completions", {"prompt": "a", **SHORT}),
     ("/v1/completions", {"prompt": "a", **SHORT, "echo": True, "logprobs": 2, **ALL_USAGE}),
     ("/infer", {"inputs": "a"}),

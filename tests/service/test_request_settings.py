@@ -27,13 +27,28 @@ GIVEN: dict[str, Any] = {
     "stop": ["a", "b"],
     "stop_token_ids": [4, 5],
     "ignore_eos": True,
+    "priority": -3,
     "cache_salt": "s",
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "bad_words": ["c", "d"],
+    "allowed_token_ids": [3, 4, 5],
+    "logprob_token_ids": [8, 9],
+    "prompt_logprobs": 3,
 }
-CONVERTED = {"logit_bias": {3: -2.0}, "stop": ("a", "b"), "stop_token_ids": (4, 5)}
+CONVERTED = {
+    "logit_bias": {3: -2.0},
+    "stop": ("a", "b"),
+    "stop_token_ids": (4, 5),
+    "bad_words": ("c", "d"),
+    "allowed_token_ids": (3, 4, 5),
+    "logprob_token_ids": (8, 9),
+}
 ELSEWHERE = {
     "cut_max_tokens": "off with max_tokens, which it is about",
     "logprobs": "in each body in its own way",
-    "prompt_logprobs": "of an echoed prompt",
+    "bad_token_ids": "the tokens of bad_words",
     "json_schema": "as structured_outputs",
     "structured_outputs": "in many forms (test_structured_forms.py)",
 }
@@ -79,7 +94,7 @@ BODIES: list[tuple[type[Fields], dict[str, Any]]] = [
 def test_an_integer_may_be_written_as_a_float(body: type[Fields], rest: dict[str, Any]) -> None:
     """Accept 1.0 as 1, as some languages only have floats. Refuse fractions and `true`."""
     names = [name for name, field in body.model_fields.items() if "int" in str(field.annotation).split(" | ")[0]]
-    integers = [name for name in names if name not in ("prompt", "stop_token_ids")]
+    integers = [name for name in names if name != "prompt" and not name.endswith("token_ids")]
     assert len(integers) >= 4
     for name in integers:
         value = getattr(body(**rest | {name: 1.0}), name)

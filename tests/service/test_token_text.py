@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.text.detokenizer import Detokenizer
 from mindie_mm.worker.worker import Delta
@@ -145,7 +146,12 @@ async def test_formatting_many_log_probabilities_lets_other_tasks_run(byte_level
 
 async def detokenized(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], at_once: int) -> tuple[str, bytes]:
     """Return the text that a Detokenizer outputs, and the bytes of the tokens that are released with it."""
-    detokenizer, buffer, text, spelled = Detokenizer(tokenizer, stop), LogprobsBuffer(tokenizer, stop), "", b""
+    detokenizer, buffer, text, spelled = (
+        Detokenizer(tokenizer, stop),
+        LogprobsBuffer(tokenizer, SamplingParams(stop=stop)),
+        "",
+        b"",
+    )
     for start in range(0, len(ids), at_once):
         some = ids[start : start + at_once]
         piece = detokenizer.push(some)
@@ -181,7 +187,7 @@ async def test_bytes_of_tokens_end_with_the_text(
 
 async def test_special_tokens_before_the_cut_are_kept(byte_level: Tokenizer) -> None:
     end, red = byte_level.token_to_id("<|im_end|>"), byte_level.encode("red", add_special_tokens=False).ids
-    found = LogprobsBuffer(byte_level, ("red", "x"))
+    found = LogprobsBuffer(byte_level, SamplingParams(stop=("red", "x")))
     ids = [*byte_level.encode("a ", add_special_tokens=False).ids, end, *red, end]
     part = await found.push(Delta("a ", ids, [TokenLogprob(i, -1.0, []) for i in ids], finish_reason="stop"))
     assert [one.token_id for one in part.logprobs] == ids[: ids.index(end) + 1]

@@ -55,9 +55,7 @@ def test_the_generation_prompt_can_be_left_out(http: Any) -> None:
     ("change", "message"),
     [
         ({"reasoning_effort": "low"}, "not use reasoning_effort"),
-        ({"continue_final_message": True}, "continue_final_message is not supported"),
         ({"mm_processor_kwargs": {"num_crops": 9}}, "mm_processor_kwargs has the key 'num_crops'"),
-        ({"add_special_tokens": True}, "add_special_tokens is True, which is supported only with prompt"),
     ],
 )
 def test_unsupported_prompt_options_are_refused(http: Any, change: dict[str, Any], message: str) -> None:

@@ -118,6 +118,42 @@ def test_the_fields_of_a_plain_chat_work_beside_tools(client: openai.OpenAI) -> 
     assert len(ask(client, response_format=shaped, tool_choice=NAMED).calls) == 1
 
 
+def test_vllms_fields_work_beside_tools(http: httpx2.Client) -> None:
+    """Continue a message with a call, and echo the message. Each token of the call is reported once in a stream."""
+    body: dict[str, Any] = {
+        "messages": [*HELLO, {"role": "assistant", "content": "I look."}],
+        "continue_final_message": True,
+        "echo": True,
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+        "tools": TOOLS,
+        "tool_choice": NAMED,
+        "temperature": 0,
+        "max_tokens": 200,
+        "logprobs": True,
+        "return_tokens_as_token_ids": True,
+    }
+    answer = http.post(CHAT, json=body).raise_for_status().json()
+    ((choice,), prompt_ids) = answer["choices"], answer["prompt_token_ids"]
+    message = choice["message"]
+    ((called,), tokens) = message["tool_calls"], choice["token_ids"]
+    assert (message["role"], message["content"], choice["finish_reason"]) == ("assistant", "I look.", "tool_calls")
+    jsonschema.validate(json.loads(called["function"]["arguments"]), WEATHER)
+    assert [one["token"] for one in choice["logprobs"]["content"]] == [f"token_id:{token}" for token in tokens]
+    texts = [http.post("/detokenize", json={"tokens": ids}).json()["prompt"] for ids in (prompt_ids, tokens)]
+    assert texts[0].endswith("<|im_start|>assistant\nI look.")
+    assert texts[1].startswith("<tool_call>")
+    tokenized = {name: body[name] for name in ("messages", "tools", "tool_choice", "continue_final_message")}
+    assert http.post("/tokenize", json=tokenized).json()["tokens"] == prompt_ids
+    lines = http.post(CHAT, json=body | {"stream": True}).text.split("\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert ["prompt_token_ids" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    parts = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(part["delta"].get("content", "") for part in parts) == "I look."
+    assert [token for part in parts for token in part.get("token_ids", ())] == tokens
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {answer["system_fingerprint"]}
+
+
 def test_tools_and_calls_are_described_where_the_template_has_no_place(http: httpx2.Client) -> None:
     call = {"id": "c1", "index": 0, "type": "function", "function": {"name": "now", "arguments": '{"a": "é"'}}
     messages: list[Any] = [

@@ -126,6 +126,19 @@ def test_markers_that_are_special_tokens_frame_calls_and_never_show(handy: Runni
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_special_tokens_that_are_no_markers_show_on_request(handy: RunningService, stream: bool) -> None:
+    for spaces in (False, True):
+        shown = UNTHINKING | {"skip_special_tokens": False, "spaces_between_special_tokens": spaces}
+        plain: dict[str, Any] = {"tools": TOOLS, "stream": stream, "extra_body": shown}
+        called = ask(handy, tool_choice=NAMED, logprobs=True, stop=["zzz"], **plain)
+        assert (called.calls, called.content, called.finish_reason) == ([("weigh", "{}")], "", "tool_calls")
+        assert len(called.tokens) == called.usage.completion_tokens
+        for token, text in (("778", "<|im_start|>" * 3), ("788", "")):
+            answer = ask(handy, logit_bias={token: 100}, max_tokens=3, **plain)
+            assert (answer.content, answer.calls, answer.usage.completion_tokens) == (text, [], 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_strict_tools_get_valid_arguments_where_the_model_decides(handy: RunningService, stream: bool) -> None:
     parameters = {"type": "object", "properties": {"kg": {"enum": [7]}}, "required": ["kg"]}
     tool = {"type": "function", "function": {"name": "lift", "parameters": parameters, "strict": True}}

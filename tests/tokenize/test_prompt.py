@@ -8,7 +8,7 @@ from mindie_mm.nn.family import Placeholder, Spelling
 from mindie_mm.shm import Ref
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words
-from mindie_mm.tokenize.truncate import truncate
+from mindie_mm.tokenize.truncate import cut, truncate
 
 IMAGE, VIDEO = Placeholder((3,), 6, (4,)), Placeholder((3,), 7, (4,))
 TOKENS = {6, 7}
@@ -134,6 +134,24 @@ def test_truncate_keeps_the_opening(front):
         assert kept.ids.tolist() == [8, 9, *[1, 1, 2][5 - len(kept) :]]
     assert truncate(prompt, 9).ids.tolist() == prompt.ids.tolist()
     assert truncate(prompt, 9).spans == prompt.spans
+
+
+def test_cut_keeps_exactly_the_tokens_of_one_side():
+    """Cut at every place. Only a place inside the item, which begins and ends with ids of its own, is refused."""
+    ids = np.array([8, 1, 3, 6, 6, 4, 2, 2], np.int64)
+    prompt = Prompt(ids, (MediaSpan(3, 5, "image", 6, lead=1, tail=1),), opening=(0, 1))
+    for side in ("left", "right"):
+        for count in range(1, 9):
+            edge = count if side == "right" else len(ids) - count
+            if edge in (3, 4, 5):
+                with pytest.raises(InputError, match="tokens 2 to 6 of 8; keep the whole item, or none of it"):
+                    cut(prompt, count, side)
+                continue
+            kept = cut(prompt, count, side)
+            assert kept.ids.tolist() == (ids[:count] if side == "right" else ids[-count:]).tolist()
+            has_item = edge >= 6 if side == "right" else edge <= 2
+            assert [kept.ids[span.start : span.stop].tolist() for span in kept.spans] == [[6, 6]] * has_item
+            assert kept.ids[slice(*kept.opening)].tolist() == [8] * (side == "right" or count == 8)
 
 
 def test_truncating_to_nothing_is_refused():

@@ -76,7 +76,9 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     """Natural log-probability of the token."""
     top: list[tuple[int, float]]
-    """Most likely tokens and their log-probabilities, in descending order."""
+    """Most likely tokens and their log-probabilities, in descending order, or those of `logprob_token_ids`."""
+    rank: int | None = None
+    """Rank of the token of a prompt among all tokens, from 1 on. Equally likely tokens share it. None: not computed."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,11 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASES = 1024
 MAX_SALT_CHARACTERS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_LOGPROB_TOKEN_IDS = 128
+ALL_TOKENS = -1
+"""Number of log-probabilities that stands for the whole vocabulary."""
 _MAX_SHOWN = 40
 
 
@@ -57,21 +62,47 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     are drawn in any batch."""
     stop: tuple[str, ...] = ()
     """Stop strings. The output ends before the first stop string. `check` also accepts a list, or a single string."""
+    include_stop_str_in_output: bool = False
+    """Whether the output's text includes the stop string, or the special token that ends the output. A special token is
+    written only if `skip_special_tokens` is False."""
     stop_token_ids: tuple[int, ...] = ()
     """Stop token ids. The output ends with the first stop token."""
     ignore_eos: bool = False
     """Whether to generate past the end-of-sequence token."""
+    skip_special_tokens: bool = True
+    """Whether to leave special tokens out of the output's text."""
+    spaces_between_special_tokens: bool = True
+    """Whether the tokenizer may write blanks between special tokens that follow each other. Few tokenizers do so."""
+    bad_words: tuple[str, ...] = ()
+    """Words that are not generated, at most 128 of 256 characters. Of a word with several tokens, the last one is never
+    drawn after the others. `Worker` adds the tokens to `bad_token_ids`."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that the output does not contain."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Token ids that may be generated. None: all of them."""
     logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities are returned at each position, in addition to that of the
-    drawn token. None means that no log-probabilities are returned. They are computed before penalties are applied."""
+    drawn token. It is in [-1, 20], where -1 stands for the whole vocabulary. None means that no log-probabilities are
+    returned. They are computed before penalties are applied."""
+    logprob_token_ids: tuple[int, ...] | None = None
+    """Token ids, at most 128, whose log-probabilities are returned instead of those of the most likely tokens. It
+    requires `logprobs`, whose value then has no effect."""
     prompt_logprobs: int | None = None
     """Same as `logprobs`, for each position of the prompt except the first."""
+    priority: int = 0
+    """Rank in the engine's queue. Requests with a lower number are scheduled earlier and preempted later."""
     cache_salt: str = ""
     """Salt of cache keys. Only requests with the same salt share preprocessed media, features and KV blocks."""
     json_schema: str | None = None
     """JSON schema, as JSON text. This is short for `structured_outputs=StructuredOutputs(json=...)`."""
     structured_outputs: StructuredOutputs | None = None
     """Constraint on the output. The output conforms to it unless `max_tokens` ends the output first (grammar.py)."""
+
+    @property
+    def text_options(self) -> dict[str, bool]:
+        """The settings of these names that decide which tokens the text shows."""
+        names = ("skip_special_tokens", "spaces_between_special_tokens")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def least_room(self) -> int:
@@ -130,12 +161,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 param="cache_salt",
             )
         with blaming("stop"):
-            _require_stop(typed.stop)
+            _require_texts("stop string", typed.stop, MAX_STOP_STRINGS, MAX_STOP_CHARACTERS)
+        with blaming("bad_words"):
+            _require_texts("bad word", typed.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
         _require_ids(typed, vocab_size)
+        if typed.logprob_token_ids is not None and typed.logprobs is None:
+            raise InputError("logprob_token_ids needs logprobs", param="logprob_token_ids")
         try:
             msgspec.msgpack.encode(typed)  # raise an error here rather than when the request is sent to the engine
         except UnicodeEncodeError as error:
-            raise InputError("a stop string, cache_salt or the structured output contains a lone surrogate") from error
+            raise InputError(
+                "a stop string, a bad word, cache_salt or the structured output contains a lone surrogate"
+            ) from error
         _require_structure(typed)
         return typed
 
@@ -146,8 +183,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         }
         if isinstance(self.stop, str):
             given["stop"] = (self.stop,)
-        if isinstance(self.stop_token_ids, list | tuple):
-            given["stop_token_ids"] = tuple(map(whole, self.stop_token_ids))
+        for name in _ID_LISTS:
+            if isinstance(ids := given[name], list | tuple):
+                given[name] = tuple(map(whole, ids))
         if isinstance(self.logit_bias, dict):
             given["logit_bias"] = {whole(token): bias for token, bias in self.logit_bias.items()}
         if isinstance(self.structured_outputs, StructuredOutputs):
@@ -170,10 +208,12 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2, 2),
     ("repetition_penalty", 0.01, 100),
     ("seed", -(2**63), 2**63 - 1),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("priority", -(2**63), 2**63 - 1),
+    ("logprobs", ALL_TOKENS, MAX_LOGPROBS),
+    ("prompt_logprobs", ALL_TOKENS, MAX_LOGPROBS),
 )
-_INTEGERS = frozenset({"max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"})
+_INTEGERS = frozenset({"max_tokens", "min_tokens", "top_k", "seed", "priority", "logprobs", "prompt_logprobs"})
+_ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 
 
 def _require_ranges(params: SamplingParams) -> None:
@@ -202,14 +242,14 @@ def _require_structure(params: SamplingParams) -> None:
         )
 
 
-def _require_stop(stop: Sequence[str]) -> None:
-    """Raise InputError if there are too many stop strings, or one is too long or empty."""
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InputError(f"there are {len(stop)} stop strings; the limit is {MAX_STOP_STRINGS}")
-    if "" in stop:
-        raise InputError(f"stop string {stop.index('')} of {len(stop)} is empty")
-    if (longest := max(map(len, stop), default=0)) > MAX_STOP_CHARACTERS:
-        raise InputError(f"a stop string has {longest} characters; the limit is {MAX_STOP_CHARACTERS}")
+def _require_texts(noun: str, texts: Sequence[str], most: int, most_characters: int) -> None:
+    """Raise InputError if there are too many texts, or one is too long or empty."""
+    if len(texts) > most:
+        raise InputError(f"there are {len(texts)} {noun}s; the limit is {most}")
+    if "" in texts:
+        raise InputError(f"{noun} {texts.index('')} of {len(texts)} is empty")
+    if (longest := max(map(len, texts), default=0)) > most_characters:
+        raise InputError(f"a {noun} has {longest} characters; the limit is {most_characters}")
 
 
 def _require_ids(params: SamplingParams, vocab_size: float) -> None:
@@ -218,13 +258,28 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
     for name, ids, most in (
         ("logit_bias", params.logit_bias, MAX_BIASES),
         ("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ("allowed_token_ids", params.allowed_token_ids, limit),
+        ("logprob_token_ids", params.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS),
+        *(("bad_token_ids", ids, _MAX_BAD_TOKENS) for ids in params.bad_token_ids),
     ):
+        if ids is None:
+            continue
         if len(ids) > most:
             raise InputError(f"{name} has {len(ids)} tokens; the limit is {most}", param=name)
-        if bad := [i for i in ids if not 0 <= i < limit]:
-            raise InputError(f"{name} has token id {shown(bad[0])}; it must be in [0, {limit})", param=name)
+        if not ids and name in _NEVER_EMPTY:
+            raise InputError(f"{name} is empty; leave it out, or name at least one token", param=name)
+        if (bad := next((i for i in ids if not 0 <= i < limit), None)) is not None:
+            raise InputError(f"{name} has token id {shown(bad)}; it must be in [0, {limit})", param=name)
+    if len(params.bad_token_ids) > 2 * MAX_BAD_WORDS:
+        message = f"there are {len(params.bad_token_ids)} bad_token_ids; the limit is {2 * MAX_BAD_WORDS}"
+        raise InputError(message, param="bad_token_ids")
     if bad_bias := [b for b in params.logit_bias.values() if not -100 <= b <= 100]:
         raise InputError(f"logit_bias is {bad_bias[0]}; it must be in [-100, 100]", param="logit_bias")
+
+
+_MAX_BAD_TOKENS = 4 * MAX_BAD_WORD_CHARACTERS + 1
+"""Maximum number of tokens of a bad word. A character has at most 4 bytes, and the word may follow a blank."""
+_NEVER_EMPTY = frozenset({"allowed_token_ids", "logprob_token_ids", "bad_token_ids"})
 
 
 def _mistyped(given: Mapping[str, Any], message: str) -> InputError:

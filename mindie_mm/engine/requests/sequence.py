@@ -71,6 +71,7 @@ class Sequence:
     """Distinct ids of the prompt, int64, ascending. Empty if there is no repetition penalty."""
     output_counts: Counter[int] = field(init=False)
     """Number of occurrences of each id in the output."""
+    _refused: NDArray[np.bool_] | None = field(init=False, default=None)
     _item_starts: list[int] = field(init=False)
     """Position of the first placeholder of each item, ascending."""
     _item_stops: list[int] = field(init=False)
@@ -126,6 +127,13 @@ class Sequence:
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the positions of tokens [start, stop), int64 [axes, stop - start]."""
         return self.prompt_positions.of(start, stop)
+
+    def refused(self, vocab_size: int) -> NDArray[np.bool_]:
+        """Return which ids are not among `allowed_token_ids`, bool [vocab_size]."""
+        if self._refused is None:
+            self._refused = np.ones(vocab_size, np.bool_)
+            self._refused[list(self.params.allowed_token_ids or range(vocab_size))] = False
+        return self._refused
 
     def items_in(self, start: int, stop: int) -> list[MediaItem]:
         """Return the media items with placeholders in [start, stop)."""

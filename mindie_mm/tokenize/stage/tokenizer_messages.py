@@ -37,6 +37,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Base directory of relative media paths, by default the tokenizer's working directory."""
     add_generation_prompt: bool = True
     """Whether the prompt ends with the header of the assistant's turn."""
+    continue_final_message: bool = False
+    """Whether the prompt ends with the text of the last message."""
     chat_template_kwargs: dict[str, Any] = {}
     """More variables for the chat template, such as `tools`."""
     options: PromptOptions = PromptOptions()

@@ -31,6 +31,8 @@ _RESERVED_KWARGS = frozenset(
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"sanitize_control_tokens", "conversations", "self", "continue_final_message", "documents"}
 )
+_SHOWN_PROMPT = "Final message to continue"
+"""Words of transformers before the whole prompt, in its error about a message that cannot be continued."""
 _LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - cuts sources; nothing is rendered
 """Lexer with the whitespace settings of transformers."""
 _PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
@@ -97,7 +99,9 @@ class ChatTemplate:
         self._takes_role = lru_cache(_REMEMBERED)(self._takes)
         self._is_deterministic = not _VOLATILE.search(source)
         self._remembered = lru_cache(_REMEMBERED)(
-            lambda conversation, items, opens: self._rendered(msgspec.json.decode(conversation), items, opens, {})
+            lambda conversation, items, opens, goes_on: self._rendered(
+                msgspec.json.decode(conversation), items, opens, {}, goes_on
+            )
         )
 
     def render(
@@ -106,6 +110,8 @@ class ChatTemplate:
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any],
         items: Sequence[str] = (),
+        *,
+        continue_final_message: bool = False,
     ) -> Rendered:
         """Render messages as a prompt.
 
@@ -114,6 +120,7 @@ class ChatTemplate:
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
             template_kwargs: More variables for the template.
             items: Texts that represent the media items of all messages, for a template that supports only strings.
+            continue_final_message: Whether the prompt ends with the text of the last message.
 
         Raises:
             InputError: The template refuses the messages, or would skip a part of them.
@@ -126,11 +133,16 @@ class ChatTemplate:
         if self._is_deterministic and not template_kwargs and not any(message.extra for message in messages):
             key = msgspec.json.encode(conversation)
             if len(key) <= _REMEMBERED_BYTES:
-                return self._remembered(key, tuple(items), bool(add_generation_prompt))
-        return self._rendered(conversation, items, add_generation_prompt, template_kwargs)
+                return self._remembered(key, tuple(items), bool(add_generation_prompt), continue_final_message)
+        return self._rendered(conversation, items, add_generation_prompt, template_kwargs, continue_final_message)
 
     def _rendered(
-        self, conversation: Any, items: Sequence[str], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
+        self,
+        conversation: Any,
+        items: Sequence[str],
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+        continue_final_message: bool,
     ) -> Rendered:
         texts = [*strings(conversation), *strings(template_kwargs)]
         mark = ""
@@ -142,12 +154,14 @@ class ChatTemplate:
             text = self._run(
                 escapes.apply(conversation),
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 **{name: escapes.apply(value) for name, value in template_kwargs.items()},
             )
         except RecursionError as error:
             raise InputError("the chat template refuses these messages: they are nested too deeply") from error
         except Exception as error:  # a template is a program and can raise anything
-            raise InputError(f"the chat template refuses these messages: {error}") from error
+            reason, *_ = str(error).split(_SHOWN_PROMPT)
+            raise InputError(f"the chat template refuses these messages: {reason}") from error
         return escapes.rendered(_with_items(text, mark, items) if mark else text)
 
     def _turn(self, message: Message) -> dict[str, Any]:

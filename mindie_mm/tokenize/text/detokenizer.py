@@ -20,12 +20,24 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, silent: Collection[int] | None = None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        silent: Collection[int] | None = None,
     ) -> None:
-        """Start a text. `silent` are the ids of the tokens without text, or None for `skip_special_tokens`."""
+        """Start a text.
+
+        `silent` are the ids of the tokens without text, or None for `skip_special_tokens`. The other arguments are
+        those of `SamplingParams`.
+        """
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens and silent is None
         self._silent = silent or ()
+        joined = not (skip_special_tokens or spaces_between_special_tokens)
+        self._joined = tokenizer.get_added_tokens_decoder() if joined else {}  # added tokens without blanks in between
+        self._after_added = False
         self._last: list[int] = []  # the ids of the last piece
         self._last_text = ""  # text of the last piece
         self._behind: list[int] = []  # ids that have not produced text yet
@@ -36,11 +48,22 @@ class TextStream:
         The text is empty for a special token and for an incomplete character.
         """
         self._behind.append(token_id)
+        if self._joined:
+            after_added, self._after_added = self._after_added, token_id in self._joined
+            if after_added and self._after_added:
+                return self._spell(token_id)
         text = self._decoded([*self._last, *self._behind])
         # A longer list would be decoded again with each further token.
         if len(self._behind) <= _UNFINISHED and (len(text) <= len(self._last_text) or text.endswith("\ufffd")):
             return ""
         return self._tell(text)
+
+    def _spell(self, token_id: int) -> str:
+        """Return the text of an added token that directly follows another one."""
+        self._last, self._behind = self._behind, []
+        self._last_text = self._decoded(self._last)
+        text: str = self._joined[token_id].content
+        return text
 
     def flush(self) -> str:
         """Return the remaining text.
@@ -66,6 +89,13 @@ class TextStream:
         return text
 
 
+def is_skipped(tokenizer: Tokenizer, token_id: int) -> bool:
+    """Return whether `skip_special_tokens` leaves a token out of texts."""
+    return not tokenizer.decode([token_id], skip_special_tokens=True) and bool(
+        tokenizer.decode([token_id], skip_special_tokens=False)
+    )
+
+
 class Detokenizer:
     """The output of one request as text. Text that may be the beginning of a stop string is held back."""
 
@@ -75,10 +105,21 @@ class Detokenizer:
         stop: tuple[str, ...] = (),
         min_tokens: int = 0,
         silent: Collection[int] | None = None,
+        *,
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ) -> None:
-        self._stream = TextStream(tokenizer, silent=silent)
+        """Create a detokenizer. `silent` is as in `TextStream`. The other arguments are those of `SamplingParams`."""
+        self._stream = TextStream(
+            tokenizer,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            silent=silent,
+        )
         self._min_tokens = min_tokens
         self._stop = stop
+        self._includes_stop = include_stop_str_in_output
         self._num_tokens = 0
         self._text = ""
         self._emitted = 0
@@ -108,12 +149,12 @@ class Detokenizer:
         hits = [(at, text) for at, text in places if at >= 0]
         if hits and self._num_tokens >= self._min_tokens:
             at, self.stopped_by = min(hits)
-            self._text = self._text[:at]
+            self._text = self._text[: at + len(self.stopped_by) if self._includes_stop else at]
 
     def _certain(self) -> int:
         """Return the index from which the text may be the beginning of a stop string, or the length of the text."""
         text = self._text
-        if self.stopped_by is None:
+        if self.stopped_by is None and not self._includes_stop:
             # An index that was ruled out stays ruled out, so the search begins where the returned text ends.
             for start in range(self._emitted, len(text)):
                 tail = text[start:]

@@ -161,8 +161,12 @@ class TextEncoder:
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any],
         items: Sequence[str],
+        *,
+        continue_final_message: bool = False,
     ) -> Rendered:
         """Render messages with the chat template. `items` are the texts that represent their media.
+
+        With `continue_final_message`, the prompt ends with the text of the last message.
 
         Raises:
             InputError: There is no chat template, or it refuses the messages.
@@ -171,7 +175,9 @@ class TextEncoder:
         kinds = {item.kind for item in media_of_messages(messages)}
         if (template := self._template(kinds, with_tools=bool(template_kwargs.get("tools")))) is None:
             raise InputError("the checkpoint has no chat template; give a list of items or a string")
-        return template.render(messages, add_generation_prompt, template_kwargs, items)
+        return template.render(
+            messages, add_generation_prompt, template_kwargs, items, continue_final_message=continue_final_message
+        )
 
     def replace_markers(
         self, rendered: Rendered, names: frozenset[str], markers: Sequence[str], texts: Sequence[str]
@@ -243,6 +249,14 @@ class TextEncoder:
         if rendered.restore or len(rendered.text) > _REMEMBERED_CHARS:
             return self._encoded(rendered)
         return self._remembered(rendered.text, tuple(rendered.items))
+
+    def framed(self, rendered: Rendered, encoded: Encoded) -> Encoded:
+        """Add the tokenizer's special tokens to a prompt that begins with BOS, which `encode` leaves as it is."""
+        if not (self._bos and rendered.text.startswith(self._bos)):
+            return encoded
+        ahead = len(self._prefix)
+        items = [(start + ahead, stop + ahead) for start, stop in encoded.items]
+        return Encoded([*self._prefix, *encoded.ids, *self._suffix], items)
 
     def bare_ids(self, rendered: Rendered) -> Sequence[int]:
         """Encode a prompt without the special tokens that the tokenizer adds."""

@@ -1,0 +1,28 @@
+"""Tokens of words that must not be generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tokenizers import Tokenizer
+
+from mindie_mm.errors import InputError
+
+
+def bad_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    """Yield the token sequences of `words`, as they are at the beginning of a text and after a blank.
+
+    vLLM drops the second sequence if it is longer or shorter than the first. Then the word could follow a blank.
+
+    Raises:
+        InputError: A word has no tokens.
+
+    """
+    for word in words:
+        bare = word.lstrip()
+        plain, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (bare, f" {bare}"))
+        if not plain:
+            raise InputError(f"bad_words contains {word!r}, which has no tokens; leave it out", param="bad_words")
+        yield plain
+        if spaced[-len(plain) :] != plain:
+            yield spaced

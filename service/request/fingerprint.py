@@ -1,0 +1,33 @@
+"""The `system_fingerprint` of answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import version
+
+import msgspec
+
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.worker.worker import Worker
+
+_DECIDING = ("dtype", "tensor_parallel", "vision_device", "vision_bits", "projector_device", "projector_bits")
+"""Fields of `EngineConfig` that may change answers."""
+
+
+def fingerprint(worker: Worker, model_name: str) -> str:
+    """Return a hash of the checkpoint's settings, of this package's version and of the settings that change answers.
+
+    With the same fingerprint and seed, a request gets the same answer.
+    """
+    engine = worker.config.engine
+    given = [
+        version("mindie_mm"),
+        model_name,
+        dict(Checkpoint.open(worker.config.model).config),
+        worker.config.family,
+        worker.engine.info.device.partition(":")[0],
+        msgspec.to_builtins(worker.default_sampling, str_keys=True),
+        [getattr(engine, name) for name in _DECIDING],
+    ]
+    return f"fp_{hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:10]}"

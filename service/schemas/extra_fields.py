@@ -1,0 +1,70 @@
+"""Fields of vLLM's requests that OpenAI's lack."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from mindie_mm.errors import InputError
+from mindie_mm.tokenize.prompt import PromptOptions
+from service.schemas.body import INT32_MAX, WHOLE, Array, Logprobs, MaxTokens, Settings, TokenIds
+
+Ids = Annotated[TokenIds, AfterValidator(tuple)]
+
+
+class ExtraFields(Settings):
+    """Fields of vLLM that the bodies of chat and text completions share."""
+
+    max_new_tokens: MaxTokens | None = None
+    """Another name of `max_tokens`."""
+    min_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
+    """Another name of `min_tokens`."""
+    include_stop_str_in_output: bool | None = None
+    """Include the stop string in the text and, without `skip_special_tokens`, the special token that ends it."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text. Default: true."""
+    spaces_between_special_tokens: bool | None = None
+    """Keep the blanks that some tokenizers write between special tokens. Default: true."""
+    bad_words: Annotated[Array[str], AfterValidator(tuple)] | None = None
+    """Words that are not generated."""
+    allowed_token_ids: Ids | None = None
+    """The only tokens that may be generated."""
+    logprob_token_ids: Ids | None = None
+    """Tokens whose log-probabilities are reported instead of those of the most likely tokens. Needs `logprobs`."""
+    prompt_logprobs: Logprobs | None = None
+    """Number of most likely tokens to report for each token of the prompt, in vLLM's form. Not for streams."""
+    return_token_ids: bool | None = None
+    """Report the ids of the prompt's and the answer's tokens."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens in log-probabilities as `token_id:5`."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
+    """Number of tokens to keep of a longer prompt. -1: as many as fit in the context beside the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Side from which the prompt is truncated. Default: left, which keeps the last tokens."""
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
+    """Rank in the queue; lower numbers come first. Only 0, unless `--scheduling-policy priority` is set."""
+
+    @property
+    def prompt_options(self) -> PromptOptions:
+        """How the prompt is cut."""
+        return PromptOptions(cut_to=self.truncate_prompt_tokens or 0, cut_side=self.truncation_side or "left")
+
+    def check_extra(self, *, stream: bool) -> None:
+        """Raise InputError for a value that is not supported."""
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens is 0; it must be -1 or at least 1"
+            raise InputError(message, param="truncate_prompt_tokens")
+        if stream and self.prompt_logprobs is not None:
+            message = "prompt_logprobs are not supported in a stream; set stream to false or leave prompt_logprobs out"
+            raise InputError(message, param="prompt_logprobs")
+
+    def same(self, *names: str) -> Any:
+        """Return the value of fields with the same meaning, or None. Raise InputError if their values differ."""
+        given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
+        for name, value in given[1:]:
+            if value != given[0][1]:
+                raise InputError(
+                    f"{given[0][0]} is {given[0][1]} and {name} is {value}; give only one of them", param=given[0][0]
+                )
+        return given[0][1] if given else None
