@@ -247,7 +247,9 @@ def test_a_role_of_its_own_is_taken_if_the_template_writes_it(
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
     messages = [*user("Hello!"), {"role": role, "content": "Hm."}]
     if not is_taken:
-        with pytest.raises(InputError, match=f"role {role} is not served: the model's chat template does not write it"):
+        with pytest.raises(
+            InputError, match=f"role {role} is not supported: the model's chat template does not write it"
+        ):
             tokenizer.tokenize_chat(messages)
         return
     prompt = reference.decode(tokenizer.tokenize_chat(messages))
