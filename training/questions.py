@@ -1,4 +1,4 @@
-"""Random phrasing of a question, with words for the medium and the thing."""
+"""Random phrasings of a question, with varying nouns for the medium ("image", "photo") and the shape or object."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class PromptSource:
 
 
 class Use:
-    """The use of a prompt by one answer. It keeps the prompt's blocks from `take` to `release`."""
+    """One answer's hold on a prompt. It keeps the prompt's blocks from `take` until `release`."""
 
     def __init__(self, source: PromptSource) -> None:
         self._source = source

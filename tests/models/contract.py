@@ -161,7 +161,7 @@ class Reference:
         )
 
     def inputs(self, items: Items) -> Mapping[str, torch.Tensor]:
-        """Return the processor's batch of one for a `List[Dict]`. It has input_ids [1, T], among others."""
+        """Run the processor on one `List[Dict]`, and return the batch of size 1, including input_ids [1, T]."""
         images = [Image.fromarray(item["image"]) for item in items if "image" in item]
         videos = [item["video"] for item in items if "video" in item]
         given = {"images": images, "videos": videos}

@@ -86,7 +86,10 @@ QWEN3 = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"
     ids=str,
 )  # fmt: skip
 def test_the_rotary_base_is_the_stated_one_or_the_old_default(config, theta, fraction, tmp_path):
-    """Use the value that config.json states in either place and spelling, or else transformers 4's default."""
+    """Use the rotary base from the top level or `text_config`, as `rope_theta` or in `rope_parameters`.
+
+    If config.json has none, use the default of transformers 4.
+    """
     rope = resolved(config, tmp_path).rope_parameters
     assert rope["rope_theta"] == theta
     assert rope.get("partial_rotary_factor") == fraction
