@@ -1,10 +1,11 @@
-"""One writer, many readers, constant reuse: whatever a view's `verify` lets pass is whole.
+"""Stress test of shared-memory blocks: data that a view's `verify` accepts is never corrupt.
 
     python -m tools.shm_stress --cycles 1000000 --readers 8
 
-A cycle: the writer publishes a block, another process attaches it, copies it and frees it. Its bytes follow from its
-reference alone: at each place a random number of that place plus one of the reference, so that no piece of another
-content passes for it. Some readers are slow, and some blocks are freed, and their bytes used again, under a reader.
+One writer publishes blocks. For each block, one of many reader processes attaches, copies and frees the block. The
+content of a block depends only on its reference: each position has a random number, to which a number computed from the
+reference is added. Content of another block is therefore always detected. Some readers are slow, and the writer frees
+some blocks and reuses their memory while a reader copies them.
 """
 
 from __future__ import annotations

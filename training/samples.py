@@ -51,7 +51,7 @@ class Sample:
     scenes: tuple[Scene, ...] = ()
     """Descriptions of the drawn media: a scene per picture, then a scene per frame."""
     sounds: tuple[Sound, ...] = ()
-    """Descriptions of the sounds, which are not synthesised yet."""
+    """Descriptions of the sounds, which are not synthesized yet."""
     order: tuple[str, ...] = MEDIA
     """Kinds of media in the order of the prompt."""
 
@@ -72,7 +72,7 @@ def _names(rng: random.Random, split: Split, thing: Thing, nouns: tuple[str, ...
 
 
 def name(rng: random.Random, split: Split) -> Sample:
-    """Ask for the object, its colour or its shape in a picture."""
+    """Ask for the object, its color or its shape in a picture."""
     if rng.random() < 0.03:
         colour = rng.choice(list(COLOURS))
         question = ask(rng, split.name, "colour")
@@ -117,7 +117,7 @@ def _verdict(one: str, other: str) -> str:
 
 
 def compare(rng: random.Random, split: Split) -> Sample:
-    """Show two pictures, and ask whether the colours or shapes match, or what both show."""
+    """Show two pictures, and ask whether the colors or shapes match, or what both show."""
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
     other_colour = colour if rng.random() < 0.5 else rng.choice([c for c in COLOURS if c != colour])
     other_shape = shape if rng.random() < 0.5 else rng.choice([s for s in SHAPES if s != shape])

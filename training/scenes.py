@@ -74,7 +74,7 @@ HELD_OUT = Split(
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One coloured shape. Lengths are fractions of the picture. `size` is a fraction of its shorter side."""
+    """One colored shape. Lengths are fractions of the picture. `size` is a fraction of its shorter side."""
 
     colour: str
     shape: str
@@ -136,7 +136,7 @@ def _stamp(thing: Thing, side: float) -> Image.Image:
 
 
 def draw(scene: Scene) -> Image.Image:
-    """Draw the scene as an RGB picture with its JPEG artefacts."""
+    """Draw the scene as an RGB picture with its JPEG artifacts."""
     picture = Image.new("RGB", (scene.width, scene.height), scene.ground)
     short = min(scene.width, scene.height)
     for thing in scene.things:
@@ -201,7 +201,7 @@ def canvas(rng: random.Random, split: Split, longest: int = 1000) -> Scene:
 
 
 def _margins(scene: Scene, size: float) -> tuple[float, float]:
-    """Return the smallest distances of a centre from the edges, as fractions of width and height."""
+    """Return the smallest distances of a center from the edges, as fractions of width and height."""
     reach = size * min(scene.width, scene.height) / 2
     return reach / scene.width + 0.01, reach / scene.height + 0.01
 
@@ -218,7 +218,7 @@ def single(rng: random.Random, split: Split, colour: str | None = None, shape: s
 
 
 def filled(rng: random.Random, split: Split, colour: str) -> Scene:
-    """Return a picture of a single colour."""
+    """Return a picture of a single color."""
     return replace(canvas(rng, split), ground=_shade(rng, colour))
 
 

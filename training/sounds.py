@@ -1,6 +1,6 @@
 """Sounds with a known truth: tones, rows of beeps and spoken digits.
 
-A sound is described first (`Sound`) and synthesised afterwards. Speech comes from espeak-ng (`training.speech`).
+A sound is described first (`Sound`) and synthesized afterwards. Speech comes from espeak-ng (`training.speech`).
 The two splits share no pitch, no length of a beep or pause, no voice, no speed and no level of noise.
 """
 
@@ -133,7 +133,7 @@ def _played(sound: Sound) -> Wave:
 
 
 def make(sound: Sound) -> tuple[Wave, tuple[tuple[float, float], ...]]:
-    """Synthesise the clip, float32 mono at 16 kHz within -1..1. Also return its (start, length) spans in seconds."""
+    """Synthesize the clip, float32 mono at 16 kHz within -1..1. Also return its (start, length) spans in seconds."""
     if sound.speaker is None:
         samples, spans = _played(sound), sound.spans
     else:

@@ -50,7 +50,7 @@ def patches(frames: Sequence[Image.Image], pixels: tuple[int, int]) -> tuple[tor
 
 
 def normalise(raw: torch.Tensor) -> torch.Tensor:
-    """Normalise uint8 patches [N, 1176] to the float32 input of the vision tower."""
+    """Normalize uint8 patches [N, 1176] to the float32 input of the vision tower."""
     apart = raw.view(len(raw), 3, -1).float()
     return ((apart - _MEAN.view(3, 1)) / _STD.view(3, 1)).view(len(raw), -1)
 

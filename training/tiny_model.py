@@ -1,4 +1,4 @@
-"""The embedded checkpoint's model: initialised at random or from a Qwen2-VL, faster for training, and saved."""
+"""The embedded checkpoint's model: initialized at random or from a Qwen2-VL, faster for training, and saved."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def use_fast_towers() -> None:
 
 
 def start_from(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
-    """Initialise the model from a Qwen2-VL of the same sizes: vision tower, language model and token embeddings.
+    """Initialize the model from a Qwen2-VL of the same sizes: vision tower, language model and token embeddings.
 
     The tower computes the same result wherever one window holds the whole picture. Three changes achieve this. Weights
     that write to the residual stream lose their mean, so that RMSNorm equals LayerNorm. LayerNorm's offsets move into

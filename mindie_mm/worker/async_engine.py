@@ -235,7 +235,7 @@ class AsyncEngine:
         self._settled.set()
 
     async def _keep(self) -> None:
-        """Watch the process, and start a successor when it ends, until this task is cancelled."""
+        """Watch the process, and start a successor when it ends, until this task is canceled."""
         while True:
             hung = ""
             with logged(f"the connection to engine process {self.pid} failed"):

@@ -158,7 +158,7 @@ def preferring(count: int) -> list[Sequence]:
 
 
 def test_penalties_in_a_batch_equal_penalties_alone():
-    """Change each row bit for bit as without its neighbours."""
+    """Change each row bit for bit as without its neighbors."""
     rows = torch.randn(10, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 5
     together = rows.clone()
     tokens = sample(together, preferring(10), EOS).tolist()

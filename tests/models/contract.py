@@ -308,7 +308,7 @@ class FamilyContract:
         raise NotImplementedError
 
     def assert_arrays(self, expected: Mapping[str, torch.Tensor], items: Sequence[MediaItem], model: Model) -> None:
-        """Assert that the normalised arrays in shared memory equal the processor's output `expected`."""
+        """Assert that the normalized arrays in shared memory equal the processor's output `expected`."""
         assert torch.equal(torch.cat([model.normalized(item).cpu() for item in items]), expected["pixel_values"])
 
     def assert_refused(self, path: Path, named: str) -> None:
@@ -691,7 +691,7 @@ class FamilyContract:
                     parts = text.split(encode.convert_ids_to_tokens(span.token))
                     lead = encode.decode(prompt.ids[span.start - span.lead : span.start])
                     tail = encode.decode(prompt.ids[span.stop : span.stop + span.tail])
-                    # An item may share blanks with its neighbours.
+                    # An item may share blanks with its neighbors.
                     assert lead.strip().endswith(parts[0].strip()), (name, lead)
                     assert tail.strip().startswith(parts[-1].strip()), (name, tail)
 

@@ -72,7 +72,7 @@ CASES = {
 
 
 def rounded(weight, block, dtype):
-    """Return the quantised numbers of a weight [rows, columns] and their scales."""
+    """Return the quantized numbers of a weight [rows, columns] and their scales."""
     rows, columns = weight.shape
     down, across = block or (rows, columns)
     across = across or columns

@@ -1,4 +1,4 @@
-"""Clients of a soak: complete requests, cancelled requests, oversized bodies and slow readers."""
+"""Clients of a soak: complete requests, canceled requests, oversized bodies and slow readers."""
 
 from __future__ import annotations
 

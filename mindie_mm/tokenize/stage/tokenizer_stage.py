@@ -34,7 +34,7 @@ class TokenizerStage(ABC):
     async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
         """Return the prompts of `requests`. Blocks for all their media are allocated together.
 
-        All requests must have the same path file. If the call is cancelled, its blocks are freed.
+        All requests must have the same path file. If the call is canceled, its blocks are freed.
 
         Raises:
             InputError: A request is invalid.
