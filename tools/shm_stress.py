@@ -90,7 +90,7 @@ def stress(cycles: int, readers: int, *, capacity_bytes: int = 4 << 20, seed: in
 
 
 def _break_up(arena: Arena) -> list[Ref]:
-    """Fragment the arena with permanent blocks 192 KiB apart, so that larger blocks consist of several pieces."""
+    """Fragment the arena with permanent blocks every 192 KiB, so that larger blocks consist of several pieces."""
     refs = []
     specs = {"x": ArraySpec((60 << 10,), "uint8")}
     while arena.used_bytes + (64 << 10) <= arena.capacity_bytes:
@@ -214,7 +214,7 @@ def _digest(ref: Ref) -> bytes:
 
 
 def main() -> int:
-    """Run a reader or the whole test. Return exit status 0 if no copy was torn and every block was counted."""
+    """Run a reader or the whole test. Return exit status 0 if no copy was corrupt and every block was counted."""
     parser = argparse.ArgumentParser(prog="python -m tools.shm_stress", description=__doc__)
     parser.add_argument("--cycles", type=int, default=1_000_000)
     parser.add_argument("--readers", type=int, default=8)

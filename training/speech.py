@@ -54,7 +54,7 @@ def _training_speakers() -> tuple[Speaker, ...]:
 
 
 def speaker(rng: random.Random, split: Split) -> Speaker:
-    """Draw a speaker of the split."""
+    """Choose a random speaker of the split."""
     if split.name == "held_out":
         return _drawn(rng, HELD_OUT_VOICES, 1)
     return rng.choice(_training_speakers())

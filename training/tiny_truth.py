@@ -91,7 +91,7 @@ def dense_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
-    """Count right predictions and targets by kind, over the tokens on a thing. The centers cover all tokens."""
+    """Count correct predictions and targets by kind, over the tokens on an object. For centers, count all tokens."""
     *kinds, centre, _ = said.split(WIDTHS, dim=1)
     found = {}
     for column, (name, logits) in enumerate(zip(("colour", "shape", "motion"), kinds, strict=True)):
@@ -130,7 +130,7 @@ def heard_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def heard_tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
-    """Count right predictions and targets by kind, over the tokens that are not silent."""
+    """Count correct predictions and targets by kind, over the tokens that are not silent."""
     found = {}
     for i, (name, logits) in enumerate(zip(HEARD, said.split(HEARD_WIDTHS, dim=1), strict=True)):
         on = wanted[:, i] > 0

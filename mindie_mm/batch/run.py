@@ -1,4 +1,4 @@
-"""Runs. Finished chunks are skipped, and workers on this machine or on a Ray cluster process the others."""
+"""Runs. Finished chunks are skipped. Workers on this machine or on a Ray cluster process the remaining chunks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ _FAULTS_OF_THE_ITEM = {
     signal.SIGSYS,
     signal.SIGTRAP,
 }
-"""Signals that indicate a fault in the decoder. Other signals, such as that of the OOM killer, have other causes."""
+"""Signals that indicate a fault in the decoder. Other signals, such as the OOM killer's, have
+other causes."""
 
 
 @dataclass(slots=True, eq=False)

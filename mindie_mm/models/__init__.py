@@ -192,7 +192,7 @@ def load_model(
         path: Checkpoint directory. None loads the embedded checkpoint.
         device: Device that runs the model, or "auto".
         dtype: A torch dtype, its name, or "auto".
-        family: Name of the family, as in `family_of`.
+        family: Name of the family, or None to find the family as `family_of` does.
         vision: Placement of the vision tower. By default, it runs with the rest of the model.
         projector: Placement of the projector, with the same default.
         end_token_ids: Token ids that replace eos_token_id of generation_config.json.

@@ -69,8 +69,8 @@ class Spelling:
     runs: Sequence[Sequence[int]] | None = None
     """Ids that replace each placeholder token of the text.
 
-    Among these ids, each placeholder id takes a feature, and other ids keep their own embedding. None means that a
-    single token is replaced by one placeholder id per feature.
+    The embedding of each placeholder id among them is replaced by a feature. Other ids keep their embeddings. None
+    means that a single token is replaced by one placeholder id per feature.
     """
 
 

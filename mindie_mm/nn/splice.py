@@ -66,7 +66,7 @@ class MediaItem:
     """A media item in the ids of one sequence."""
 
     slots: NDArray[np.int64]
-    """Token indices that take the features, int64 [num_features], ascending. Ids between them keep their embeddings."""
+    """Token indices whose embeddings are replaced by features, int64 [num_features], ascending."""
     view: ItemView
     """Arrays of the item. Attached arrays stay readable after their file is unlinked."""
     shape: MediaShape

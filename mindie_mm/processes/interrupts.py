@@ -25,7 +25,7 @@ def end_at_once(*_: object) -> None:
 def importing() -> Iterator[None]:
     """Exit the process at once if SIGINT arrives inside the `with` block. The block must not acquire resources.
 
-    If SIGINT is ignored or has another handler than Python's default, nothing changes.
+    Do nothing if SIGINT is ignored, or has a handler other than Python's default.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():

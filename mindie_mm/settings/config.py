@@ -73,7 +73,8 @@ class EngineConfig:
     kv_block_size: Count | None = None
     """Number of tokens in one block of the KV cache. Default: 128 on an NPU, else 16."""
     encoder_cache_bytes: CountOrNone = 256 * MiB
-    """Memory in bytes for a cache of media features. If the same item comes again, the tower does not run again."""
+    """Memory in bytes for a cache of media features. The tower does not run again for an item in
+    this cache."""
     prefix_caching: bool = True
     """Reuse the KV cache for prompts that begin with the same tokens and media."""
     enforce_eager: bool = False

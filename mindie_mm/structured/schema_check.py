@@ -45,7 +45,7 @@ class SchemaCheck:
     """A process that checks one description at a time, and a cache of results. The first check starts the process."""
 
     def __init__(self, model: Path, family: str | None) -> None:
-        """Prepare checks for the checkpoint directory `model`. `family` is the same as in `family_of`."""
+        """Prepare checks for the checkpoint directory `model`. `family` is passed to `family_of`."""
         self._arguments = (str(model), family or "")
         self._child: Child | None = None
         self._closed = False

@@ -54,7 +54,7 @@ class LocalTokenizer(_InCaller):
         """Take ownership of a tokenizer and its thread. Call `start` instead."""
         self._tokenizer = tokenizer
         self.shown_tokens = tokenizer.shown_tokens
-        """Same as `Tokenizer.shown_tokens`."""
+        """See `Tokenizer.shown_tokens`."""
         self._thread = thread
 
     @classmethod
@@ -104,7 +104,7 @@ class DecodingTokenizer(_InCaller):
         self._prompts = prompts
         self._decoders = decoders
         self.shown_tokens = prompts.shown_tokens
-        """Same as `Tokenizer.shown_tokens`."""
+        """See `Tokenizer.shown_tokens`."""
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig) -> Self:

@@ -56,7 +56,7 @@ class Tokenizer:
             self._end_decoders = weakref.finalize(self, loop.close, decoders.close)
         self._closed = False
         self.shown_tokens = prompts.shown_tokens
-        """Same as `Prompts.shown_tokens`."""
+        """See `Prompts.shown_tokens`."""
 
     @classmethod
     def from_pretrained(

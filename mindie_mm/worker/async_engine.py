@@ -77,9 +77,9 @@ class AsyncEngine:
         Args:
             model: Checkpoint directory, or None for the embedded checkpoint.
             config: Settings of the engine.
-            family: Same as `WorkerConfig.family`.
+            family: See `WorkerConfig.family`.
             end_token_ids: Same as the argument of `load_model`.
-            generation_config: Same as `WorkerConfig.generation_config`.
+            generation_config: See `WorkerConfig.generation_config`.
 
         Raises:
             UnsupportedCheckpoint, DeviceError, InputError, ProcessDied: The process cannot start.

@@ -77,7 +77,7 @@ def is_gathered(given: str) -> bool:
 
 
 def called(given: str) -> str:
-    """Return the name that messages give to an input."""
+    """Return the name of an input in messages."""
     return "standard input" if given == STDIN else given
 
 

@@ -69,7 +69,7 @@ class Row:
 
 
 def row_id(record: Record) -> str | None:
-    """Return the id that the input gives a row, or None if there is no id.
+    """Return the id of a row in the input, or None if there is no id.
 
     If a row is not valid JSON, its id is returned if it can still be read. Unpaired surrogates in an id are escaped.
     """

@@ -61,7 +61,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities at positions 1.. of the prompt, as far as they have been computed."""
     asked_s: float = field(default_factory=time.monotonic)
-    """Same as `Add.asked_s`."""
+    """See `Add.asked_s`."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     tower_s: float = 0.0

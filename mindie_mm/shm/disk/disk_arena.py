@@ -57,8 +57,8 @@ class DiskArena:
     """Writer of a file of blocks on disk. It is a context manager and thread-safe.
 
     Blocks are allocated and published as in an `Arena`, but never freed. `close` syncs the complete file to disk and
-    gives it its name. If the context exits with an error, no file remains. Equal blocks in the same order give equal
-    files.
+    gives it its name. If the context exits with an error, no file remains. Equal blocks in the same order produce
+    equal files.
     """
 
     def __init__(self, path: Path, header: ArenaHeader, lock: LivenessLock, memory: WriteBatchMemory) -> None:

@@ -31,8 +31,8 @@ SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memo
 PAGE = mmap.PAGESIZE
 """Page size of the machine: 4096, or 65,536 on some aarch64 machines. Regions of an arena are aligned to pages."""
 DISK_PAGE = 4096
-"""Page size of a file on disk, the same on every machine. Equal blocks therefore give files that are equal byte for
-byte, and every machine can read the files. A file on disk is always mapped as a whole."""
+"""Page size of a file on disk, the same on every machine. Equal blocks therefore produce equal
+files, and every machine can read the files. A file on disk is always mapped as a whole."""
 ALIGNMENT = 64
 
 MAGIC = b"mindieMM"
@@ -130,7 +130,7 @@ class Owner:
 
     @classmethod
     def nobody(cls) -> Owner:
-        """Return the owner for files on disk. It is always the same, so that equal blocks give equal files."""
+        """Return the owner for files on disk. It is always the same, so that equal blocks produce equal files."""
         return cls(0, 0, str(UUID(int=0)), 0, 0)
 
     @classmethod

@@ -64,7 +64,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """First message from the tokenizer process: it is ready. A process that cannot start sends a Failure instead."""
 
     shown_tokens: list[str] = []
-    """Same as `Prompts.shown_tokens`."""
+    """See `Prompts.shown_tokens`."""
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):

@@ -14,7 +14,7 @@ class TokenizerStage(ABC):
     """A tokenizer for the prompts of requests, which runs in a separate process or in the caller's process."""
 
     shown_tokens: list[str]
-    """Same as `Prompts.shown_tokens`."""
+    """See `Prompts.shown_tokens`."""
 
     @property
     @abstractmethod

@@ -21,7 +21,7 @@ from typing import Any
 from mindie_mm.errors import InputError
 
 _FREE = range(0xE000, 0x110000)
-"""Code points of characters that may replace others. Private-use characters come first."""
+"""Code points of replacement characters, beginning with private-use characters."""
 _FIELDS = re.compile("[%{]")
 """Characters that may begin a field in a template's format string."""
 
