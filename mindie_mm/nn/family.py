@@ -282,7 +282,7 @@ class PretrainedFamily(Family):
     """A family whose network is a transformers class. A subclass sets `module_name`, `processor` and `model_class`."""
 
     module_name: ClassVar[str]
-    """Name of the transformers class of the whole model."""
+    """Name of the transformers class of the complete model."""
     model_class: ClassVar[type[Any]]
     """The `Model` subclass. It is constructed with the loaded module, its `ModelSpec` and the processor."""
     unused_weights: ClassVar[tuple[str, ...]] = ()

@@ -80,7 +80,7 @@ class MediaItem:
 
     @property
     def stop(self) -> int:
-        """One more than the last index in `slots`."""
+        """Last index in `slots`, plus one."""
         return int(self.slots[-1]) + 1
 
     def features_in(self, start: int, stop: int) -> tuple[int, int]:

@@ -89,7 +89,7 @@ class EngineConfig:
     """Number of devices, or of processes on the CPU, that share the weights of the text model."""
     tower_parallel: TowerParallel = "replicate"
     """How ranks encode media. replicate: every rank encodes every item. items: each rank encodes a share of the items,
-    which is faster for many pictures at once."""
+    which is faster for many concurrent pictures."""
     vision_device: str | None = None
     """Device that runs the vision tower. Default: the same as the model."""
     vision_bits: int | None = None
@@ -174,8 +174,8 @@ class WorkerConfig:
     arena_wait_s: Seconds = 60.0
     """Maximum time in seconds that a request waits for room in the arena. After that, the request gets status 503."""
     preprocessed_cache_bytes: CountOrNone = 256 * MiB
-    """Size in bytes of the tokenizer process's cache of preprocessed media. Media that are sent again, as in every turn
-    of a chat, are copied from the cache. 0 turns off the cache."""
+    """Size in bytes of the tokenizer process's cache of preprocessed media. Media that are sent again, for example in
+    every turn of a chat, are copied from the cache. 0 turns off the cache."""
     truncate: bool = False
     """If a prompt is too long, remove its oldest text and media items instead of refusing the request."""
     chat_template_content_format: ContentFormat = "auto"
@@ -224,8 +224,8 @@ class ServiceConfig:
     send_timeout_s: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0
     """Maximum time in seconds for which a client may stop reading its answer. After that, the connection is closed."""
     grace_s: Annotated[float, Meta(ge=0)] = 5.0
-    """Maximum time in seconds for running requests to finish after a stop signal. A second signal ends this time at
-    once."""
+    """Maximum time in seconds for running requests to finish after a stop signal. A second signal ends this time
+    immediately."""
     log_format: Literal["text", "json"] = "text"
     """Format of the log: text, or json for one JSON object per line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

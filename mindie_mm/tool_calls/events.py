@@ -1,4 +1,5 @@
-"""Events that parsers return. They are the pieces of an answer, in the order in which the model wrote the pieces."""
+"""Events that parsers return. The events are the pieces of an answer, in the order in which the model wrote these
+pieces."""
 
 from __future__ import annotations
 

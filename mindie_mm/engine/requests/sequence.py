@@ -74,7 +74,7 @@ class Sequence:
     _item_starts: list[int] = field(init=False)
     """Position of the first placeholder of each item, ascending."""
     _item_stops: list[int] = field(init=False)
-    """For each item, one past the last placeholder of this item and of all items before it, ascending."""
+    """For each item, the largest index of a placeholder of this item and of all earlier items, plus one, ascending."""
 
     def __post_init__(self) -> None:
         self.spans = _spans(self.span_ids)
@@ -91,7 +91,7 @@ class Sequence:
 
     @property
     def media_stop(self) -> int:
-        """One past the last placeholder of all items, or 0 without media."""
+        """Index of the last placeholder of all items, plus one, or 0 if there are no media."""
         return self._item_stops[-1] if self._item_stops else 0
 
     def consume_media(self) -> None:

@@ -47,7 +47,7 @@ def check_pointer(file: Path) -> None:
 
 
 def check_adapter(root: Path) -> None:
-    """Raise UnsupportedCheckpoint if a checkpoint directory has an adapter beside its weights.
+    """Raise UnsupportedCheckpoint if a checkpoint directory contains an adapter in addition to its weights.
 
     Without this check, the answers would come from the base model.
     """

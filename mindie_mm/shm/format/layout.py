@@ -61,7 +61,7 @@ BYTES_PER_ENTRY = 1 << 16
 """Bytes of capacity per table entry. The name word limits the number of entries to MAX_BLOCK + 1."""
 
 DOORBELL = 0
-"""Index of the word that tells the owner to check the release words. The release word of entry n is at 1 + n."""
+"""Index of the word that requests the owner to check the release words. The release word of entry n is at 1 + n."""
 
 
 def file_name(arena: int) -> str:
@@ -104,7 +104,7 @@ def require_own(status: os.stat_result) -> None:
 
 @contextmanager
 def needing_proc() -> Iterator[None]:
-    """Raise SharedMemoryError if the `with` block fails because /proc is not mounted, as in a chroot."""
+    """Raise SharedMemoryError if the `with` block fails because /proc is not mounted, for example in a chroot."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:

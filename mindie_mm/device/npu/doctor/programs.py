@@ -1,4 +1,4 @@
-"""Programs that query the driver and may hang with it."""
+"""Programs that query the driver, and that may hang if the driver hangs."""
 
 from __future__ import annotations
 
