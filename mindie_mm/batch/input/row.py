@@ -118,8 +118,7 @@ def _id(value: Any) -> str | None:
 
 
 def _number(value: Decimal) -> int | float:
-    """Convert a decimal to a JSON number. Integral values, for example of type decimal(20, 0), are converted to
-    integers."""
+    """Convert a decimal to a JSON number. Integral values, for example of type decimal(20, 0), become integers."""
     return int(value) if value == value.to_integral_value() else float(value)
 
 
