@@ -1,4 +1,4 @@
-"""Tests of layers that run fewer operators on the CPU against those of transformers."""
+"""Tests that compare transformers' layers with layers that run fewer operators on the CPU."""
 
 from __future__ import annotations
 

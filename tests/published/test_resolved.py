@@ -35,7 +35,7 @@ def resolved(config: dict[str, Any], tmp_path: Path) -> Any:
 
 
 def old_rope(entry: dict[str, Any]) -> dict[str, Any]:
-    """Convert rotary settings of transformers 4 to those of transformers 5."""
+    """Convert rotary settings of transformers 4 to settings of transformers 5."""
     rope = {"rope_theta": entry["rope_theta"], "rope_type": "default", **(entry.get("rope_scaling") or {})}
     if (fraction := entry.get("partial_rotary_factor")) is not None:
         rope["partial_rotary_factor"] = fraction
@@ -45,7 +45,7 @@ def old_rope(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_old_name(rope: dict[str, Any]) -> dict[str, Any]:
-    """Drop `type`, an old name of rope_type that transformers keeps beside it."""
+    """Drop `type`, an old name of `rope_type` that transformers keeps in addition to the new name."""
     return {key: value for key, value in rope.items() if key != "type"}
 
 
