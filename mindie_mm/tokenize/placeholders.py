@@ -1,4 +1,4 @@
-"""Expansion of placeholders. A prompt has one id per media item before, and one id per feature afterwards."""
+"""Expansion of placeholders. Before the expansion, a prompt has one id per media item. After the expansion, it has one id per feature."""
 
 from __future__ import annotations
 

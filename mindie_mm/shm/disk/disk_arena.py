@@ -1,4 +1,4 @@
-"""Writer of a file on disk that holds blocks. The file is written once, and can then be mounted and read like an arena.
+"""Writer of a file of blocks on disk. The file is written once, and can then be mounted and read like an arena.
 
 Callers fill blocks in private memory, and the writer writes them to the file in batches. Filling blocks in a mapping of
 the file would take two to four times as long, because the file system allocates, clears and tracks each page.

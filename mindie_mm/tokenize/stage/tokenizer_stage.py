@@ -1,4 +1,4 @@
-"""The interface of the tokenizers that make prompts for an engine."""
+"""The interface of tokenizers that produce prompts for an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Escaping of control tokens that a user's text spells, so that they differ from intended control tokens.
+"""Escaping of control tokens in a user's text, so that they differ from intended control tokens.
 
 Before a prompt is assembled, the first character of any such spelling is replaced with a private-use character that
 occurs nowhere else. Every control token that the prompt still spells is intended. `Rendered.restore` contains the
