@@ -1,4 +1,4 @@
-"""Expansion of placeholders. Before the expansion, a prompt has one id per media item. After the expansion, it has one id per feature."""
+"""Expansion of placeholders. It replaces the single id of each media item with one id per feature."""
 
 from __future__ import annotations
 
