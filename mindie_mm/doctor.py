@@ -166,7 +166,7 @@ def _memory(config: WorkerConfig) -> Finding:
             what = "the caches and arenas need"
     except MindieMMError as error:
         return Finding("host memory", "error", "the free memory cannot be read", str(error))
-    found = f"{free / GiB:.1f} GiB available, {what} {needed / GiB:.1f} GiB"
+    found = f"{free / GiB:.1f} GiB available; {what} {needed / GiB:.1f} GiB"
     if config.engine.device in ("auto", "cpu") and free < needed:
         return Finding("host memory", "warning", found, "lower --kv-cache-bytes or --encoder-cache-bytes")
     return Finding("host memory", "ok", found)

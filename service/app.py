@@ -29,6 +29,7 @@ from service.http import errors, page
 from service.http.access import Access, OwnHost, is_loopback
 from service.middleware import Middleware
 from service.request.admission import Admission
+from service.request.chat_format import ChatFormat, require_formats
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
 from service.request.state import Service
@@ -53,9 +54,10 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
 
     Call `require_places` first, which creates the spool and checks the folders.
     """
-    model_name = config.served_model_name or checkpoint_name(worker.config.model or EMBEDDED)
+    model_names = tuple(dict.fromkeys(config.served_model_name)) or (checkpoint_name(worker.config.model or EMBEDDED),)
     admission = Admission(config.max_concurrent_requests, config.request_timeout_s)
-    metrics = Metrics(model_name)
+    metrics = Metrics(model_names[0])
+    chat_format = ChatFormat.of(worker, config)
     metrics.watch(lambda: worker.engine.stats)
     metrics.watch_processes(worker)
     metrics.watch_arenas(lambda: arenas_of(worker.tokenizer_stage.pids))
@@ -67,13 +69,14 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
             app.state.service = Service(
                 worker=worker,
                 config=config,
-                model_name=model_name,
+                model_names=model_names,
                 spool=spool,
                 media=MediaPolicy(config),
                 spool_probe=SpoolProbe(spool),
                 admission=admission,
                 metrics=metrics,
                 tokens=TokenTexts(worker.tokenizer),
+                chat_format=chat_format,
                 created=int(time.time()),
             )
             yield
@@ -150,11 +153,11 @@ def _any_port(origins: Sequence[str]) -> str | None:
 
 
 def require_places(config: ServiceConfig) -> None:
-    """Create the spool if it is missing. Check the media folder and the media domains of `config`.
+    """Create the spool if it is missing. Check the media folder, media domains and formats of `config`.
 
     Raises:
         SharedMemoryError: The spool cannot be used.
-        InputError: The spool's name, the media folder or a media domain is wrong.
+        InputError: The spool's name, the media folder, a media domain or the name of a format is wrong.
 
     """
     spool = config.spool or default_spool()
@@ -168,6 +171,7 @@ def require_places(config: ServiceConfig) -> None:
         tempfile.TemporaryDirectory(dir=spool).cleanup()
         require_locks(spool)
     require_media_dir(config)
+    require_formats(config)
     for domain in config.allowed_media_domains:
         encoded_domain(domain)
 

@@ -149,3 +149,12 @@ def _resampled(image: Image.Image, across: int, down: int) -> bytes:
     at = data.index(b"\xff\xc0") + 5  # the frame: height, width, count, and of each component id, sampling, table
     size = struct.pack(">HH", 8 * down, 8 * across)
     return data[:at] + size + data[at + 4 : at + 6] + bytes([across << 4 | down]) + data[at + 7 :]
+
+
+def raw_pdf(page: str, contents: str = "", more: str = "") -> bytes:
+    """Return a PDF of one page. `page` holds entries of the page, and `more` further objects from number 5."""
+    return (
+        "%PDF-1.4\n1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj\n2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj\n"
+        f"3 0 obj <</Type/Page/Parent 2 0 R/Contents 4 0 R{page}>> endobj\n"
+        f"4 0 obj <</Length {len(contents)}>> stream\n{contents}\nendstream endobj\n{more}trailer <</Root 1 0 R>>"
+    ).encode()

@@ -242,9 +242,9 @@ def test_the_frames_of_a_list_are_limited():
 def test_the_frames_of_all_lists_of_a_call_are_limited_together():
     video = {"video": "data:video/jpeg;base64," + "," * (MAX_LISTED_FRAMES - 1)}
     assert len(parse_inputs([video.copy() for _ in range(16)])) == 16
-    with pytest.raises(LimitExceeded, match="inputs has lists with more frames in total than the limit of 32768"):
+    with pytest.raises(LimitExceeded, match="inputs has more frames in all its lists than the limit of 32768"):
         parse_inputs([video.copy() for _ in range(17)])
-    with pytest.raises(LimitExceeded, match="messages has lists with more frames in total than the limit of 32768"):
+    with pytest.raises(LimitExceeded, match="messages has more frames in all its lists than the limit of 32768"):
         parse_messages([{"role": "user", "content": [video, video]} for _ in range(9)])
 
 
@@ -361,7 +361,8 @@ def test_messages_are_parsed():
         (None, "messages is missing; it must be a list"),
         (["hello"], r"messages\[0\] is of type str"),
         ([{"content": "a"}], r"messages\[0\].role is None; it must be one of system"),
-        ([{"role": "image_pad", "content": "a"}], r"messages\[0\].role is 'image_pad'"),
+        ([{"role": "<|image_pad|>", "content": "a"}], r"messages\[0\].role is '<|image_pad|>'"),
+        ([{"role": "r" * 65, "content": "a"}], "a name that the chat template takes, of at most 64 letters"),
         ([{"role": "user"}], r"messages\[0\] has no content"),
         ([{"role": "user", "content": []}], r"messages\[0\].content is an empty list"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content is of type int"),

@@ -15,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +34,7 @@ from training.speech import HELD_OUT_VOICES, RATE, recorded
 
 SHM = Path("/dev/shm")  # noqa: S108 - the demo looks at this folder
 WHAT = "What is in the image?"
+COLORS = ["blue", "green", "red", "yellow"]
 
 
 def main() -> int:
@@ -118,6 +119,7 @@ def make_questions(folder: Path) -> list[Question]:
             "seven",
         ),
         chat("Text alone", "Hello!", [], CHAT_ANSWERS["hello"]),
+        called("A tool that the model has to call", "What colour is it?", [image(red_url)]),
         infer("A picture file for MindIE", [{"image": str(path)}, {"text": WHAT}], "blue circle"),
         infer(
             "A base64 picture for MindIE",
@@ -192,6 +194,19 @@ def chat(title: str, text: str, media: list[dict[str, Any]], answer: str, *, str
     return Question(title, "/v1/chat/completions", body, answer, stream)
 
 
+def called(title: str, text: str, media: list[dict[str, Any]]) -> Question:
+    """Return a question whose answer is a call of a tool with the color of the picture."""
+    parameters = {"type": "object", "properties": {"color": {"enum": COLORS}}, "required": ["color"]}
+    tool = {"name": "paint", "description": "Paints the wall.", "parameters": parameters}
+    question = chat(title, text, media, 'paint({"color": "red"})')
+    forced = {
+        "tools": [{"type": "function", "function": tool}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    return replace(question, body=question.body | forced)
+
+
 def infer(title: str, inputs: list[dict[str, Any]], answer: str) -> Question:
     body = {"inputs": inputs, "parameters": {"max_new_tokens": 32, "details": True}}
     return Question(title, "/infer", body, answer)
@@ -222,7 +237,11 @@ def _text_of(body: dict[str, Any]) -> str:
 
 def _whole(lines: Iterable[bytes]) -> str:
     answer = json.loads(b"".join(lines))
-    return str(answer["generated_text"] if "generated_text" in answer else answer["choices"][0]["message"]["content"])
+    if "generated_text" in answer:
+        return str(answer["generated_text"])
+    message = answer["choices"][0]["message"]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return message["content"] or "; ".join(f"{function['name']}({function['arguments']})" for function in functions)
 
 
 def _streamed(lines: Iterable[bytes]) -> str:

@@ -78,7 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("max_tokens", 0, 2**31),
         ):
             if not least <= getattr(self, name) <= most:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be {least} to {most}")
+                raise InputError(f"{name} is {getattr(self, name)}; it must be from {least} to {most}")
         require_streams_once(self.inputs)
         for name, values in (("model", [self.model]), ("stdin_folder", [self.stdin_folder]), ("inputs", self.inputs)):
             for value in values:
@@ -220,7 +220,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 earlier = msgspec.json.decode(file.read_bytes(), type=Run)
             except NOT_JSON as error:
-                raise InputError(f"{file} is not a run of this version: {in_words(error)}") from None
+                raise InputError(f"{file} does not describe a run of this version: {in_words(error)}") from None
             if differing := _differences(earlier, self):
                 raise InputError(f"{folder} holds another run: {'; '.join(differing)}. {_GO_ON}")
             if earlier == self:

@@ -25,6 +25,7 @@ from mindie_mm.inputs import Media
 from mindie_mm.processes import faults
 from mindie_mm.shm.disk.disk_writer import WriteBatchMemory
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.wires import DiskWire
 
@@ -129,10 +130,13 @@ class Stage:
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings
         options = PromptOptions(settings.max_tokens, settings.truncate)
+        pages = Pages(tokenizer.prompts.stage)
         template = (row.add_generation_prompt, row.template_kwargs, options)
         if row.messages is not None:
-            return tokenizer.make(tokenizer.prompts.draft_messages(row.messages, *template), None)
-        return tokenizer.make(tokenizer.prompts.draft_turn(row.items or (), *template, chat=settings.chat), None)
+            messages = tokenizer.run(pages.of_messages(row.messages))
+            return tokenizer.make(tokenizer.prompts.draft_messages(messages, *template), None)
+        items = tokenizer.run(pages.of_items(row.items or ()))
+        return tokenizer.make(tokenizer.prompts.draft_turn(items, *template, chat=settings.chat), None)
 
 
 class _Place(NamedTuple):
@@ -150,7 +154,7 @@ def _require_listed(record: Record, folder: Path) -> None:
         source = item.source if isinstance(item, Media) else None
         # A name with an escaped byte, such as \xe9, belongs to a file that exists under its unescaped name.
         if isinstance(source, str) and "\\x" not in source and not os.path.lexists(source):
-            raise StorageError(f"{source} was removed while the run read {folder}. Restore the file")
+            raise StorageError(f"{source} was removed while the run was reading {folder}. Restore the file")
 
 
 def _next(records: Iterator[Record], source: Source) -> Record:

@@ -87,7 +87,7 @@ class Workers:
                 how = f"a worker exited with {_ended_with(child.status)} before it was ready"
                 if alone or child.status is None or child.status >= 0:
                     raise ProcessDied(how)
-                _log.warning("%s; the run continues with one worker less", how)
+                _log.warning("%s; the run continues with one fewer worker", how)
                 return
 
     async def _report(self, child: Child) -> Report | None:

@@ -68,7 +68,7 @@ def command(
 
     if output.name == "-":
         raise click.BadParameter(
-            "answers are written to a file, so that a second call can continue it", param_hint="--output"
+            "- is not a file; answers go to a file, so that a later call can continue them", param_hint="--output"
         )
     dataset = Dataset(folder)
     settings = dataset.manifest.run.settings

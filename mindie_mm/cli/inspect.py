@@ -67,7 +67,7 @@ def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:
     for span, arrays in zip(sample.spans, sample.arrays, strict=True):
         click.echo(repr(tokenizer.decode(sample.ids[at : span.start])))
         held = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items() if name != ITEM)
-        click.echo(f"{span.kind} in slots {span.start} to {span.stop - 1}: {held}")
+        click.echo(f"{span.kind} at tokens {span.start} to {span.stop - 1}: {held}")
         if span.kind != "audio":
             pictures += processor.pictures(arrays, MediaShape.of(arrays).grid)
         at = span.stop

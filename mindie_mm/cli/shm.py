@@ -52,7 +52,7 @@ def list_(*, blocks: bool, as_json: bool) -> None:
     if as_json:
         click.echo(_json(arenas))
         return
-    rows = arena_rows(arenas) if arenas else ["no arenas of this user"]
+    rows = arena_rows(arenas) if arenas else ["this user has no arenas"]
     if blocks and any(arena.blocks for arena in arenas):
         rows += ["", *block_rows(arenas)]
     click.echo("\n".join([*rows, "", footer(arenas, space)]))
@@ -85,7 +85,7 @@ def _freeing(target: str, arenas: dict[int, ArenaInfo]) -> Callable[[], int]:
     if match := _BLOCK.fullmatch(target):
         number, place = int(match[1], 16), int(match[2])
         if number not in arenas:
-            raise InputError(f"{target}: there is no arena {file_name(number)} of this user")
+            raise InputError(f"{target}: this user has no arena {file_name(number)}")
         refs = [arenas[number].ref(block) for block in arenas[number].blocks if block.block == place]
         return lambda: sum(map(release_block, refs))
     _require_file(Path(target), "neither a block from `mindie-mm shm list -b` nor a path file")

@@ -10,11 +10,12 @@ import msgspec
 
 from mindie_mm.decode.decoder_messages import Facts, FromDecoder, Item, PlanItem, Refused, ToDecoder, Written
 from mindie_mm.decode.parcel import unpacked
-from mindie_mm.decode.planning import plan_item
+from mindie_mm.decode.planning import page_of, plan_item
 from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.decode.scratch import Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, OperationalError
 from mindie_mm.lockdown import limit_processor_time
+from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.guard.caps import decoding_to_count, under
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.processes.ipc import Failure
@@ -29,6 +30,8 @@ class Decoder:
         self._scratch = scratch
         self.caps = caps
         self._plan: Plan | None = None
+        self._limit_s = caps.max_decode_s
+        """Limit of the last item."""
 
     def answer(self, message: ToDecoder, descriptors: list[int]) -> FromDecoder:
         """Handle `message` and return the reply. Close `descriptors` before parsing the media file."""
@@ -60,8 +63,16 @@ class Decoder:
             of_item = caps.enter_context(under(self.caps))
             if item.decodes_to_count:
                 caps.enter_context(decoding_to_count())
+            data = page_of(item.media, data)
             self._plan = plan_item(self._processor, item.media, data, item.counts, self.caps)
-        return Facts.of(self._plan, of_item.picture_pixels, of_item.video_pixels)
+        num_pages = data.num_pages if isinstance(data, PdfPage) else 0
+        return Facts.of(self._plan, of_item.picture_pixels, of_item.video_pixels, num_pages)
+
+    def limit_s(self, message: ToDecoder) -> float:
+        """Return the maximum processor time in seconds for handling `message`."""
+        if message.item is not None:
+            self._limit_s = self.caps.max_decode_s if message.item.page is None else self.caps.max_pdf_page_s
+        return self._limit_s
 
 
 def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
@@ -70,8 +81,9 @@ def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
     while True:
         try:
             message, descriptors = channel.receive()
-            limit_processor_time(decoder.caps.max_decode_s)
-            channel.send(replies.encode(decoder.answer(requests.decode(message), descriptors)))
+            request = requests.decode(message)
+            limit_processor_time(decoder.limit_s(request))
+            channel.send(replies.encode(decoder.answer(request, descriptors)))
         except (EOFError, ConnectionError):
             return
 

@@ -41,12 +41,14 @@ class Item(msgspec.Struct, frozen=True):
     is_list: bool
     """See `Parcel`."""
     decodes_to_count: bool
-    """True to count the frames of a video by decoding them. False to count the video's packets instead."""
+    """True to count the frames of a video by decoding them, False to count packets."""
+    page: int | None = None
+    """`Media.page`."""
 
     @property
     def media(self) -> Media:
-        """The media item, without its source."""
-        return Media(self.kind, None, self.options)
+        """Media item without its source."""
+        return Media(self.kind, None, self.options, page=self.page)
 
 
 class PlanItem(msgspec.Struct, frozen=True, tag="plan"):
@@ -76,12 +78,14 @@ class Facts(msgspec.Struct, frozen=True, tag="facts"):
     """`Work.picture_pixels` of this item alone."""
     video_pixels: int
     """`Work.video_pixels` of this item alone."""
+    num_pages: int = 0
+    """Number of pages of the PDF, if the item is a page."""
 
     @classmethod
-    def of(cls, plan: Plan, picture_pixels: int, video_pixels: int) -> Self:
+    def of(cls, plan: Plan, picture_pixels: int, video_pixels: int, num_pages: int = 0) -> Self:
         """Return the facts of `plan`."""
         specs = {name: (spec.dtype, spec.shape) for name, spec in plan.specs.items()}
-        return cls(plan.num_features, specs, plan.settings, plan.grid, picture_pixels, video_pixels)
+        return cls(plan.num_features, specs, plan.settings, plan.grid, picture_pixels, video_pixels, num_pages)
 
     def plan(self) -> Plan:
         """Return the plan. Do not call its `write` function, because a decoder writes the arrays."""

@@ -60,7 +60,7 @@ class Decoders:
         """
         self._queue = JobQueue()
         self._nursery = NurseryClient(setup, max_item_bytes, self._queue.fail)
-        self._max_decode_s = setup.media.max_decode_s
+        self._caps = setup.media
         self._processes: list[DecoderProcess] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -240,7 +240,7 @@ class Decoders:
             after = {process: (process.job, _processor_ticks(process.pid)) for process in working}
             for process, work in after.items():
                 if work == before.get(process):
-                    _log.error("decoder %d has made no progress for %g s and is killed", process.pid, _HANG_S)
+                    _log.error("decoder %d has made no progress for %g s and was killed", process.pid, _HANG_S)
                     self._nursery.kill(process.pid)
             before = after
 
@@ -258,7 +258,7 @@ class Decoders:
         job = process.job
         if job is None or job.reply.done():
             return
-        if error := job.final_error(status, self._max_decode_s):
+        if error := job.final_error(status, self._caps):
             job.fail(error)
             return
         job.is_second_try = True

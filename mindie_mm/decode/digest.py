@@ -8,6 +8,7 @@ import numpy as np
 
 from mindie_mm.decode.parcel import Parcel, Part
 from mindie_mm.errors import MediaError
+from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.salt import salted
 
@@ -29,6 +30,7 @@ def content_digest(settings: str, data: Data, salt: str = "") -> bytes:
     """
     digest = salted(salt)
     digest.update(settings.encode())
+    assert not isinstance(data, PdfPage), "a page has the digest of its PDF, with settings of its own"
     if isinstance(data, tuple):
         digest.update(_list_head(len(data)))
         for frame in data:
@@ -69,7 +71,7 @@ def _part_digest(settings: str, descriptor: int, part: Part, offset: int, salt: 
     while offset < stop:
         piece = os.pread(descriptor, min(_PIECE_BYTES, stop - offset), offset)
         if not piece:
-            raise MediaError("the file was truncated while it was read")
+            raise MediaError("the file was truncated while it was being read")
         digest.update(piece)
         offset += len(piece)
     return digest.digest(DIGEST_BYTES)

@@ -11,6 +11,7 @@ from mindie_mm.decode.decoder_messages import FromDecoder, Item
 from mindie_mm.decode.scratch import Layout, Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, NoProcess, ProcessDied
 from mindie_mm.processes.ipc import Channel
+from mindie_mm.settings.config import MediaCaps
 
 _FAULTS_OF_THE_ITEM = {
     signal.SIGSEGV,
@@ -49,12 +50,12 @@ class Job:
         if not self.reply.done():
             self.reply.set_exception(error)
 
-    def final_error(self, status: int | None, max_decode_s: float) -> MindieMMError | None:
-        """Return the error for an item whose decoder died with `status`. Return None to try the item again."""
+    def final_error(self, status: int | None, caps: MediaCaps) -> MindieMMError | None:
+        """Return the error for an item whose decoder died with `status`, or None to try the item again."""
         if status == -signal.SIGXCPU:
-            return LimitExceeded(
-                f"decoding takes more processor time than the limit of {max_decode_s:g} s (--max-decode-s)"
-            )
+            is_page = self.item.page is not None
+            limit_s, name = (caps.max_pdf_page_s, "pdf-page") if is_page else (caps.max_decode_s, "decode")
+            return LimitExceeded(f"decoding takes more processor time than the limit of {limit_s:g} s (--max-{name}-s)")
         if not self.is_second_try:
             return None
         if status is not None and -status in _FAULTS_OF_THE_ITEM:

@@ -113,7 +113,7 @@ class NurseryClient:
 
         def look() -> None:
             if not answer.done():
-                _log.error("the decoders' nursery has not answered for %g s and is killed", ANSWER_LIMIT_S)
+                _log.error("the decoders' nursery did not answer within %g s and was killed", ANSWER_LIMIT_S)
                 child.kill()
 
         asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, look)

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mindie_mm.errors import InputError
 from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.nn.family import Plan, Processor
@@ -23,7 +25,22 @@ def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Ki
         InputError, MediaError, LimitExceeded: In the same cases as `Processor.plan`.
 
     """
-    return under_caps(processor.plan(media, data, counts), caps)
+    plan = under_caps(processor.plan(media, data, counts), caps)
+    return replace(plan, settings=f"{plan.settings}, {data.settings}") if isinstance(data, PdfPage) else plan
+
+
+def page_of(media: Media, data: Data) -> Data:
+    """Return the page of a PDF with the bytes `data` that `media` asks for, or `data` if it asks for none.
+
+    Raises:
+        MediaError, LimitExceeded: As `PdfPage.open`.
+
+    """
+    if media.page is None:
+        return data
+    if not isinstance(data, bytes):
+        raise InputError("a document is given as pixels; it must be the bytes of a PDF")
+    return PdfPage.open(data, media.page)
 
 
 def under_caps(plan: Plan, caps: MediaCaps) -> Plan:

@@ -20,7 +20,7 @@ KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
 
 LIBRARIES = ("torch_npu",)
 """Packages other than torch whose versions affect the results of a device."""
-SLOW_DTYPE = "the {device} has no instructions for {dtype} and is several times slower than with float32"
+SLOW_DTYPE = "the {device} has no {dtype} instructions; inference is several times slower than in float32"
 """Warning about a dtype for which the device has no instructions."""
 
 
@@ -39,7 +39,7 @@ def open_device(name: str = "auto") -> Device:
             if reason := kind.missing():
                 raise DeviceError(f"the device {name} cannot be used: {reason}")
             return kind()
-    raise InputError(f"device is {name!r}; it must be auto, {', '.join(kind.name for kind in KINDS)}")
+    raise InputError(f"device is {name!r}; it must be one of auto, {', '.join(kind.name for kind in KINDS)}")
 
 
 def kind_of(device: torch.device) -> type[Device]:

@@ -25,8 +25,8 @@ class CUDA(Device):
     def missing(cls) -> str | None:
         if torch.version.cuda is None:
             return (
-                f"this torch ({torch.__version__}) is built without CUDA; pytorch.org/get-started shows how to "
-                "install a build with CUDA"
+                f"this build of torch ({torch.__version__}) has no CUDA support; pytorch.org/get-started shows how to "
+                "install one with CUDA support"
             )
         if torch.cuda.is_available():
             return None

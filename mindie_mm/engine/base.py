@@ -274,7 +274,9 @@ class BaseEngine(ABC):
             # Only rank 0 computes which tokens may follow, so only rank 0 detects that a grammar exceeds a limit.
             error = self._ranks.broadcast(str, lambda: constraint.accept(token))
             if error:
-                return self._fail(sequence, InputError(f"the output can no longer match its description: {error}"))
+                return self._fail(
+                    sequence, InputError(f"the output can no longer match the requested structure: {error}")
+                )
         first = sequence.num_output == 0
         if first:
             sequence.first_token_s = time.monotonic()

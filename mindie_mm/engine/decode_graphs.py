@@ -111,7 +111,9 @@ class DecodeGraphs:
             if isinstance(why, torch.OutOfMemoryError):  # the limit is halved, so this can happen only a few times
                 which = f" that gather {slots} tokens or more"
             self._most_slots = slots // 2 if which else 0
-            _log.warning("decode steps%s are not recorded; each operator is launched separately: %s", which, why)
+            _log.warning(
+                "decode steps%s are not recorded as graphs; each operator is launched separately: %s", which, why
+            )
             self._graphs.clear()  # the step needs their memory. Smaller graphs are captured again
             return None
 

@@ -139,8 +139,8 @@ class Seq2SeqEngine(BaseEngine):
             raise ContextLengthExceeded.of(
                 self._max_len,
                 f"the prompt has {len(ids)} tokens and the request needs {wanted} output tokens. This "
-                f"encoder-decoder model generates at most {max(most, 0)} tokens for such a prompt, which must "
-                "have at least 1 token",
+                f"encoder-decoder model generates at most {max(most, 0)} tokens for a prompt of this length. "
+                "The prompt must have at least 1 token",
             )
         items = self._read(ids)
         sequence = Sequence(

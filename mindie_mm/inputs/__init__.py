@@ -11,6 +11,7 @@ from __future__ import annotations
 from mindie_mm.inputs.chat_messages import parse_messages
 from mindie_mm.inputs.checks import shown, whole
 from mindie_mm.inputs.items import (
+    CUSTOM_ROLE,
     KINDS,
     ROLES,
     Detail,
@@ -28,12 +29,14 @@ from mindie_mm.inputs.items import (
     messages_with_paths,
     with_paths,
 )
+from mindie_mm.inputs.media_kwargs import MediaDefaults, media_defaults, with_defaults
 from mindie_mm.inputs.parts import MAX_LISTED_FRAMES, parse_inputs
 from mindie_mm.inputs.prompt_fields import OFF, PROMPT_FIELDS, refused_fields, template_variables
 from mindie_mm.inputs.tools import require_tools
 from mindie_mm.inputs.webui import from_webui_prompt
 
 __all__ = [
+    "CUSTOM_ROLE",
     "KINDS",
     "MAX_LISTED_FRAMES",
     "OFF",
@@ -44,12 +47,14 @@ __all__ = [
     "Item",
     "Kind",
     "Media",
+    "MediaDefaults",
     "MediaOptions",
     "Message",
     "Paths",
     "Role",
     "Text",
     "from_webui_prompt",
+    "media_defaults",
     "media_of",
     "media_of_messages",
     "messages_with_paths",
@@ -60,5 +65,6 @@ __all__ = [
     "shown",
     "template_variables",
     "whole",
+    "with_defaults",
     "with_paths",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import msgspec
 
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs.checks import require_dict, require_list, require_unicode, type_of
-from mindie_mm.inputs.items import ROLES, Message, media_of_messages
+from mindie_mm.inputs.items import CUSTOM_ROLE, ROLES, Message, media_of_messages
 from mindie_mm.inputs.parts import add_frames, parse_parts
+from mindie_mm.inputs.unknown_keys import require_known_keys
 
 MAX_ARGUMENT_VALUES = 2**18
 """Maximum number of JSON values in the arguments of all tool calls of a chat.
@@ -19,6 +21,8 @@ The number is estimated by counting brackets, braces and commas, including those
 inside a JSON string, so a count in the encoded request would miss escaped commas.
 """
 _BETWEEN_VALUES = ",[{"
+_CUSTOM_ROLE = re.compile(CUSTOM_ROLE, re.ASCII)
+_MAX_SHOWN = 64
 
 
 def parse_messages(messages: Sequence[Mapping[str, Any]], *, strict: bool = False) -> list[Message]:
@@ -26,7 +30,7 @@ def parse_messages(messages: Sequence[Mapping[str, Any]], *, strict: bool = Fals
 
     Args:
         messages: The messages, as in a request.
-        strict: Refuse every unknown key of a content part, as `parse_inputs` does.
+        strict: Refuse every unknown key of a message or a content part, as `parse_inputs` does.
 
     Raises:
         InputError: A message is invalid. The error states the message, the content part and the limit.
@@ -50,8 +54,11 @@ def parse_messages(messages: Sequence[Mapping[str, Any]], *, strict: bool = Fals
 def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool) -> Message:
     require_dict(message, where)
     role = message.get("role")
-    if role not in ROLES:
-        raise InputError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or (role not in ROLES and not _CUSTOM_ROLE.fullmatch(role)):
+        raise InputError(
+            f"{where}.role is {_shortened(role)!r}; it must be one of {', '.join(ROLES)}, or a name that the chat "
+            "template takes, of at most 64 letters, digits, '_', '-' and '.'"
+        )
     content = message.get("content")
     if role == "assistant" and isinstance(content, list | tuple) and not content:
         content = None  # some clients send an empty list for a turn that has only tool calls or no answer
@@ -62,9 +69,15 @@ def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool) -> M
     if content is None and role != "assistant":
         raise InputError(f"{where} has no content")
     extra = {key: value for key, value in message.items() if key not in {"role", "content"} and value is not None}
+    if strict:
+        require_known_keys(extra, where)
     if "tool_calls" in extra:
         extra["tool_calls"] = _parse_tool_calls(extra["tool_calls"], f"{where}.tool_calls")
     return Message(role, content, extra)
+
+
+def _shortened(role: Any) -> Any:
+    return role[:_MAX_SHOWN] if isinstance(role, str) else role
 
 
 def _num_argument_values(message: Any) -> int:

@@ -13,8 +13,12 @@ from mindie_mm.errors import InputError
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-"""Roles of chat messages. No other roles are allowed, because some templates build special tokens from the role."""
+"""Roles of chat messages that every service knows."""
 ROLES: tuple[Role, ...] = get_args(Role)
+CUSTOM_ROLE = r"[A-Za-z][A-Za-z0-9_.-]{0,63}"
+"""Pattern of any other role. The chat template decides whether it takes the role."""
+DOCUMENT = "document"
+"""Key of a PDF in a `List[Dict]`."""
 Detail = Literal["auto", "low", "high", "original"]
 
 
@@ -86,6 +90,10 @@ class Media:
     source: Any
     """A path, URL, bytes, PIL image, array or Embeddings. A tuple of frames (but not Embeddings) is a video."""
     options: MediaOptions = field(default_factory=MediaOptions)
+    is_document: bool = False
+    """True for a PDF, which becomes one image per page (`Media.page`) before the prompt is made."""
+    page: int | None = None
+    """Page of the PDF `source` that is the image, from 0, or None if the source is an image."""
 
 
 Item = Text | Media
@@ -98,7 +106,7 @@ class Message:
     """One chat message."""
 
     role: str
-    """One of `ROLES`."""
+    """One of `ROLES`, or a role of the chat template's own."""
     content: str | tuple[Item, ...] | None
     """A text, or items in order. None if the message has no content, such as an assistant's tool calls."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -145,4 +153,6 @@ def _with_path(item: Item, paths: Iterator[Paths]) -> dict[str, Any]:
         return {"text": item.text}
     options = {name: value for name, value in asdict(item.options).items() if value is not None}
     path = next(paths)
+    if item.is_document:
+        return {DOCUMENT: str(path), **options}
     return {item.kind: list(map(str, path)) if isinstance(path, list) else str(path), **options}

@@ -8,7 +8,8 @@ from typing import Any
 
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs.checks import require_dict, require_list, require_unicode, type_of
-from mindie_mm.inputs.items import KINDS, Embeddings, Item, Kind, Media, Text, media_of
+from mindie_mm.inputs.files import parse_file
+from mindie_mm.inputs.items import DOCUMENT, KINDS, Embeddings, Item, Kind, Media, Text, media_of
 from mindie_mm.inputs.options import parse_options
 from mindie_mm.inputs.unknown_keys import pass_over
 
@@ -20,9 +21,12 @@ _SOURCES: Mapping[str, Kind] = {
     "audio": "audio",
     "audio_url": "audio",
     "input_audio": "audio",
+    DOCUMENT: "image",
 }
 _TEXTS = ("text", "refusal")
-"""Keys of a text. OpenAI uses `refusal` in earlier turns of the assistant."""
+"""Keys of a text. OpenAI uses the second in earlier turns of the assistant."""
+_FILE = "file"
+"""Key of a text file or a PDF in OpenAI's messages."""
 _BARE_SOURCES = ("url", "path", "base64")
 _HINTS = frozenset({"cache_control", "uuid"})
 """Keys for the caches of other servers. This server ignores them, because it identifies items by their content."""
@@ -76,35 +80,47 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
     """Return `num_frames` plus the number of frames in lists of `media`. Raise LimitExceeded if the sum is too high."""
     num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
     if num_frames > _MAX_LISTED_IN_ALL:
-        raise LimitExceeded(f"{where} has lists with more frames in total than the limit of {_MAX_LISTED_IN_ALL}")
+        raise LimitExceeded(f"{where} has more frames in all its lists than the limit of {_MAX_LISTED_IN_ALL}")
     return num_frames
 
 
 def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
     require_dict(part, where)
+    has_uuid = bool(part.get("uuid"))
     nulls = sorted(str(key) for key, value in part.items() if value is None)
     part = {key: value for key, value in part.items() if key not in _HINTS and value is not None}
     declared = part.get("type")
     if declared is not None and not isinstance(declared, str):
         raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
-    keys = [key for key in part if key in _TEXTS or key in _SOURCES]
+    keys = [key for key in part if key in _TEXTS or key in _SOURCES or key == _FILE]
     if not keys and declared in KINDS:
         keys = [key for key in part if key in _BARE_SOURCES]
     if len(keys) != 1:
         found = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, part))}"
         found += f", and null in {nulls}" if nulls else ""
+        found += "; media are not kept by uuid, so send the data each time" if has_uuid and not keys else ""
         raise InputError(f"{where} must have exactly one of text, image, video, audio; found {found}")
     key = keys[0]
     if key in _TEXTS:
         return _parse_text(part, key, where, strict=strict)
-    kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # for a bare source, `declared` is its kind
+    if key == _FILE:
+        if declared not in (None, _FILE):
+            raise InputError(f"{where}.type is {declared!r}, but the item has 'file'")
+        options = {name: value for name, value in part.items() if name not in {"type", key}}
+        return parse_file(
+            part[key], parse_options("image", options, where, strict=strict), f"{where}.file", strict=strict
+        )
+    kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # a bare source has its kind declared
     if declared is not None and _SOURCES.get(declared) != kind:
         raise InputError(f"{where}.type is {declared!r}, but the item has {key!r}")
     options = {name: value for name, value in part.items() if name not in {"type", key}}
     source, nested = _parse_source(part[key], key, kind, f"{where}.{key}")
     if both := options.keys() & nested.keys():
         raise InputError(f"{where} has {min(both)!r} twice, beside {key!r} and inside it; give it once")
-    return Media(kind, source, parse_options(kind, options | nested, where, strict=strict))
+    if key == DOCUMENT and not isinstance(source, (str, bytes)):
+        raise InputError(f"{where}.{key} is {type_of(source)}; it must be a path, bytes or a URL of a PDF")
+    parsed = parse_options(kind, options | nested, where, strict=strict)
+    return Media(kind, source, parsed, is_document=key == DOCUMENT)
 
 
 def _parse_text(part: Mapping[str, Any], key: str, where: str, *, strict: bool) -> Text:

@@ -1,7 +1,7 @@
-"""Handling of unknown keys in items and in content parts of chat messages.
+"""Handling of unknown keys in items, in chat messages and their content parts, and in requests.
 
-Clients send keys for other servers, such as `id`, `annotations` or an image's `format`. Such keys are ignored. A key is
-refused if the client may have intended it to change how the item is read.
+Clients send keys of other servers, such as `id`, `annotations` or an image's `format`. These are ignored, with one
+warning per key. A key that may be meant to change how the item is read is refused.
 """
 
 from __future__ import annotations
@@ -32,11 +32,18 @@ OTHERS_OPTIONS = frozenset(
     }
 )
 """Names of options and sources in other servers and libraries. Ignoring one of them would change the prompt."""
+MESSAGE_KEYS = frozenset(
+    {
+        *("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio", "annotations"),
+        *("reasoning", "reasoning_content"),
+    }
+)
+"""Keys of OpenAI's messages, and those in which servers return reasoning."""
 _MAX_WARNED = 256
 """Maximum number of keys to warn about, because clients may send any number of different keys."""
 _MAX_SHOWN = 40
 _MIN_SHORTENED = 6
-_warned: set[str] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def pass_over(
@@ -61,7 +68,23 @@ def pass_over(
         if strict or near or key in foreign:
             hint = f"; did you mean {near!r}?" if near and near != key else ""
             raise InputError(f"{where} has the unknown key {key[:_MAX_SHOWN]!r}{hint}; {takes}")
-        _warn_once(key[:_MAX_SHOWN])
+        warn_once(key, "an item")
+
+
+def require_known_keys(keys: Iterable[str], where: str) -> None:
+    """Raise InputError if one of the `keys` of a message is not in `MESSAGE_KEYS`."""
+    for key in keys:
+        if key not in MESSAGE_KEYS:
+            known = ", ".join(sorted(MESSAGE_KEYS))
+            raise InputError(f"{where} has the unknown key {key[:_MAX_SHOWN]!r}; a message takes {known}")
+
+
+def warn_once(key: str, owner: str) -> None:
+    """Log that an unknown key of `owner` is ignored, such as "an item". Each key is logged once per owner."""
+    key = key[:_MAX_SHOWN]
+    if (key, owner) not in _warned and len(_warned) < _MAX_WARNED:
+        _warned.add((key, owner))
+        _log.warning("ignoring the unknown key %r of %s; this warning is not repeated", key, owner)
 
 
 def _near(key: str) -> str | None:
@@ -91,9 +114,3 @@ def _shortened(letters: str) -> list[str]:
 _SPELLED: Mapping[str, str] = {
     spelled: name for name in MediaOptions.__slots__ for spelled in (*_shortened(_letters(name)), _letters(name))
 }
-
-
-def _warn_once(key: str) -> None:
-    if key not in _warned and len(_warned) < _MAX_WARNED:
-        _warned.add(key)
-        _log.warning("ignoring the unknown key %r of an item; this warning is not repeated", key)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
 from mindie_mm.inputs import Item, Media, Message
 from mindie_mm.media.audio.encoded_audio import Samples
+from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
 from mindie_mm.media.guard import cancellation
 from mindie_mm.media.guard.caps import caps
@@ -119,7 +120,7 @@ def _read_frames(sources: tuple[Any, ...]) -> Frames:
     for index, source in enumerate(sources):
         with naming(f"frame {index}"):
             frame = read_source(Media("image", source))
-        assert not isinstance(frame, tuple), "a frame is no list"
+        assert not isinstance(frame, (tuple, PdfPage)), "a frame is no list"
         frames.append(frame)
         num_bytes += len(frame) if isinstance(frame, bytes) else 0
         if num_bytes > MAX_SOURCE_BYTES:

@@ -16,6 +16,7 @@ from PIL import AvifImagePlugin, Image
 from mindie_mm.errors import MediaError
 from mindie_mm.media.audio.encoded_audio import open_audio
 from mindie_mm.media.audio.mel import MelSettings, write_log_mel
+from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.image.encoded_image import FORMATS, RESAMPLES, open_image, resize
 from mindie_mm.media.video.encoded_video import open_video
 
@@ -23,6 +24,15 @@ _MODES = ("RGB", "RGBA", "P", "1", "CMYK", "LAB", "I;16", "F")
 """Image modes that Pillow converts to RGB in different ways."""
 _DEEP = ("I;16", "F")
 _RATE = 16_000
+_PDF = b"""%PDF-1.4
+1 0 obj <</Type/Catalog/Pages 2 0 R/AcroForm<</Fields[]>>>> endobj
+2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj
+3 0 obj <</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Resources<</Font<</F 4 0 R>>>>/Contents 5 0 R>> endobj
+4 0 obj <</Type/Font/Subtype/Type1/BaseFont/Helvetica>> endobj
+5 0 obj <</Length 34>> stream
+BT /F 24 Tf 9 9 Td (a text) Tj ET
+endstream endobj
+trailer <</Root 1 0 R>>"""
 
 
 def warm_up() -> None:
@@ -44,6 +54,7 @@ def warm_up() -> None:
             resize(pixels, 9, 13, resample)
     _warm_up_video()
     _warm_up_sound()
+    PdfPage.open(_PDF, 0).decode()
     try:
         open_image(b"no picture")
     except MediaError as error:

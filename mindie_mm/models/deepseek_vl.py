@@ -360,7 +360,7 @@ def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, A
     if len(set(inner.values())) > 1 or (own and any(inner.values())):
         raise UnsupportedCheckpoint(
             f"{where}: do_normalize is {own} in preprocessor_config.json, and {sum(inner.values())} of "
-            f"{len(inner)} towers have a pixel_mean; images must be normalised either by the preprocessor or "
+            f"{len(inner)} towers have a pixel_mean; images must be normalized either by the preprocessor or "
             "by all towers"
         )
     settings: dict[str, Any] = {"do_normalize": own or any(inner.values())}
@@ -370,8 +370,8 @@ def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, A
     padded = next(iter(towers))
     if (used := background_of(settings[f"{padded}image_mean"])) != (stated := background_of(mean)):
         raise UnsupportedCheckpoint(
-            f"{where}: image_mean in preprocessor_config.json pads with {stated}, but the tower's pixel_mean "
-            f"gives {used}"
+            f"{where}: image_mean in preprocessor_config.json gives the padding color {stated}, but the "
+            f"tower's pixel_mean gives {used}"
         )
     return settings
 

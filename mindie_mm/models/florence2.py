@@ -302,8 +302,8 @@ def _num_features(vision: Any, output_size: tuple[int, int], where: str) -> int:
         height, width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
     if max(height, width) > vision.max_position_embeddings:
         raise UnsupportedCheckpoint(
-            f"{where}: images of {output_size} pixels give {height} x {width} cells, but the tower has "
-            f"positions for {vision.max_position_embeddings} per side"
+            f"{where}: images of {output_size} pixels give {height} x {width} patches, but the tower has "
+            f"position embeddings for at most {vision.max_position_embeddings} x {vision.max_position_embeddings}"
         )
     return height * width + 1
 

@@ -609,8 +609,8 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
         config["embedding_size"] = config["vocab_size"]
     if config["vocab_size"] > config["embedding_size"]:
         raise UnsupportedCheckpoint(
-            f"{where}: embedding_size is {config['embedding_size']}; it must be at least vocab_size, "
-            f"{config['vocab_size']}"
+            f"{where}: vocab_size is {config['vocab_size']}; it must not exceed embedding_size, "
+            f"{config['embedding_size']}"
         )
     if config["clip_qkv"] is not None and config["clip_qkv"] <= 0:
         raise UnsupportedCheckpoint(f"{where}: clip_qkv is {config['clip_qkv']!r}; it must be greater than 0")

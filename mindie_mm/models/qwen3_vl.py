@@ -91,7 +91,7 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
         height, width, factor, temporal = video.height, video.width, settings.factor, settings.temporal_patch_size
         if num_frames < temporal:
-            raise InputError(f"{num_frames} frames of the video would be taken; this model needs at least {temporal}")
+            raise InputError(f"{num_frames} frames of the video would be sampled; this model needs at least {temporal}")
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)

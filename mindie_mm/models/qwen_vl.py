@@ -429,7 +429,7 @@ class QwenVL(Family):
         if not (file := checkpoint.path / "qwen.tiktoken").is_file():
             if not checkpoint.has("tokenizer.json"):
                 raise UnsupportedCheckpoint(
-                    f"{checkpoint.path} has neither qwen.tiktoken nor a tokenizer.json; copy qwen.tiktoken "
+                    f"{checkpoint.path} has neither qwen.tiktoken nor tokenizer.json; copy qwen.tiktoken "
                     f"from the original repository, such as {cls.published}"
                 )
             return super().tokenizer(checkpoint)
@@ -448,8 +448,8 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     heads, channels = config["num_attention_heads"], config["kv_channels"]
     if heads * channels != width:
         raise UnsupportedCheckpoint(
-            f"{where}: hidden_size is {width!r}; it must be num_attention_heads, {heads!r}, times kv_channels, "
-            f"{channels!r}"
+            f"{where}: hidden_size is {width!r}, num_attention_heads is {heads!r} and kv_channels is {channels!r}; "
+            "hidden_size must be the product of the other two"
         )
     if visual["output_dim"] != width:
         raise UnsupportedCheckpoint(
@@ -480,7 +480,7 @@ def _read_ranks(data: bytes, checkpoint: Checkpoint) -> dict[bytes, int]:
     except ValueError as error:
         raise UnsupportedCheckpoint(f"{checkpoint.path} has an unreadable qwen.tiktoken: {error}") from error
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise UnsupportedCheckpoint(f"{checkpoint.path}: the ranks of qwen.tiktoken are not 0 to {len(ranks) - 1}")
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: the ranks in qwen.tiktoken are not 0 to {len(ranks) - 1}")
     return ranks
 
 

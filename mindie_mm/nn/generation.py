@@ -108,11 +108,13 @@ class GenerationRules:
 def _check(settings: Mapping[str, Any], where: str) -> None:
     for name, neutral in _NOT_SERVED.items():
         if (value := settings[name]) not in neutral:
-            raise UnsupportedCheckpoint(f"{where}: the generation config has {name} {value!r}, which is not supported")
+            raise UnsupportedCheckpoint(
+                f"{where}: the generation config sets {name} to {value!r}, which is not supported"
+            )
     if (beams := settings["num_beams"] or 1) > 1:
         # Beams only improve the answer at a higher cost, so a checkpoint that wants them can be served without them.
         _log.warning(
-            "%s: the generation config has num_beams %d; outputs are decoded without beam search", where, beams
+            "%s: the generation config sets num_beams to %d; outputs are decoded without beam search", where, beams
         )
 
 

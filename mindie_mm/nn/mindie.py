@@ -84,7 +84,7 @@ def attach_words(words: Sequence[int], layouts: Iterable[Layout]) -> SegmentsVie
     if len(words) not in lengths:
         known = " or ".join(map(str, sorted(lengths))) or "none"
         raise CorruptReference(
-            f"an item has {len(words)} words of MindIE's wire format; items of this model have {known}"
+            f"an item in MindIE's format has {len(words)} handle words; items of this model have {known}"
         )
     segments: dict[str, SegmentSpec] = {}
     integers: dict[str, list[int]] = {}

@@ -180,7 +180,7 @@ class MediaModel(ABC):
         for item, rows in zip(items, features, strict=True):
             if len(rows) != item.shape.num_features:
                 raise FeatureCountMismatch(
-                    f"the {item.shape.kind} has {item.shape.num_features} slots, but {len(rows)} features"
+                    f"the {item.shape.kind} has {item.shape.num_features} placeholder tokens, but {len(rows)} features"
                 )
         return features
 

@@ -90,7 +90,7 @@ def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) 
     # bitsandbytes may pack 4-bit weights into a float dtype, for example four weights into one bfloat16.
     if any(not tensor.is_floating_point() or hasattr(tensor, "quant_state") for tensor in part.parameters()):
         raise InputError(
-            f"{what}_device or {what}_bits is set, but this part is quantised and cannot be moved; leave the "
+            f"{what}_device or {what}_bits is set, but this part is quantized and cannot be moved; leave the "
             "setting out"
         )
     stored = part.state_dict().keys()

@@ -159,10 +159,13 @@ def read_media(
         slots = start + np.flatnonzero((own < 0) | (own == shape.token))
         if len(slots) != shape.num_features:
             raise FeatureCountMismatch(
-                f"the {shape.kind} at slot {start} has {len(slots)} slots, but {shape.num_features} features"
+                f"the {shape.kind} at token {start} has {len(slots)} placeholder tokens, but "
+                f"{shape.num_features} features"
             )
         if not np.array_equal(words[:num_words], slots[:num_words]):
-            raise CorruptReference(f"the words of the {shape.kind} at slot {start} are not in its first slots")
+            raise CorruptReference(
+                f"the handle words of the {shape.kind} at token {start} are not in its first placeholder tokens"
+            )
         items.append(MediaItem(slots, view, shape))
         words = rest
     return items
@@ -181,7 +184,7 @@ def _attach(ids: NDArray[np.int64], words: NDArray[np.int64], layouts: Iterable[
             return attach(Ref.from_words(name, second)), 2
         return attach(Ref.from_words(name, None)), 1
     if not is_segment_word(name):
-        raise CorruptReference(f"slot {start} holds {name}, which is neither a token id nor a name word")
+        raise CorruptReference(f"token {start} is {name}, which is neither a token id nor a name word")
     stop = start
     while stop < len(ids) and ids[stop] < 0:
         stop += 1

@@ -86,7 +86,7 @@ class Starter:
         """
         while True:
             if self.pause_s:
-                _log.warning("%s is restarted in %.1f s", self._what, self.pause_s)
+                _log.warning("%s will be restarted in %.1f s", self._what, self.pause_s)
                 await asyncio.sleep(self.pause_s)
             self.pause_s = min(max(2 * self.pause_s, self._first_pause_s), self._last_pause_s)
             try:

@@ -104,8 +104,8 @@ class EngineConfig:
         for name in ("vision_bits", "projector_bits"):
             if (bits := getattr(self, name)) not in (None, 16, 32):
                 raise InputError(
-                    f"{name} is {bits}; it must be 16 or 32. A part is not quantised when it is loaded; a "
-                    "quantised checkpoint is loaded as its config.json describes"
+                    f"{name} is {bits}; it must be 16 or 32. A part is not quantized when it is loaded; a "
+                    "quantized checkpoint is loaded as its config.json describes"
                 )
 
 
@@ -120,8 +120,13 @@ class MediaCaps:
     """Maximum number of pixels of one image, before resizing. The default is also the highest value, because Pillow
     does not open larger images."""
     max_request_pixels: Count = 2**30
-    """Maximum number of pixels of all images in one request, before resizing. Video frames that are sent as images
-    count, too."""
+    """Maximum number of pixels of all images in one request, as stored. Frames that are sent as images count too."""
+    max_pdf_pages: CountOrNone = 32
+    """Maximum number of pages of all PDFs in one request. Each page becomes an image. 0 refuses PDFs."""
+    max_pdf_page_pixels: Annotated[int, Meta(ge=1, le=MAX_IMAGE_PIXELS)] = 2**22
+    """Maximum number of pixels of a rendered page. Larger pages are rendered at less than 144 dpi."""
+    max_pdf_page_s: Seconds = 10.0
+    """Maximum processor time in seconds to render one page of a PDF, in whole seconds."""
     max_video_pixels: Count = 2**25
     """Maximum number of pixels of one video frame."""
     max_video_frames: Count = 2**18
@@ -209,10 +214,13 @@ class ServiceConfig:
     """Origin whose web pages may call the service, such as https://example.org, http://localhost:* for any port, or *
     for all origins. Repeat the option for several origins."""
     web_page: bool = True
-    """Serve a web page at /, on which users can ask questions and watch the service."""
-    served_model_name: str | None = None
-    """Name of the model in requests and answers. Default: the name of the checkpoint's directory, or `owner/name` for a
-    checkpoint in the Hugging Face cache."""
+    """Serve a web page at / for questions and for watching the service."""
+    served_model_name: tuple[str, ...] = ()
+    """Name of the model in requests and answers. Repeat the option for several names; answers have the first. Default:
+    the name of the checkpoint's directory, or `owner/name` in the Hugging Face cache."""
+    any_model_name: bool = False
+    """Answer requests for any model name. Off: requests for another model get status 404, except that a request
+    without a name, or with a placeholder of clients (default, dummy, model, tgi), gets the served model."""
     spool: Path | None = None
     """Folder for the media and the path file of each request. Default: mindie_mm-<uid> in the temporary directory."""
     reclaim_interval_s: Seconds = 60.0
@@ -231,11 +239,22 @@ class ServiceConfig:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged: debug, info, warning or error. Debug records of other libraries are never logged."""
     strict: bool = False
-    """Refuse chat requests with unknown keys in content parts. Off: ignore such keys, and log one warning per key."""
+    """Refuse requests with unknown fields, and chats with unknown keys in messages or content parts. Off: ignore them,
+    with one warning per name."""
     json_additional_properties: Literal["allow", "close"] = "close"
     """Whether an object of a JSON schema may have properties that the schema does not name, where the schema does not
     state additionalProperties. close: it may not, so that small models end. allow: it may, as JSON Schema says. A
     schema with `strict` is closed in any case."""
+    tool_call_parser: str | None = None
+    """Format of tool calls, such as hermes or mistral. Default: the format that the chat template shows, or else
+    hermes."""
+    reasoning_parser: str | None = None
+    """Format of reasoning, such as qwen3 or mistral, or none to leave reasoning in the content. Default: the format
+    that the chat template shows, if there is one."""
+    tools_without_template: Literal["describe", "ignore", "refuse"] = "describe"
+    """How to serve tools if the chat template has no place for them. describe: describe the tools in a system message,
+    and read calls in the format of Hermes. ignore: leave the tools out, with a warning. refuse: answer with status
+    400."""
     log_prompts: bool = False
     """Log the text of prompts. Media are never logged."""
     otlp_endpoint: str | None = None
@@ -283,8 +302,12 @@ class ServiceConfig:
     """Fetch media from private addresses, too, such as 10.0.0.1 or localhost."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.served_model_name, str):  # earlier versions took a single name
+            object.__setattr__(self, "served_model_name", (self.served_model_name,))
         require(self)
         complete_paths(self)
+        if not all(name.strip() for name in self.served_model_name):
+            raise InputError("served_model_name is '', which is empty; leave it out, or give a value")
         if self.max_spool_bytes < self.max_media_bytes:
             raise InputError(f"max_spool_bytes is {self.max_spool_bytes}; it must be at least {self.max_media_bytes}")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):

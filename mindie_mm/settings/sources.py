@@ -167,6 +167,8 @@ def _checked(file: Path, key: str, value: Any, hints: Mapping[str, Any]) -> Any:
             raise InputError(f"{file}: [{key}] is a table; settings must be top-level keys")
         near = difflib.get_close_matches(key.replace("-", "_"), hints, n=1)
         raise InputError(f"{file}: there is no setting {key!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+    if key == "served_model_name" and isinstance(value, str) and value.strip():
+        value = [value]  # earlier versions took a single name
     return converted(f"{file}: {key}", value, hints[key], secret=key in SECRETS)
 
 

@@ -31,6 +31,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     after: str | None = None
     """End of the reasoning, such as `</think>`. The text before it is not constrained, and the output begins after
     it."""
+    opening: str | None = None
+    """Start of the reasoning, such as `<think>`, if the model decides whether it reasons. None: it reasons. Needs
+    `after`."""
+    reasoning_tokens: int | None = None
+    """Maximum number of tokens of the reasoning, without its start and end. Needs `after` to be one token."""
 
     nouns: ClassVar[Mapping[str, str]] = {
         "json": "the JSON schema",
@@ -58,13 +63,18 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
             found = " and ".join(given) or "none"
             raise InputError(f"structured_outputs has {found}; give exactly one of {', '.join(self.nouns)}")
         if self.choice is not None and not self.choice:
-            raise InputError("choice is an empty list; give at least one text")
+            raise InputError("choice is an empty list; give at least one string")
         if self.after == "":
             raise InputError("after is empty; give the text that ends the reasoning, or None")
-        texts = (*(self.choice or ()), self.json, self.regex, self.grammar, self.structural_tag, self.after)
+        if self.after is None and (self.opening is not None or self.reasoning_tokens is not None):
+            raise InputError("opening and reasoning_tokens need after, the text that ends the reasoning")
+        if self.opening == "" or (self.reasoning_tokens or 0) < 0:
+            raise InputError("opening must be None or hold text, and reasoning_tokens must be None or at least 0")
+        texts = (*(self.choice or ()), self.json, self.regex, self.grammar, self.structural_tag)
+        texts = (*texts, self.after, self.opening)
         try:
             num_bytes = sum(len(text.encode()) for text in texts if text)
         except UnicodeEncodeError as error:
-            raise InputError(f"{self.noun} holds a lone surrogate") from error
+            raise InputError(f"{self.noun} contains a lone surrogate") from error
         if num_bytes > MAX_STRUCTURE_BYTES:
             raise InputError(f"{self.noun} has {num_bytes} bytes; the limit is {MAX_STRUCTURE_BYTES}")

@@ -66,7 +66,7 @@ class TagWriter:
     def _part(self, given: Mapping[str, Any], depth: int = 0, *, last: bool = False) -> _Part:
         """Return the part for a format. `last` means that no other part follows."""
         if depth > _MAX_DEPTH:
-            raise InputError(f"the structural tag nests deeper than {_MAX_DEPTH} formats, the limit")
+            raise InputError(f"the structural tag nests formats deeper than the limit of {_MAX_DEPTH}")
         kind = _member(given, "type", str)
         return self._primitive(given, kind) or self._composed(given, kind, depth, last=last)
 
@@ -89,7 +89,7 @@ class TagWriter:
             case "tags_with_separator":
                 return self._separated(given, depth)
             case _:
-                raise InputError(f"the structural tag has a format of the type {kind!r:.40}, which is not served")
+                raise InputError(f"the structural tag has a format of type {kind!r:.40}, which is not supported")
 
     def _primitive(self, given: Mapping[str, Any], kind: str) -> _Part | None:
         """Return the part for a format that does not contain other formats, or None."""
@@ -109,7 +109,7 @@ class TagWriter:
     def _json(self, given: Mapping[str, Any], kind: str) -> _Part:
         style = given.get("style", "json")
         if kind != "json_schema" or style != "json" or given.get("any_order"):
-            raise InputError("the structural tag has a json_schema with style or any_order, which are not served")
+            raise InputError("the structural tag has a json_schema with style or any_order, which are not supported")
         return _Part(f"%json {json.dumps(lark.schema(json.dumps(_member(given, 'json_schema', (dict, bool)))))}")
 
     def _literal(self, text: str) -> _Part:
@@ -138,7 +138,7 @@ class TagWriter:
     def _any_text(self, given: Mapping[str, Any]) -> str:
         for limit in ("max_tokens", "max_chars"):
             if given.get(limit) is not None:
-                raise InputError(f"the structural tag has {limit}, which is not served")
+                raise InputError(f"the structural tag has {limit}, which is not supported")
         if not (excluded := _texts(given, "excludes", empty=True)):
             return lark.TEXT
         return f"({lark.TEXT} & ~({lark.TEXT} ({lark.any_of(excluded)}) {lark.TEXT}))"
@@ -152,7 +152,8 @@ class TagWriter:
                 continue
             if merged and merged[-1].open and (merged[-1].regular or not part.letters):
                 raise InputError(
-                    "the structural tag has a format of free length before another one; put a const_string between them"
+                    "the structural tag has a format of any length before another format; put a const_string "
+                    "between them"
                 )
             merged.append(part)
         if len(merged) == 1:
@@ -171,8 +172,8 @@ class TagWriter:
             least, most = _member(given, "min", int), _member(given, "max", int)
             if not 0 <= least <= _MAX_REPEATS or not (most == -1 or max(least, 1) <= most <= _MAX_REPEATS):
                 raise InputError(
-                    f"the structural tag repeats from {least!r:.40} to {most!r:.40} times; max must be -1, or at "
-                    f"least 1 and min, and both at most {_MAX_REPEATS}"
+                    f"the structural tag has a repeat with min {least!r:.40} and max {most!r:.40}; max must be -1, or "
+                    f"at least 1 and not below min; the limit for both is {_MAX_REPEATS}"
                 )
             sign = f"{{{least},{'' if most == -1 else most}}}"
         text = part.text if part.regular else self._rule_text(part)
@@ -200,19 +201,21 @@ class TagWriter:
     def _triggered(self, given: Mapping[str, Any], depth: int, *, last: bool) -> _Part:
         """Return a part that matches free text in which each trigger begins a tag."""
         if not last:
-            raise InputError("the structural tag has triggered_tags before another format, which is not served")
+            raise InputError("the structural tag has triggered_tags before another format, which is not supported")
         text = self._any_text({"excludes": given.get("excludes")})
         triggers, tags = _texts(given, "triggers"), _formats(given, "tags")
         triggered: list[str] = []
         for tag in tags:
             begin = _member(tag, "begin", str)
             if (trigger := next((one for one in triggers if begin.startswith(one)), None)) is None:
-                raise InputError(f"the structural tag has {begin!r:.40} as begin, which begins with no trigger")
+                raise InputError(
+                    f"the structural tag has a tag with begin {begin!r:.40}, which starts with none of the triggers"
+                )
             heads = self._up_to(text, [trigger])
             triggered.append(self._rule_text(self._sequence([heads, self._tag(tag, depth + 1, trigger)])))
         unused = [one for one in triggers if not any(tag["begin"].startswith(one) for tag in tags)]
         if unused:
-            raise InputError(f"the structural tag has the trigger {unused[0]!r:.40}, with which no tag begins")
+            raise InputError(f"the structural tag has the trigger {unused[0]!r:.40}, but no tag begins with it")
         any_tag, rest = f"({' | '.join(triggered)})", self._rule_text(_Part(text, regular=True))
         more = "" if given.get("stop_after_first") else f"{any_tag}{{0,}} {rest}"
         if given.get("at_least_one"):
@@ -256,14 +259,16 @@ def _of_structures(given: Mapping[str, Any]) -> dict[str, Any]:
 def _member(given: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
     value = given.get(name)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InputError(f"the structural tag has {value!r:.40} as {name}; see docs/structured-outputs.md")
+        raise InputError(
+            f"the structural tag has {name} {value!r:.40}, which is not valid; see docs/structured-outputs.md"
+        )
     return value
 
 
 def _formats(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     found = _member(given, name, list)
     if not found or not all(isinstance(one, dict) for one in found):
-        raise InputError(f"the structural tag has {name} that are not a list of objects")
+        raise InputError(f"{name} in the structural tag must be a list of at least one object")
     return list(found)
 
 
@@ -272,5 +277,5 @@ def _texts(given: Mapping[str, Any], name: str, *, empty: bool = False) -> list[
     if empty and not found:
         return []
     if not isinstance(found, list) or not found or not all(isinstance(one, str) and one for one in found):
-        raise InputError(f"the structural tag has {name} that are not a list of texts")
+        raise InputError(f"{name} in the structural tag must be a list of at least one non-empty string")
     return list(found)

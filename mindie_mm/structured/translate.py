@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from mindie_mm.errors import InputError
 from mindie_mm.structured import lark
 from mindie_mm.structured.gbnf import is_gbnf, lark_of_gbnf
 from mindie_mm.structured.outputs import StructuredOutputs
@@ -30,7 +32,7 @@ def grammar_of(wanted: StructuredOutputs, added: Mapping[str, int], shown: Mappi
 
     """
     first, *others = _output(wanted, shown)
-    whole = "start: @output" if wanted.after is None else _free_up_to(wanted.after, added, "@output")
+    whole = "start: @output" if wanted.after is None else _after_reasoning(wanted, added)
     grammars = [{"name": "whole", "lark_grammar": _OPTIONS + whole}, first | {"name": "output"}, *others]
     return json.dumps({"grammars": grammars})
 
@@ -51,15 +53,53 @@ def _output(wanted: StructuredOutputs, shown: Mapping[str, int]) -> list[dict[st
     return TagWriter(shown).write(wanted.structural_tag)
 
 
-def _free_up_to(marker: str, added: Mapping[str, int], then: str) -> str:
-    """Return a Lark grammar of free text, with added tokens, up to the first `marker`, followed by `then`."""
+def _after_reasoning(wanted: StructuredOutputs, added: Mapping[str, int]) -> str:
+    """Return the Lark of the reasoning and the output after it."""
+    assert wanted.after is not None
+    if wanted.reasoning_tokens is None:
+        lines = _free_up_to(wanted.after, added)
+    else:
+        lines = _limited_up_to(wanted.after, added, wanted.reasoning_tokens)
+    if wanted.opening is None:
+        return "\n".join(["start: reasoning @output", *lines])
+    opening = _sequence(wanted.opening, added)
+    return "\n".join([f"start: @output | {opening} reasoning @output", *lines])
+
+
+def _sequence(text: str, added: Mapping[str, int]) -> str:
+    """Return the Lark of a text that may contain added tokens."""
+    tokens = sorted((token for token in added if token and token in text), key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+    return " ".join(lark.token(added[piece]) if piece in added else lark.literal(piece) for piece in pieces if piece)
+
+
+def _free_up_to(marker: str, added: Mapping[str, int]) -> list[str]:
+    """Return the rules of free text that may contain added tokens, up to the first `marker`."""
     others = [str(token_id) for text, token_id in added.items() if text != marker]
     ends = ["spelled", *([f"TEXT {lark.token(added[marker])}"] if marker in added else [])]
     lines = [
-        f"start: {'other{0,} ' if others else ''}({' | '.join(ends)}) {then}",
+        f"reasoning: {'other{0,} ' if others else ''}({' | '.join(ends)})",
         f"TEXT: {lark.TEXT}",
         f"spelled[lazy]: TEXT {lark.literal(marker)}",
     ]
     if others:
         lines.append(f"other: TEXT <[{','.join(others)}]>")
-    return "\n".join(lines)
+    return lines
+
+
+def _limited_up_to(marker: str, added: Mapping[str, int], num_tokens: int) -> list[str]:
+    """Return the rules of at most `num_tokens` tokens of text, and of the `marker` after it.
+
+    Raises:
+        InputError: The marker is not one token, so that the model could spell it in several ways.
+
+    """
+    if marker not in added:
+        raise InputError(f"the reasoning cannot be limited, because this vocabulary has no token for its end, {marker}")
+    if not num_tokens:
+        return [f"reasoning: {lark.token(added[marker])}"]
+    return [
+        f"reasoning: limited {lark.token(added[marker])}",
+        f"limited[max_tokens={num_tokens}]: UNMARKED",
+        f"UNMARKED: {lark.TEXT} & ~({lark.TEXT} {lark.literal(marker)} {lark.TEXT})",
+    ]

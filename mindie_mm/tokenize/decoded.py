@@ -73,6 +73,13 @@ class Decoded(MediaStage):
         finally:
             media.close()
 
+    async def num_pages(self, document: Media) -> int:
+        media = _RequestMedia(self)
+        try:
+            return await media.num_pages(document)
+        finally:
+            media.close()
+
     def close(self) -> None:
         self.room.close()
 
@@ -110,6 +117,13 @@ class _RequestMedia(RequestMedia):
         faults.point("published")
         return [block.ref.to_words() for block in blocks]
 
+    async def num_pages(self, document: Media) -> int:
+        """Return the number of pages of a PDF. Errors are those of `MediaStage.num_pages`."""
+        self._stage.planner.counts([document])
+        parcel = await self._packed(document)
+        first = Item("image", document.options, {"image": 1}, parcel.parts, parcel.is_list, decodes_to_count(), page=0)
+        return (await self._stage.decoders.plan(self._group, first, parcel.descriptor)).num_pages
+
     def close(self) -> None:
         """Close the files, and let other requests use the decoder."""
         self._stage.decoders.let_go(self._group)
@@ -136,7 +150,8 @@ class _RequestMedia(RequestMedia):
                 self._sources[planned] = media.source
                 return planned, pixels
             parcel = await self._packed(media)
-            item = Item(media.kind, media.options, {**counts}, parcel.parts, parcel.is_list, decodes_to_count())
+            counting = decodes_to_count()
+            item = Item(media.kind, media.options, {**counts}, parcel.parts, parcel.is_list, counting, media.page)
             facts = await stage.decoders.plan(self._group, item, parcel.descriptor)
             # A compromised decoder could return so many features that the prompt's ids use all memory.
             planner.require_makes(media.kind, facts.num_features, facts.grid)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mindie_mm.decode.digest import content_digest
-from mindie_mm.decode.planning import plan_item, under_caps
+from mindie_mm.decode.planning import page_of, plan_item, under_caps
 from mindie_mm.errors import InputError, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
+from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.source import read_source
@@ -30,11 +32,18 @@ class InProcess(MediaStage):
         self._processor = processor
         self._planner = planner
         self._wire = wire
-        self._caps = caps
+        self.caps = caps
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[RequestMedia]:
-        yield _RequestMedia(self._processor, self._planner, self._wire, self._caps)
+        yield _RequestMedia(self._processor, self._planner, self._wire, self.caps)
+
+    async def num_pages(self, document: Media) -> int:
+        self._planner.counts([document])
+        with under(self.caps):
+            page = page_of(replace(document, page=0), read_source(document))
+        assert isinstance(page, PdfPage)
+        return page.num_pages
 
     def close(self) -> None:
         self._wire.close()
@@ -73,7 +82,7 @@ class _RequestMedia(RequestMedia):
                 plan = under_caps(self._planner.embeddings(media.kind, media.source), self._caps)
             else:
                 data = read_source(media)
-                plan = plan_item(self._processor, media, data, counts, self._caps)
+                plan = plan_item(self._processor, media, page_of(media, data), counts, self._caps)
             self._wire.check(plan, media.kind)
             item = self._planner.item(index, media.kind, plan)
         self._data[item] = data

@@ -53,6 +53,7 @@ class LocalTokenizer(_InCaller):
     def __init__(self, tokenizer: Tokenizer, thread: WorkThread) -> None:
         """Take ownership of a tokenizer and its thread. Call `start` instead."""
         self._tokenizer = tokenizer
+        self.chat_traits = tokenizer.chat_traits
         self.shown_tokens = tokenizer.shown_tokens
         """See `Tokenizer.shown_tokens`."""
         self._thread = thread
@@ -103,6 +104,7 @@ class DecodingTokenizer(_InCaller):
         """Take ownership of prompts and the decoders that write their media. Call `start` instead."""
         self._prompts = prompts
         self._decoders = decoders
+        self.chat_traits = prompts.chat_traits
         self.shown_tokens = prompts.shown_tokens
         """See `Tokenizer.shown_tokens`."""
 

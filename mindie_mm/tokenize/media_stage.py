@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from mindie_mm.inputs import Media
+from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize.planning import PlannedItem
 
 
@@ -43,6 +44,18 @@ class RequestMedia(ABC):
 
 class MediaStage(ABC):
     """A stage that decodes media and writes them to shared memory."""
+
+    caps: MediaCaps
+    """Limits on media."""
+
+    @abstractmethod
+    async def num_pages(self, document: Media) -> int:
+        """Return the number of pages of a PDF.
+
+        Raises:
+            InputError: The model takes no images, or the PDF cannot be read.
+
+        """
 
     @abstractmethod
     def request(self) -> AbstractAsyncContextManager[RequestMedia]:

@@ -61,7 +61,7 @@ class Prompt:
             own = self.ids[span.start : span.stop]
             words = own[own < 0][:2].tolist()
             if not words:
-                raise CorruptReference(f"the {span.kind} at slot {span.start} has no word")
+                raise CorruptReference(f"the {span.kind} at token {span.start} has no handle words")
             yield Ref.from_words(words[0], words[1] if len(words) > 1 else None)
 
     def __len__(self) -> int:

@@ -83,6 +83,8 @@ class Prompts:
         spelled = placeholders if self._inserted_at is None else []
         self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
         self._markers = frozenset(self._marker_of.values())
+        self.chat_traits = self._text.chat_traits
+        """Traits of the chat template for conversations with tools."""
         self.stage = make_stage(self._processor)
 
     @property

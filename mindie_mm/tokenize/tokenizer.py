@@ -25,6 +25,7 @@ from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
 from mindie_mm.tokenize.decoded import read_prompts
+from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.in_process import InProcess
 from mindie_mm.tokenize.media_stage import MediaStage
 from mindie_mm.tokenize.planning import Planner
@@ -57,6 +58,8 @@ class Tokenizer:
         self._closed = False
         self.shown_tokens = prompts.shown_tokens
         """See `Prompts.shown_tokens`."""
+        self.chat_traits = prompts.chat_traits
+        """See `Prompts.chat_traits`."""
 
     @classmethod
     def from_pretrained(
@@ -138,7 +141,7 @@ class Tokenizer:
             SharedMemoryError: Shared memory cannot be used.
 
         """
-        items = parse_inputs(inputs)
+        items = self.run(Pages(self.prompts.stage).of_items(parse_inputs(inputs)))
         media = media_of(items)
         prompt = self.make(self.prompts.draft_items(items), _path_file(media, shm_name_save_path))
         return torch.from_numpy(prompt.ids)
@@ -166,8 +169,8 @@ class Tokenizer:
             InputError, ArenaFull, SharedMemoryError: As in `tokenize`.
 
         """
-        parsed = parse_messages(messages)
-        if tools := template_kwargs.get("tools"):  # describe functions before texts are escaped, including docstrings
+        parsed = self.run(Pages(self.prompts.stage).of_messages(parse_messages(messages)))
+        if tools := template_kwargs.get("tools"):  # described before escaping, because docstrings are plain text
             template_kwargs["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
         draft = self.prompts.draft_messages(parsed, add_generation_prompt, template_kwargs)

@@ -107,7 +107,7 @@ def _string_terms(schema: Mapping[str, Any]) -> list[str]:
     terms = [f"(.|\\n){{{low or 0},{'' if high is None else high}}}" if low or high is not None else _ANY_TEXT]
     if (name := keyword(schema, "format", str, "a string")) is not None:
         if name not in _FORMATS:
-            raise InputError(f"this format of tool calls cannot enforce strings of the format {name!r}")
+            raise InputError(f"this tool-call format cannot enforce strings of format {name!r}")
         terms.append(_FORMATS[name])
     if (expression := keyword(schema, "pattern", str, "a string")) is not None:
         for letter, meaning in _ASCII_CLASSES.items():  # Unicode in Rust, but ASCII in JSON Schema

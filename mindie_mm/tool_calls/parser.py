@@ -99,9 +99,11 @@ class ToolCallParser(Scanner, ABC):
 
         """
         if not any(tool.name in one_of for tool in tools):
-            raise InputError(f"none of the tools offered is named {' or '.join(map(repr, one_of))}")
+            raise InputError(f"none of the offered tools is named {' or '.join(map(repr, one_of))}")
         if with_text and not any(opening in added_tokens for opening in cls.openings):
-            raise InputError("calls amid text cannot be enforced, because this vocabulary has no token for their begin")
+            raise InputError(
+                "tool calls after text cannot be enforced, because no token of the vocabulary begins a call"
+            )
         for tool in tools:
             if tool.name in one_of and not (cls.tool_names.fullmatch(tool.name) and len(tool.name) <= MAX_NAME):
                 raise InputError(f"the tool {tool.name[:MAX_NAME]!r} has a name that this format cannot write")
@@ -134,6 +136,11 @@ class ToolCallParser(Scanner, ABC):
     def call_id(self, name: str) -> str:  # the ids of some formats contain the name
         """Return a new id for a call of the tool `name`."""
         return f"call_{secrets.token_hex(12)}"
+
+    @classmethod
+    def history_id(cls, call_id: str, name: str, number: int) -> str:  # some templates demand a form of ids
+        """Return the id of call `number` of the chat, in the form that the chat template expects."""
+        return call_id
 
     def push(self, text: str) -> list[Event]:
         """Parse the next piece of the answer."""
@@ -223,10 +230,16 @@ class ToolCallParser(Scanner, ABC):
         self.end_call()
 
     def close(self, *literals: str) -> Step[str]:
-        """Read whitespace and one of the literals, and return the literal. Otherwise read nothing and return ""."""
+        """Read white space and one of the literals, or nothing, and return the literal or "".
+
+        A literal that is cut at the end of the answer is lost.
+        """
+        self.is_cut = False
         yield from self.space()
         if literal := (yield from self.accept(*literals)):
             self.taken()
+        elif self.is_cut:
+            self._drop()
         else:
             self._at = self._kept
         return literal

@@ -134,7 +134,7 @@ def reasoning_named(name: str) -> ReasoningFormat:
 
     """
     if name not in FORMATS:
-        raise InputError(f"no format of reasoning is named {name!r}; there are {', '.join(sorted(FORMATS))}")
+        raise InputError(f"there is no reasoning format named {name!r}; the formats are {', '.join(sorted(FORMATS))}")
     return FORMATS[name]
 
 

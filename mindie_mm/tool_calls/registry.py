@@ -71,7 +71,7 @@ def parser_named(name: str) -> type[ToolCallParser]:
     if name in FORMATS:
         return FORMATS[name]
     if (entry := _entries().get(name)) is None:
-        raise InputError(f"no format of tool calls is named {name!r}; there are {', '.join(format_names())}")
+        raise InputError(f"there is no tool-call format named {name!r}; the formats are {', '.join(format_names())}")
     return _loaded(entry)
 
 
@@ -113,7 +113,7 @@ def _loaded(entry: EntryPoint) -> type[ToolCallParser]:
     try:
         parser = entry.load()
     except Exception as error:  # code of other packages may raise anything, and the error must name the format
-        raise InputError(f"the format {entry.name!r}, {entry.value}, does not load: {error!r}") from error
+        raise InputError(f"the tool-call format {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
     if not (isinstance(parser, type) and issubclass(parser, ToolCallParser)):
-        raise InputError(f"the format {entry.name!r}, {entry.value}, is no subclass of ToolCallParser")
+        raise InputError(f"the tool-call format {entry.name!r} ({entry.value}) is not a subclass of ToolCallParser")
     return parser

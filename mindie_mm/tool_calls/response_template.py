@@ -78,7 +78,7 @@ class ResponseTemplateParser(ToolCallParser):
     ) -> str:
         """Return the grammar of the known format."""
         if cls.known is None:
-            raise InputError("calls cannot be required, because the format of this checkpoint's calls has no grammar")
+            raise InputError("tool calls cannot be required, because this checkpoint's tool-call format has no grammar")
         return cls.known.grammar(
             tools, parallel=parallel, one_of=one_of, added_tokens=added_tokens, with_text=with_text
         )
@@ -87,7 +87,7 @@ class ResponseTemplateParser(ToolCallParser):
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
         """Return the rule of the known format."""
         if cls.known is None:
-            raise InputError("calls cannot be required, because the format of this checkpoint's calls has no grammar")
+            raise InputError("tool calls cannot be required, because this checkpoint's tool-call format has no grammar")
         return cls.known.call_rule(tool, rules)
 
     def answer(self) -> Step[None]:
@@ -104,6 +104,11 @@ class ResponseTemplateParser(ToolCallParser):
             return super().call_id(name)
         self._known.num_calls = self.num_calls
         return self._known.call_id(name)
+
+    @classmethod
+    def history_id(cls, call_id: str, name: str, number: int) -> str:
+        """Return an id in the form of the format that the chat template shows."""
+        return call_id if cls.known is None else cls.known.history_id(call_id, name, number)
 
     def push(self, text: str) -> list[Event]:
         """Parse the next piece of the answer.

@@ -83,9 +83,11 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.json.decode(file.read_bytes(), type=Origin)
         except FileNotFoundError:
-            raise InputError(f"{output} is not the file that an earlier call wrote: there is no {file}") from None
+            raise InputError(f"{output} was not written by an earlier call: there is no {file}") from None
         except NOT_JSON as error:
-            raise InputError(f"{file} is not the file that an earlier call wrote: {in_words(error)}") from None
+            raise InputError(
+                f"{file} was not written by an earlier call, or was changed since: {in_words(error)}"
+            ) from None
 
 
 @contextmanager
@@ -148,7 +150,10 @@ def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
         except (*NOT_JSON, RecursionError):
             answer = None
         if not isinstance(answer, dict) or answer.get("row") != rows:
-            raise InputError(f"{output} is not the file that an earlier call wrote: line {rows + 1} is not row {rows}")
+            raise InputError(
+                f"{output} was not written by an earlier call, or was changed since: line {rows + 1} "
+                f"is not the answer to row {rows}"
+            )
         rows, errors, whole = rows + 1, errors + ("error" in answer), whole + len(line)
         last_id = answer.get("id")
     file.truncate(whole)

@@ -22,7 +22,7 @@ from mindie_mm.worker.worker import Answer, Worker
 T = TypeVar("T")
 
 _ONE_LIST_PER_PROMPT = (
-    "wrap it in a list: one list per prompt, such as [[{'image': path}, {'text': question}]], or a text"
+    "wrap it in a list: one list per prompt, such as [[{'image': path}, {'text': question}]], or give a string"
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -243,7 +243,13 @@ class Worker:
             raise ContextLengthExceeded.of(limit, message) from error
 
     def generate(
-        self, source: PromptSource, params: SamplingParams, request_id: str, *, whole: bool = False
+        self,
+        source: PromptSource,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        whole: bool = False,
+        silent: Collection[int] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output for a prompt. If the generator is closed, the request is aborted.
 
@@ -255,20 +261,29 @@ class Worker:
             request_id: Unique id of the request.
             whole: Whether the caller uses the output only when it is complete. In this case the output starts again
                 (`Delta.restarted`) if the engine dies.
+            silent: Ids of the tokens that have no text. None: the special tokens.
 
         """
         void = _RESTARTED if whole else None
-        return generated(source, lambda prompt, use: self.generate_once(prompt, params, request_id, use), void)
+        return generated(
+            source, lambda prompt, use: self.generate_once(prompt, params, request_id, use, silent=silent), void
+        )
 
     async def generate_once(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, use: Use | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        use: Use | None = None,
+        *,
+        silent: Collection[int] | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output like `generate`, but without a second attempt if the engine dies.
 
         `use` is released when the engine has read the prompt's media, and renewed if the engine needs them again.
         Without `use`, the media must stay in shared memory.
         """
-        detokenizer = Detokenizer(self.tokenizer, params.stop, params.min_tokens)
+        detokenizer = Detokenizer(self.tokenizer, params.stop, params.min_tokens, silent)
         async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
             async for step in steps:
                 if step.media_consumed and use is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -49,6 +49,8 @@ class Call:
     meter: Meter
     structure_field: str | None = None
     """Field of the request that describes the structured output."""
+    silent: Collection[int] | None = None
+    """Ids of the tokens that have no text. None: the special tokens."""
 
     @asynccontextmanager
     async def prompts(
@@ -60,7 +62,7 @@ class Call:
         """
         worker = self.service.worker
         with self.meter.counted(len(requests) * self.n):
-            await self._check_structure()
+            await self.check_structure()
             limited = [worker.limited(request, self.params, truncate_to) for request in requests]
             async with prompts(self.service, limited, self.clock) as sources:
                 yield sources
@@ -69,10 +71,11 @@ class Call:
     async def prompts_of_ids(self, given: Sequence[Sequence[int]]) -> AsyncIterator[list[PromptSource]]:
         """Yield the prompts of token ids that a client sent. Raise InputError also as in `prompts`."""
         with self.meter.counted(len(given) * self.n):
-            await self._check_structure()
+            await self.check_structure()
             yield [PromptSource(prompt_of_ids(self.service, ids, "prompt")) for ids in given]
 
-    async def _check_structure(self) -> None:
+    async def check_structure(self) -> None:
+        """Raise InputError if the structured output cannot be served."""
         with blaming(self.structure_field):
             await self.service.worker.check_schema(self.params)
 
@@ -146,7 +149,7 @@ class Call:
             shared = await prompt_logprobs
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         begins = True
-        outputs = self.service.worker.generate(source, params, f"{self.id}-{index}", whole=whole)
+        outputs = self.service.worker.generate(source, params, f"{self.id}-{index}", whole=whole, silent=self.silent)
         async with aclosing(outputs) as deltas:
             async for delta in deltas:
                 if delta.prompt_logprobs is not None and not prompt_logprobs.done():

@@ -17,8 +17,9 @@ from service.request.call import Call
 from service.request.meter import Meter
 from service.request.sse import DONE, EventStream
 from service.request.state import Service, ServiceDep
-from service.schemas.body import Settings
+from service.schemas.body import Body, Settings
 from service.schemas.choices import Clock
+from service.schemas.unknown_fields import pass_over_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Incoming:
     def call(self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1) -> Call:
         """Return the call for this request. `prefix` precedes the answer's id. Raise ModelNotFound or InputError."""
         self.service.check_model(model)
+        if isinstance(settings, Body):
+            pass_over_fields(settings.unknown, strict=self.service.config.strict)
         try:
             worker = self.service.worker
             params = settings.sampling_params(worker.default_sampling)

@@ -23,6 +23,7 @@ from mindie_mm.inputs import (
     messages_with_paths,
     parse_inputs,
     parse_messages,
+    with_defaults,
     with_paths,
 )
 from mindie_mm.processes import faults
@@ -116,9 +117,9 @@ def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
     """Parse the media of a request. Raise InputError or a subclass."""
     replace = msgspec.structs.replace
     if request.messages is not None:
-        messages = parse_messages(request.messages, strict=config.strict)
+        messages = with_defaults(parse_messages(request.messages, strict=config.strict), request.media_defaults)
         return media_of_messages(messages), lambda paths: replace(
-            request, messages=messages_with_paths(messages, paths)
+            request, messages=messages_with_paths(messages, paths), media_defaults={}
         )
     if request.items is not None:
         items = parse_inputs(request.items)

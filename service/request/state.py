@@ -12,10 +12,18 @@ from mindie_mm.errors import ModelNotFound, ServiceStopping
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.worker.worker import Worker
 from service.request.admission import Admission
+from service.request.chat_format import ChatFormat
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
 from service.request.token_text import TokenTexts
 from service.telemetry.metrics import Metrics
+
+PLACEHOLDERS = frozenset({"default", "dummy", "model", "tgi"})
+"""Names that clients send when their user names no model.
+
+SGLang's clients send "default", huggingface_hub "dummy", and the examples of text-generation-inference "tgi". The name
+of a real model, such as gpt-3.5-turbo, is no placeholder: its sender expects that model.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +32,16 @@ class Service:
 
     worker: Worker
     config: ServiceConfig
-    model_name: str
+    model_names: tuple[str, ...]
+    """Names of the served model. Answers have the first."""
     spool: Path
     """Folder with a directory per request, which contains the request's path file and its media files."""
     media: MediaPolicy
     admission: Admission
     metrics: Metrics
     tokens: TokenTexts
+    chat_format: ChatFormat
+    """Format of calls and reasoning."""
     spool_probe: SpoolProbe
     """Check whether files can be written to the spool."""
     created: int
@@ -43,12 +54,24 @@ class Service:
         self.worker.check()
         await self.spool_probe.check()
 
+    @property
+    def model_name(self) -> str:
+        """Name of the served model in answers."""
+        return self.model_names[0]
+
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound if `name` is given and is not the served model's name."""
-        if name is not None and name != self.model_name:
-            raise ModelNotFound(
-                f"the model {name!r} does not exist; this service serves {self.model_name!r}", param="model"
-            )
+        """Raise ModelNotFound if `name` is given and asks for another model.
+
+        Any name asks for the served model with `any_model_name`, and a placeholder does in any case.
+        """
+        if name is not None and name not in PLACEHOLDERS and not self.config.any_model_name:
+            self.require_listed(name)
+
+    def require_listed(self, name: str) -> None:
+        """Raise ModelNotFound if `name` is not one of the served model's names."""
+        if name not in self.model_names:
+            served = " or ".join(map(repr, self.model_names))
+            raise ModelNotFound(f"the model {name!r} does not exist; this service serves {served}", param="model")
 
 
 async def _service(request: Request) -> Service:

@@ -5,7 +5,7 @@ A stop string is cut from the text, and so are its tokens. Tokens whose text may
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
@@ -28,11 +28,12 @@ class ReleasedLogprobs:
 class LogprobsBuffer:
     """A buffer that releases each token with its text. Unreleased text may turn out to belong to a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        """Create a buffer. Without stop strings it holds nothing back."""
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], silent: Collection[int] | None = None) -> None:
+        """Create a buffer. Without stop strings it holds nothing back. `silent` is as in `TextStream`."""
         self._tokenizer = tokenizer
         self._holds = bool(stop)
-        self._stream = TextStream(tokenizer)
+        self._stream = TextStream(tokenizer, silent=silent)
+        self._silent = silent
         self._text = ""
         """Text of all tokens so far."""
         self._num_released = 0
@@ -89,6 +90,8 @@ class LogprobsBuffer:
 
     def _has_text(self, token_id: int) -> bool:
         """Return whether a token is in the text. Special tokens are not."""
+        if self._silent is not None:
+            return token_id not in self._silent
         return bool(self._tokenizer.decode([token_id], skip_special_tokens=True)) or not self._tokenizer.decode(
             [token_id], skip_special_tokens=False
         )

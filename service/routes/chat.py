@@ -10,25 +10,30 @@ from dataclasses import dataclass
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from mindie_mm.inputs import media_defaults
 from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.worker import Delta
+from service.request.chat_form import ChatForm
 from service.request.incoming import Form, IncomingDep
+from service.request.message import MessageForm, MessageParts, MessageReader, ReasoningCount, delta_of
 from service.request.sse import DONE
 from service.request.text_logprobs import LogprobsBuffer
-from service.request.token_text import chat_logprobs
-from service.schemas.choices import Choice, Used, media_spans, usage
+from service.request.token_text import chat_logprobs, in_turns
+from service.schemas.choices import Choice, Usage, Used, media_spans, usage
 from service.schemas.description import streamed
 from service.schemas.openai_answers import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
+    ChatDelta,
     ChatLogprobs,
     Spanned,
 )
 from service.schemas.openai_types import ChatBody
+from service.schemas.tool_types import ToolUse
 
 router = APIRouter()
 
@@ -36,8 +41,17 @@ router = APIRouter()
 @router.post("/v1/chat/completions", responses=streamed(ChatCompletionChunk, whole=ChatCompletion, last=DONE))
 async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     """Answers a chat, with images and videos in it; streamed on request."""
+    use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     call = incoming.call(body.model, body, prefix="chatcmpl-", n=body.n or 1)
-    return incoming.answered(_Chat(call, body, int(time.time())), stream=body.stream)
+    budget = body.thinking_token_budget
+    form = ChatForm.of(
+        call,
+        use,
+        body.messages,
+        include_reasoning=body.include_reasoning is not False,
+        budget=None if budget == -1 else budget,
+    )
+    return incoming.answered(_Chat(form.call, body, int(time.time()), use, form), stream=body.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +60,37 @@ class _Chat(Form):
 
     body: ChatBody
     created: int
+    use: ToolUse
+    form: ChatForm
 
     def request(self) -> TokenizeRequest:
-        """Return the request for the tokenizers. Raise InputError for invalid tools or template variables."""
+        """Return the request for the tokenizers. Raise InputError for invalid template variables."""
+        messages, variables = self.form.format.request(
+            self.body.messages, self.use, self.body.chat_template_kwargs, self.body.reasoning_effort
+        )
         return TokenizeRequest(
-            messages=self.body.messages,
+            messages=messages,
             add_generation_prompt=self.body.add_generation_prompt is not False,
-            chat_template_kwargs=self.body.template_kwargs(),
+            chat_template_kwargs=variables,
+            media_defaults=media_defaults(self.body.mm_processor_kwargs, self.body.media_io_kwargs),
         )
 
     async def answer(self) -> ChatCompletion:
         async with self.call.prompts([self.request()]) as (source,):
-            choices = await self.call.choices([source])
+            form = await self.form.after(source.prompt)
+            choices = await form.call.choices([source])
         faults.point("answered")
+        counts = [self._count(form) for _ in choices]
+        for choice, count in zip(choices, counts, strict=True):
+            async for token_ids in in_turns(choice.token_ids, 4):
+                count.push(token_ids)
         return {
             "id": self.call.id,
             "object": "chat.completion",
             "created": self.created,
             "model": self.call.service.model_name,
-            "choices": [await self._choice(choice) for choice in choices],
-            "usage": usage([source.prompt], choices),
+            "choices": [await self._choice(choice, form.message) for choice in choices],
+            "usage": usage([source.prompt], choices, num_reasoning=_total(form.message, counts)),
             **self.call.timings(choices),
             **self._spans(source.prompt),
         }
@@ -74,29 +99,40 @@ class _Chat(Form):
         """Yield the answer's chunks: a first one per choice, then its text, then the usage if requested."""
         choices = [Choice(index=index) for index in range(self.call.n)]
         buffers = [self._logprobs_buffer() for _ in choices]
-        async with (
-            self.call.prompts([self.request()]) as (source,),
-            aclosing(self.call.deltas([source])) as deltas,
-        ):
+        async with self.call.prompts([self.request()]) as (source,):
+            form = await self.form.after(source.prompt)
+            streams = [_Stream(form.message, self._count(form)) for _ in choices]
             spans = self._spans(source.prompt)
-            async for index, delta in deltas:
-                first = not choices[index].texts
-                choices[index].add(delta)
-                if first:
-                    so_far = self._so_far(source.prompt, choices, len(delta.token_ids))
-                    yield {**self._chunk([_first(index)]), **spans, **so_far}
-                    spans = {}  # only the first chunk has them
-                chunk = await self._delta(index, delta, buffers[index])
-                if delta.text or chunk["logprobs"] or delta.finish_reason:
-                    yield {**self._chunk([chunk]), **self._so_far(source.prompt, choices)}
-        used: Used = {"usage": usage([source.prompt], choices)} if self.body.include_usage else {}
+            async with aclosing(form.call.deltas([source])) as deltas:
+                async for index, delta in deltas:
+                    first = not choices[index].texts
+                    choices[index].add(delta)
+                    if first:
+                        so_far = self._so_far(source.prompt, choices, streams, len(delta.token_ids))
+                        yield {**self._chunk([_first(index)]), **spans, **so_far}
+                        spans = {}  # only the first chunk has them
+                    logprobs = await self._logprobs(delta, buffers[index]) if self.body.logprobs else None
+                    for chunk in streams[index].chunks(index, delta, logprobs):
+                        yield {**self._chunk([chunk]), **self._so_far(source.prompt, choices, streams)}
+        used: Used = {"usage": self._usage(source.prompt, choices, streams)} if self.body.include_usage else {}
         timed = self.call.timings(choices)
         if used or timed:
             yield {**self._chunk([]), **used, **timed}
 
-    def _so_far(self, prompt: Prompt, choices: Sequence[Choice], num_untold: int = 0) -> Used:
+    def _so_far(
+        self, prompt: Prompt, choices: Sequence[Choice], streams: Sequence[_Stream], num_untold: int = 0
+    ) -> Used:
         """Return the usage so far, if the request wants it in every chunk. `num_untold` is as in `usage`."""
-        return {"usage": usage([prompt], choices, num_untold)} if self.body.continuous_usage else {}
+        return {"usage": self._usage(prompt, choices, streams, num_untold)} if self.body.continuous_usage else {}
+
+    def _usage(
+        self, prompt: Prompt, choices: Sequence[Choice], streams: Sequence[_Stream], num_untold: int = 0
+    ) -> Usage:
+        counts = [stream.count for stream in streams]
+        return usage([prompt], choices, num_untold, _total(streams[0].form, counts))
+
+    def _count(self, form: ChatForm) -> ReasoningCount:
+        return ReasoningCount(self.call.service.worker.tokenizer, form.message, self.call.silent)
 
     def _spans(self, prompt: Prompt) -> Spanned:
         return {"media_spans": media_spans(prompt)} if self.body.media_spans else {}
@@ -110,26 +146,20 @@ class _Chat(Form):
             "choices": choices,
         }
 
-    async def _choice(self, choice: Choice) -> ChatChoice:
+    async def _choice(self, choice: Choice, form: MessageForm) -> ChatChoice:
+        parts, reader = MessageParts(), MessageReader(form)
+        parts.add(reader.push(choice.text))
+        parts.add(reader.finish())
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": parts.message(form),
             "logprobs": await self._logprobs(choice, self._logprobs_buffer()) if self.body.logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": parts.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
 
-    async def _delta(self, index: int, delta: Delta, buffer: LogprobsBuffer) -> ChatChunkChoice:
-        return {
-            "index": index,
-            "delta": {"content": delta.text},
-            "logprobs": await self._logprobs(delta, buffer) if self.body.logprobs else None,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-
     def _logprobs_buffer(self) -> LogprobsBuffer:
-        return LogprobsBuffer(self.call.service.worker.tokenizer, self.call.params.stop)
+        return LogprobsBuffer(self.call.service.worker.tokenizer, self.call.params.stop, self.call.silent)
 
     async def _logprobs(self, part: Delta | Choice, buffer: LogprobsBuffer) -> ChatLogprobs | None:
         """Return the log-probabilities to send with a choice, or with its next part. None if a part has none."""
@@ -137,6 +167,47 @@ class _Chat(Form):
         if not released.logprobs and isinstance(part, Delta):
             return None
         return await chat_logprobs(self.call.service.tokens, released.logprobs, released.cut)
+
+
+class _Stream:
+    """The chunks of one streamed choice."""
+
+    def __init__(self, form: MessageForm, count: ReasoningCount) -> None:
+        self.form = form
+        self.count = count
+        """Number of tokens of the reasoning so far."""
+        self._reader = MessageReader(form)
+        self._parts = MessageParts()
+
+    def chunks(self, index: int, delta: Delta, logprobs: ChatLogprobs | None) -> list[ChatChunkChoice]:
+        """Return the chunks for the next delta of choice `index`. The first of them has the log-probabilities."""
+        self.count.push(delta.token_ids)
+        deltas: list[ChatDelta]
+        if self.form.is_plain:
+            deltas = [{"content": delta.text}] if delta.text or logprobs or delta.finish_reason else []
+        else:
+            parts = self._reader.push(delta.text)
+            if delta.finish_reason:
+                parts += self._reader.finish()
+            self._parts.add(parts)
+            deltas = [made for part in parts if (made := delta_of(part)) is not None]
+            if delta.finish_reason or (logprobs and not deltas):
+                deltas.append({})
+        chunks: list[ChatChunkChoice] = [
+            {"index": index, "delta": made, "logprobs": None, "finish_reason": None, "stop_reason": None}
+            for made in deltas
+        ]
+        if chunks:
+            chunks[0]["logprobs"] = logprobs
+            if delta.finish_reason:
+                chunks[-1]["finish_reason"] = self._parts.finish_reason(delta.finish_reason)
+                chunks[-1]["stop_reason"] = delta.stop_reason
+        return chunks
+
+
+def _total(form: MessageForm, counts: Sequence[ReasoningCount]) -> int | None:
+    """Return the number of tokens of reasoning, or None if the checkpoint does not reason."""
+    return sum(count.num_tokens for count in counts) if form.reasoning else None
 
 
 def _first(index: int) -> ChatChunkChoice:

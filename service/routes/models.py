@@ -29,7 +29,7 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """The served model."""
+    """The served model, once for each of its names."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -37,21 +37,21 @@ class ModelList(TypedDict):
 
 @router.get("/v1/models", responses=answered(ModelList))
 async def models(service: ServiceDep) -> Response:
-    """List the served model."""
-    listed: ModelList = {"object": "list", "data": [_card(service)]}
+    """List the served model, once for each of its names."""
+    listed: ModelList = {"object": "list", "data": [_card(service, name) for name in service.model_names]}
     return JSONResponse(listed)
 
 
 @router.get("/v1/models/{name:path}", responses=answered(ModelCard))
 async def model(name: str, service: ServiceDep) -> Response:
     """Return the served model."""
-    service.check_model(name)
-    return JSONResponse(_card(service))
+    service.require_listed(name)
+    return JSONResponse(_card(service, name))
 
 
-def _card(service: Service) -> ModelCard:
+def _card(service: Service, name: str) -> ModelCard:
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "mindie_mm",

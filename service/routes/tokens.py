@@ -9,7 +9,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import template_variables
+from mindie_mm.inputs import media_defaults, template_variables
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from service.request.admitted import WholeAnswer
@@ -20,7 +20,7 @@ from service.schemas.body import Array, Body, CacheSalt, NotServed, Templated, T
 from service.schemas.description import answered
 from service.schemas.message_types import AnyItem, AnyMessage
 from service.schemas.not_served import NOT_SERVED
-from service.schemas.openai_types import offered
+from service.schemas.tool_types import ToolUse
 
 router = APIRouter()
 
@@ -41,6 +41,9 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS, to a prompt. Default: true. A chat accepts only false."""
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: Any = None
+    """`mm_processor_kwargs` and `media_io_kwargs` are as in a chat completion, for `messages`."""
+    media_io_kwargs: Any = None
     tools: Array[dict[str, Any]] | None = None
     """`tools`, `tool_choice` and `reasoning_effort` are as in a chat completion."""
     tool_choice: Any = None
@@ -83,21 +86,30 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     if body.add_special_tokens and body.prompt is None:
         message = f"add_special_tokens is {body.add_special_tokens}, which is supported only with prompt"
         raise InputError(message, param="add_special_tokens")
-    offered(body.tools, body.tool_choice)
+    defaults = media_defaults(body.mm_processor_kwargs, body.media_io_kwargs)
+    if defaults and body.messages is None:
+        raise InputError("mm_processor_kwargs and media_io_kwargs need messages; give an item its own options")
+    use = ToolUse.of(body.tools, body.tool_choice, None)
+    if body.messages is None:
+        messages = None
+        variables = template_variables(body.chat_template_kwargs, use.offered, None, body.reasoning_effort)
+    else:
+        messages, variables = service.chat_format.request(
+            body.messages, use, body.chat_template_kwargs, body.reasoning_effort
+        )
     wanted = TokenizeRequest(
         text=body.prompt,
-        messages=body.messages,
+        messages=messages,
         items=body.inputs,
         chat=body.chat_template is not False,
         add_generation_prompt=body.add_generation_prompt is not False,
-        chat_template_kwargs=template_variables(
-            body.chat_template_kwargs, body.tools, body.tool_choice, body.reasoning_effort
-        ),
+        chat_template_kwargs=variables,
         options=PromptOptions(
             service.worker.engine.info.max_model_len,
             cache_salt=body.cache_salt or "",
             add_special_tokens=body.prompt is None or body.add_special_tokens is not False,
         ),
+        media_defaults=defaults,
     )
 
     async def answer() -> TokenizeAnswer:

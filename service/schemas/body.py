@@ -1,6 +1,7 @@
 """Base classes and field types of all request bodies.
 
-Types are strict. Unknown fields are ignored, as in other servers, except those in `not_served`.
+Types are strict. Unknown fields are ignored, as in other servers, except those in `not_served`, and unless the
+service is strict (`unknown_fields.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +19,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -29,6 +32,7 @@ from pydantic_core import PydanticCustomError
 from mindie_mm.engine.requests.sampling_params import MAX_LOGPROBS, MAX_SALT_CHARACTERS, SamplingParams
 from mindie_mm.inputs import OFF, refused_fields, whole
 from mindie_mm.structured.outputs import StructuredOutputs
+from service.schemas.unknown_fields import unknown_fields
 
 INT32_MAX = 2**31 - 1
 
@@ -165,6 +169,21 @@ class Body(Fields):
 
     model: str | None = None
     """Name of the served model, or None. An empty name counts as None."""
+    _unknown: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of the request's fields that the body does not know."""
+        return self._unknown
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_unknown(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        body = handler(given)
+        if isinstance(given, dict):
+            known = cls.model_fields.keys() | cls.not_served.keys()
+            body._unknown = unknown_fields(given, known)  # noqa: SLF001 - its own class
+        return body
 
     @field_validator("model")
     @classmethod

@@ -45,6 +45,12 @@ class PromptTokensDetails(TypedDict):
     audio_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """Tokens of the answers that are reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     """OpenAI's usage object."""
 
@@ -52,6 +58,8 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
+    """Present in a chat with a checkpoint that reasons."""
 
 
 class Used(TypedDict):
@@ -90,11 +98,14 @@ class Timed(TypedDict):
     timings: NotRequired[StageTimings]
 
 
-def usage(prompts: Sequence[Prompt], choices: Sequence[Answer], num_untold: int = 0) -> Usage:
+def usage(
+    prompts: Sequence[Prompt], choices: Sequence[Answer], num_untold: int = 0, num_reasoning: int | None = None
+) -> Usage:
     """Return the usage of the prompts and their choices. Each prompt counts once, as its first choice found it.
 
     Every prompt has the same number of choices. `num_untold` is the number of generated tokens to leave out, because
-    a later chunk sends them.
+    a later chunk sends them. `num_reasoning` is the number of those that are reasoning, or None if there is no
+    reasoning in the checkpoint's answers.
     """
     n = len(choices) // len(prompts)
     num_prompt = sum(len(prompt) for prompt in prompts)
@@ -103,7 +114,7 @@ def usage(prompts: Sequence[Prompt], choices: Sequence[Answer], num_untold: int 
     def features(kind: Kind) -> int:
         return sum(_features(one, span) for one in prompts for span in one.spans if span.kind == kind)
 
-    return {
+    found: Usage = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
@@ -116,6 +127,9 @@ def usage(prompts: Sequence[Prompt], choices: Sequence[Answer], num_untold: int 
             "audio_tokens": features("audio"),
         },
     }
+    if num_reasoning is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return found
 
 
 def _features(prompt: Prompt, span: MediaSpan) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Required
 
-from pydantic import GetJsonSchemaHandler, TypeAdapter
+from pydantic import Field, GetJsonSchemaHandler, TypeAdapter
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
-from mindie_mm.inputs import Detail, Role
+from mindie_mm.inputs import CUSTOM_ROLE, Detail
 
 
 class ItemOptions(TypedDict, total=False):
@@ -40,6 +40,14 @@ class InputAudio(TypedDict, total=False):
     format: str | None
 
 
+class File(TypedDict, total=False):
+    """A text file or a PDF as OpenAI has it."""
+
+    file_data: Required[str]
+    """Content as a data: URL or base64."""
+    filename: str | None
+
+
 class Item(ItemOptions, total=False):
     """One text, image, video or sound, in this service's form or in a chat's."""
 
@@ -53,6 +61,9 @@ class Item(ItemOptions, total=False):
     audio: str | Address | None
     audio_url: str | Address | None
     input_audio: str | InputAudio | None
+    file: File | None
+    document: str | Address | None
+    """A PDF, whose pages become images."""
     url: str | list[str] | None
     """An address for an item whose `type` states the kind. `path` and `base64` need `type`, too."""
     path: str | list[str] | None
@@ -62,7 +73,8 @@ class Item(ItemOptions, total=False):
 class Message(TypedDict, total=False):
     """One message of a chat; what else it holds is the chat template's."""
 
-    role: Required[Role]
+    role: Required[Annotated[str, Field(pattern=f"^{CUSTOM_ROLE}$")]]
+    """system, developer, user, assistant, tool, function, or a role that the chat template takes."""
     content: str | list[Item] | None
 
 

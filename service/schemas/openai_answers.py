@@ -63,15 +63,50 @@ class ChatLogprobs(TypedDict):
     content: Annotated[Raw, _json_of(list[ChatPosition])]
 
 
+class CalledFunction(TypedDict):
+    """A function that the model calls."""
+
+    name: str
+    arguments: str
+    """JSON object, as the model wrote it."""
+
+
+class ToolCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
-    """The answer's text."""
+    """The answer's text and calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """None if there are calls and no text beside them."""
     refusal: None
+    reasoning_content: NotRequired[str | None]
+    """Reasoning before the answer. Present if the checkpoint reasons."""
+    reasoning: NotRequired[str | None]
+    """The same."""
+    tool_calls: NotRequired[list[ToolCall]]
+    """Present if the model calls a tool."""
 
 
-class ChatChoice(End):
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+
+
+class ChatEnd(TypedDict):
+    """Reasons for the end of a chat's choice. Both are None until it ends."""
+
+    finish_reason: ChatFinishReason | None
+    """tool_calls if the model has called a tool, unless the output limit ended the choice."""
+    stop_reason: str | int | None
+    """As in `End`."""
+
+
+class ChatChoice(ChatEnd):
     """One of `n`."""
 
     index: int
@@ -87,15 +122,38 @@ class ChatCompletion(Head, Timed, Spanned):
     usage: Usage
 
 
+class FunctionDelta(TypedDict):
+    """The name of a function, or what its arguments grew by."""
+
+    name: NotRequired[str]
+    """Present in the first delta of a call."""
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """What a call grew by."""
+
+    index: int
+    """Number of the call, from 0."""
+    id: NotRequired[str]
+    """Present in the first delta of a call, as is `type`."""
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class ChatDelta(TypedDict):
     """What a choice grew by."""
 
     role: NotRequired[Literal["assistant"]]
     """Present in a choice's first chunk."""
-    content: str
+    content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    """The same as `reasoning_content`."""
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
-class ChatChunkChoice(End):
+class ChatChunkChoice(ChatEnd):
     """What one choice grew by."""
 
     index: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import OFF, require_tools, template_variables
+from mindie_mm.inputs import OFF
 from service.schemas.body import (
     INT32_MAX,
     WHOLE,
@@ -129,11 +129,23 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     """Whether the chat template ends with the start of the assistant's turn. Default: true."""
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: Any = None
+    """Options of all images and videos that state none: `min_pixels`, `max_pixels`, `fps`, `num_frames`, ..."""
+    media_io_kwargs: Any = None
+    """`{"video": {"fps": ..., "num_frames": ...}}`: options of all videos that state none."""
     tools: Array[dict[str, Any]] | None = None
-    """Tools for a chat template that supports them. Tool calls in the answer are not parsed: they remain text."""
+    """Tools that the model may call. An empty list counts as null."""
     tool_choice: Any = None
+    """"auto" (the default), "none", "required", or an object that names a tool."""
+    parallel_tool_calls: bool | None = None
+    """Whether the answer may have several calls. Default: true."""
     reasoning_effort: str | None = None
-    """Variable for a chat template that supports it. "none" is accepted with any template."""
+    """Variable for a chat template that supports it. Otherwise it switches the thinking of a template that has
+    `enable_thinking`. "none" is accepted with any template."""
+    include_reasoning: bool | None = None
+    """Whether the answer has the reasoning. Default: true."""
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
+    """Maximum number of tokens of the reasoning. The reasoning is then ended. -1: no limit."""
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
@@ -150,23 +162,6 @@ class ChatBody(GenerationBody):
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
-
-    def template_kwargs(self) -> dict[str, Any]:
-        """Return the variables of the chat template. Raise InputError as in `offered`."""
-        offered(self.tools, self.tool_choice)
-        return template_variables(self.chat_template_kwargs, self.tools, self.tool_choice, self.reasoning_effort)
-
-
-def offered(tools: Sequence[Any] | None, tool_choice: Any) -> None:
-    """Raise InputError if `tools` is empty or invalid, or if `tool_choice` is not served or needs tools."""
-    if tools is None and tool_choice == "auto":
-        raise InputError(
-            "tool_choice is 'auto', but there are no tools; leave it out, or send tools", param="tool_choice"
-        )
-    if tools is not None and not tools:
-        raise InputError("tools is an empty list; leave it out, or send at least one tool", param="tools")
-    template_variables(None, tools, tool_choice)
-    require_tools(tools)
 
 
 class CompletionBody(GenerationBody):

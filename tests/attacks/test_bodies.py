@@ -67,7 +67,7 @@ def test_a_text_longer_than_any_context_is_not_tokenized(
     attacked: Attacked, path: str, body: dict[str, object]
 ) -> None:
     if "tools" in body:
-        attacked.refused(body, path=path)  # the model's template supports no tools at all
+        attacked.refused(body, path=path)  # the tool has no function
     else:
         attacked.refused(body, "characters", path=path)
 

@@ -113,7 +113,7 @@ def test_a_file_that_changes_leaves_its_shard_unfinished(
     steps = begun.stage.run(begun.chunks[1], {})
     next(steps)
     change(path)
-    with pytest.raises(StorageError, match=rf"rows\.{form} (changed while|was removed while) the run read it"):
+    with pytest.raises(StorageError, match=rf"rows\.{form} (changed while|was removed while) the run was reading it"):
         list(steps)
     assert named_shards(folder) == before
     with pytest.raises(InputError, match=rf"rows\.{form}"):
@@ -143,7 +143,7 @@ def test_a_file_that_changes_before_the_manifest_leaves_the_run_unfinished(
         if len(shown) == 1 + len(begun.chunks):
             change(path)
 
-    with pytest.raises(StorageError, match=rf"rows\.{form} (changed while|was removed while) the run read it"):
+    with pytest.raises(StorageError, match=rf"rows\.{form} (changed while|was removed while) the run was reading it"):
         run(given, folder, show=show)
     assert not (folder / "manifest.json").exists()
     path.write_bytes(original)
@@ -216,7 +216,7 @@ def test_a_file_that_is_cut_while_workers_read_it_ends_the_command(tmp_path: Pat
     done = tokenize(*command)
     gate.close()
     assert (done.returncode, done.stdout) == (3, "")
-    assert f"Error: {path} changed while the run read it: its size was {len(original)}, now " in done.stderr
+    assert f"Error: {path} changed while the run was reading it: its size was {len(original)}, now " in done.stderr
     assert done.stderr.endswith("Fix that, then run the same command again to continue\n")
     again = tokenize(*command)
     assert again.returncode == 2
@@ -242,7 +242,7 @@ def test_a_removed_picture_of_a_listed_folder_ends_the_run(pictures: Path, tmp_p
     next(steps)
     data = (pictures / "2.jpg").read_bytes()
     (pictures / "2.jpg").unlink()
-    with pytest.raises(StorageError, match=r"2\.jpg was removed while the run read .*pictures"):
+    with pytest.raises(StorageError, match=r"2\.jpg was removed while the run was reading .*pictures"):
         list(steps)
     assert named_shards(folder) == []
     with pytest.raises(InputError, match="pictures differs from that of the earlier input"):
@@ -258,7 +258,7 @@ def test_a_media_folder_that_is_moved_away_ends_the_run(pictures: Path, tmp_path
     list(begun.stage.run(begun.chunks[0], {}))
     before = named_shards(tmp_path / "run")
     pictures.rename(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match=r"pictures/2\.jpg was removed while the run read .*pictures"):
+    with pytest.raises(StorageError, match=r"pictures/2\.jpg was removed while the run was reading .*pictures"):
         list(begun.stage.run(begun.chunks[1], {}))
     assert named_shards(tmp_path / "run") == before
 
@@ -290,7 +290,7 @@ def test_a_ray_actor_detects_a_change(tmp_path: Path) -> None:
     gate.close()
     error = msgspec.json.decode(done["failed"][0], type=Failure).exception()
     assert isinstance(error, StorageError)
-    assert "rows.jsonl changed while the run read it" in str(error)
+    assert "rows.jsonl changed while the run was reading it" in str(error)
     assert named_shards(tmp_path / "node") == []
 
 
@@ -305,5 +305,5 @@ def test_a_change_of_the_stored_standard_input_is_detected(tmp_path: Path) -> No
     steps = stage.run(Chunk(0, 0, 0, 3, 0, 42), {})
     next(steps)
     gather(given.inputs, folder, "", io.BytesIO(b'{"text": "b"}\n' * 4))
-    with pytest.raises(StorageError, match="standard input changed while the run read it"):
+    with pytest.raises(StorageError, match="standard input changed while the run was reading it"):
         list(steps)

@@ -71,7 +71,7 @@ def test_a_dataset_is_a_sequence(folder: Path) -> None:
     assert dataset[-1].row == 7
     assert [sample.row for sample in dataset[1:4]] == [1, 2, 3]
     assert "gone.png" in dataset[2].error
-    with pytest.raises(IndexError, match="row 8 of 8"):
+    with pytest.raises(IndexError, match="there is no row 8; the data set has 8 rows"):
         dataset[8]
     with pytest.raises(InputError, match=r"does not hold a finished run: there is no manifest\.json"):
         Dataset(folder.parent)
@@ -243,7 +243,7 @@ def test_generate_answers_every_row_in_order_and_continues(folder: Path, linked:
     output.write_text("something else\n")
     refused = CliRunner().invoke(main, arguments)
     assert refused.exit_code == 2
-    assert "line 1 is not row 0" in refused.stderr
+    assert "line 1 is not the answer to row 0" in refused.stderr
     output.write_bytes(whole[: whole.index(b'{"row":4')].replace(b'"id":"r3"', b'"id":"s3"'))
     refused = CliRunner().invoke(main, arguments)
     assert refused.exit_code == 2
@@ -263,7 +263,7 @@ def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp
         (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "another run: max_tokens was 4, now 5. Choose"),
         (["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"], "was dtype auto, now dtype bfloat16. Choose"),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
-        (["--tokenized", str(folder), *arguments, "--output", "-"], "answers are written to a file"),
+        (["--tokenized", str(folder), *arguments, "--output", "-"], "- is not a file"),
         (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0; it must be in"),
     ):
         refused = CliRunner().invoke(main, ["generate", *other])
@@ -356,10 +356,10 @@ def test_inspect_shows_the_run_and_the_pictures_of_a_row(
     with Image.open(tmp_path / "one.png") as sheet:
         assert len(sheet.getcolors(65536)) > 1000
     assert "failed: MediaError" in inspect(2)
-    assert "video in slots" in inspect(6, "--png", "six.png")
+    assert "video at tokens" in inspect(6, "--png", "six.png")
     with Image.open(tmp_path / "six.png") as sheet:
         assert sheet.size == (2 * 256 + 3 * 8, 2 * 256 + 3 * 8), "four frames"
-    assert "audio in slots" in inspect(7)
+    assert "audio at tokens" in inspect(7)
     assert "the row has no pictures" in inspect(7, "--png", "seven.png")
     written = {tmp_path / name for name in ("one.png", "two.png", "six.png")}
     assert {*tmp_path.rglob("*")} - {*before} == written, "no other file is written"

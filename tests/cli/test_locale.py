@@ -66,7 +66,7 @@ def test_settings_files_and_their_names_are_utf8(environment, tmp_path):
         )
     log = ended.stderr.decode()
     assert ended.returncode == 1, log
-    assert 'served_model_name = "模型" (模型.toml)' in log
+    assert 'served_model_name = ["模型"] (模型.toml)' in log
 
 
 def test_text_on_the_command_line_is_decoded_with_the_locale(environment, tmp_path):
@@ -82,7 +82,7 @@ def test_text_on_the_command_line_is_decoded_with_the_locale(environment, tmp_pa
         )
     log = ended.stderr.decode()
     if environment["LC_ALL"] == LOCALE:
-        assert 'served_model_name = "Grüße"' in log
+        assert 'served_model_name = ["Grüße"]' in log
     else:
         assert ended.returncode == 2
         assert "it is encoded neither in UTF-8 nor in the locale's encoding" in log

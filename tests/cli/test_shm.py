@@ -228,7 +228,7 @@ def test_an_unsafe_default_spool_does_not_stop_gc_elsewhere(dead_arena, tmp_path
         (("gc", "--path-file", "{tmp}/pipe"), "not a path file: not a regular file"),
         (("gc", "--path-file", "{tmp}/link"), "not a path file: not a regular file"),
         (("free", "{tmp}/pipe"), "not a regular file"),
-        (("free", "mindie_mm-0000:99999"), "there is no arena mindie_mm-0000"),
+        (("free", "mindie_mm-0000:99999"), "this user has no arena mindie_mm-0000"),
     ],
 )
 def test_an_operators_mistake_gives_one_line_and_status_2(tmp_path, arguments, printed):

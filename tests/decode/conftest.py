@@ -19,7 +19,7 @@ from mindie_mm.decode import Decoders, Group
 from mindie_mm.decode.decoder_messages import DecoderSetup, Facts, Item
 from mindie_mm.decode.nursery import load_processor
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
-from mindie_mm.decode.planning import plan_item
+from mindie_mm.decode.planning import page_of, plan_item
 from mindie_mm.inputs import Media
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.source import read_source
@@ -43,7 +43,7 @@ class Bench:
     def arrays_in_process(self, media: Media) -> Arrays:
         """Return the arrays of an item, decoded in this process."""
         with under(MediaCaps()):
-            plan = plan_item(self._processor, media, read_source(media), {media.kind: 1}, MediaCaps())
+            plan = plan_item(self._processor, media, page_of(media, read_source(media)), {media.kind: 1}, MediaCaps())
         arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
         plan.write(arrays)
         return arrays
@@ -95,7 +95,10 @@ def packed(media: Media) -> Iterator[Parcel]:
 
 
 def item_of(media: Media, parcel: Parcel) -> Item:
-    return Item(media.kind, media.options, {media.kind: 1}, parcel.parts, parcel.is_list, decodes_to_count=False)
+    counts = {media.kind: 1}
+    return Item(
+        media.kind, media.options, counts, parcel.parts, parcel.is_list, decodes_to_count=False, page=media.page
+    )
 
 
 @contextmanager

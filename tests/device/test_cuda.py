@@ -16,7 +16,7 @@ def no_gpu(monkeypatch):
 @pytest.mark.usefixtures("no_gpu")
 def test_a_torch_without_cuda_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert f"this torch ({torch.__version__}) is built without CUDA" in CUDA.missing()
+    assert f"this build of torch ({torch.__version__}) has no CUDA support" in CUDA.missing()
 
 
 @pytest.mark.usefixtures("no_gpu")

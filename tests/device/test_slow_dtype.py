@@ -35,11 +35,11 @@ def test_an_engine_and_doctor_warn_about_a_slow_dtype():
     command = [sys.executable, "-c", SCRIPT]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr
-    warning = "the cpu has no instructions for bfloat16 and is several times slower than with float32"
+    warning = "the cpu has no bfloat16 instructions; inference is several times slower than in float32"
     assert ended.stdout.splitlines() == [
         f"['warning {warning}; --dtype float32']",
         "[]",
-        f"{warning}. Use --dtype float32, or 32 bits for this part",
+        f"{warning}. Use --dtype float32, or 32 bits for the part (--vision-bits, --projector-bits)",
     ]
 
 

@@ -163,7 +163,7 @@ def test_a_context_that_exceeds_the_cache_is_refused_if_configured_and_otherwise
 
     advice = "Raise kv_cache_bytes, or lower max_model_len" if asked else "Raise memory_share, lower .* max_model_len"
     message = rf"a context of 145 tokens needs {160 * size} bytes of KV cache; the cache has {144 * size} bytes"
-    with pytest.raises(DeviceError, match=rf"^{message}, for 144 tokens. {advice}"):
+    with pytest.raises(DeviceError, match=rf"^{message}, enough for 144 tokens. {advice}"):
         engine(159, max_model_len=145)
     assert not caplog.records
     assert engine(159, max_model_len=144).ready.max_model_len == 144
@@ -197,7 +197,7 @@ def test_the_log_states_free_memory_and_the_size_of_the_cache(small_pictures, ca
 
 
 def test_the_error_of_too_little_memory_gives_sizes_and_settings(small_pictures):
-    with pytest.raises(DeviceError, match=r"cpu has 300 MiB free .* encoder cache 256 MiB; memory_share is 0.5"):
+    with pytest.raises(DeviceError, match=r"cpu has 300 MiB free .* encoder cache takes 256 MiB; memory_share is 0.5"):
         room(small_pictures, device=Sized(300 * MiB))
     with pytest.raises(DeviceError, match="Raise memory_share, lower max_num_batched_tokens"):
         room(small_pictures, device=Sized(300 * MiB))

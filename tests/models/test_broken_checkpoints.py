@@ -188,7 +188,7 @@ for path in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_quantised_weights_are_refused_if_the_package_is_missing(random_checkpoint: Path, tmp_path: Path) -> None:
+def test_quantized_weights_are_refused_if_the_package_is_missing(random_checkpoint: Path, tmp_path: Path) -> None:
     cases = [(method, nested) for method in NO_PACKAGE for nested in (False, True)]
     folders = [tmp_path / f"{method} {nested}" for method, nested in cases]
     for folder, (method, nested) in zip(folders, cases, strict=True):
@@ -200,20 +200,20 @@ def test_quantised_weights_are_refused_if_the_package_is_missing(random_checkpoi
     command = [sys.executable, "-c", LOAD_WITHOUT_PACKAGES, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     for message, (method, _) in zip(done.stdout.splitlines(), cases, strict=True):
-        assert f"quantised with '{method}', which cannot run here" in message, message
+        assert f"quantized with '{method}', which cannot run here" in message, message
         assert any(name in message for name in NO_PACKAGE[method][1].split("|")), message
 
 
 def test_an_unknown_quantisation_is_refused(copy):
     reconfigure(copy, quantization_config={"quant_method": "abacus"})
     message = refused(copy)
-    assert "quantised with 'abacus', which transformers does not support; it supports aqlm" in message
+    assert "quantized with 'abacus', which transformers does not support; it supports aqlm" in message
 
 
-def test_families_with_their_own_layers_refuse_quantised_weights(copy):
+def test_families_with_their_own_layers_refuse_quantized_weights(copy):
     refuse_quantized(Checkpoint.open(copy))
     reconfigure(copy, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(UnsupportedCheckpoint, match="supports only unquantised weights"):
+    with pytest.raises(UnsupportedCheckpoint, match="supports only unquantized weights"):
         refuse_quantized(Checkpoint.open(copy))
 
 
@@ -227,7 +227,7 @@ def test_bitsandbytes_is_served_where_it_is_installed(random_checkpoint, tmp_pat
     reference = Qwen2VLForConditionalGeneration.from_pretrained(
         random_checkpoint, quantization_config=BitsAndBytesConfig(**settings), device_map={"": "cpu"}
     )
-    folder = tmp_path / "quantised"
+    folder = tmp_path / "quantized"
     shutil.copytree(random_checkpoint, folder)
     (folder / "model.safetensors").unlink()
     reference.save_pretrained(folder)

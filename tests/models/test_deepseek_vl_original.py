@@ -251,7 +251,7 @@ class TestDeepseekVLOriginal(OriginalContract):
         other = changed(other, tmp_path / "third", "preprocessor_config", {"do_normalize": False})
         self.assert_same(other, reference, path_file)
         other = changed(other, tmp_path / "fourth", "preprocessor_config", {"image_mean": [0.1, 0.2, 0.3]})
-        self.assert_refused(other, "pads with")
+        self.assert_refused(other, "gives the padding color")
 
     @pytest.mark.parametrize(
         ("change", "named"),

@@ -138,12 +138,12 @@ def plain_copy(source, folder, weights):
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_the_plain_numbers(case, odd_checkpoint, tmp_path, caplog):
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
-    # Published checkpoints store unquantised weights in bfloat16, and FP8's scales too.
+    # Published checkpoints store unquantized weights in bfloat16, and FP8's scales too.
     weights = quantise(tmp_path / "packed", CASES[case], LINEAR, torch.bfloat16)
     plain = plain_copy(odd_checkpoint, tmp_path / "plain", weights)
     with caplog.at_level(logging.WARNING):
         found = load_model(tmp_path / "packed", device="cpu")
-    assert "the weights are dequantised" in caplog.text
+    assert "the weights are dequantized" in caplog.text
     assert {weight.dtype for weight in found.module.parameters()} == {torch.float32}
     assert (found.logits(IDS) - load_model(plain, device="cpu").logits(IDS)).abs().max() <= 1e-5
 
@@ -158,7 +158,7 @@ def test_any_dtype_of_the_model_and_of_the_scales_is_served(dtype, stored, odd_c
     assert (found.logits(IDS) - expected.logits(IDS)).abs().max() <= 1e-5
 
 
-def test_families_with_their_own_layers_are_dequantised_too(tmp_path):
+def test_families_with_their_own_layers_are_dequantized_too(tmp_path):
     for name in ("packed", "plain"):
         (tmp_path / name).mkdir()
         write_checkpoint(
@@ -204,7 +204,7 @@ def test_scales_that_do_not_fit_are_refused_by_name(change, message, odd_checkpo
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("ending", ["gate_proj.weight", "q_proj.bias", "norm1.bias"])
-def test_quantised_weights_without_scales_are_refused(odd_checkpoint, tmp_path, ending, dtype, file):
+def test_quantized_weights_without_scales_are_refused(odd_checkpoint, tmp_path, ending, dtype, file):
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
     stored = tmp_path / "packed" / "model.safetensors"
     weights = load_file(stored)
@@ -229,7 +229,7 @@ def test_8_bit_weights_of_any_name_need_scales():
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e5m2])
-def test_quantised_weights_without_scales_are_refused_by_families_with_their_own_layers(tmp_path, dtype):
+def test_quantized_weights_without_scales_are_refused_by_families_with_their_own_layers(tmp_path, dtype):
     weights = dict(drawn_weights(GOLDEN / "molmo" / "d"))
     name = next(name for name in weights if name.endswith("class_embedding"))
     weights[name] = (weights[name] * 100).to(dtype)
@@ -245,12 +245,12 @@ AWQ = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
 @pytest.mark.parametrize(
     ("file", "settings", "message"),
     [
-        ("quantize_config.json", GPTQ, "quantised with 'gptq'.*optimum"),
-        ("quant_config.json", AWQ, "quantised with 'awq'.*gptqmodel"),
+        ("quantize_config.json", GPTQ, "quantized with 'gptq'.*optimum"),
+        ("quant_config.json", AWQ, "quantized with 'awq'.*gptqmodel"),
         (
             "hf_quant_config.json",
             {"quantization": {"quant_algo": "FP8"}},
-            "quantised with 'modelopt', which transformers",
+            "quantized with 'modelopt', which transformers",
         ),
     ],
 )
@@ -259,12 +259,12 @@ def test_a_quantisation_file_beside_config_json_is_read(file, settings, message,
     (tmp_path / "packed" / file).write_text(json.dumps(settings))
     with pytest.raises(UnsupportedCheckpoint, match=message) as error:
         load_model(tmp_path / "packed", device="cpu")
-    assert "Alternatively, use the unquantised checkpoint" in str(error.value)
+    assert "Alternatively, use the unquantized checkpoint" in str(error.value)
     for family in ("molmo/d", "qwen_vl"):
         shutil.copytree(GOLDEN / family, folder := tmp_path / family.replace("/", "_"))
         (folder / file).write_text(json.dumps(settings))
         (folder / "model.safetensors").write_bytes(b"not read")
-        with pytest.raises(UnsupportedCheckpoint, match="supports only unquantised weights"):
+        with pytest.raises(UnsupportedCheckpoint, match="supports only unquantized weights"):
             load_model(folder, device="cpu")
 
 

@@ -234,9 +234,7 @@ def test_a_missing_tokenizer_is_named(copy):
         Tokenizer.from_pretrained(copy)
     with pytest.raises(UnsupportedCheckpoint, match=r"has no tokenizer\.json"):
         Checkpoint.open(copy).token_id("<image>")
-    with pytest.raises(
-        UnsupportedCheckpoint, match=r"neither qwen\.tiktoken nor a tokenizer\.json; copy qwen\.tiktoken"
-    ):
+    with pytest.raises(UnsupportedCheckpoint, match=r"neither qwen\.tiktoken nor tokenizer\.json; copy qwen\.tiktoken"):
         family_named("qwen_vl").tokenizer(Checkpoint.open(copy))
 
 

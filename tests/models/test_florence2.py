@@ -148,19 +148,22 @@ class TestFlorence2(Seq2SeqContract):
     @pytest.mark.parametrize(("setting", "value"), [("min_length", 4), ("encoder_no_repeat_ngram_size", 2)])
     def test_unsupported_generation_rules_are_refused(self, path, tmp_path, setting, value):
         other = changed(path, tmp_path / "other", "generation_config", {setting: value})
-        with pytest.raises(UnsupportedCheckpoint, match=f"{setting} {value}"):
+        with pytest.raises(UnsupportedCheckpoint, match=f"{setting} to {value}"):
             load_model(other, device="cpu")
 
     def test_beams_are_ignored_with_a_warning(self, path, tmp_path, caplog):
         load_model(changed(path, tmp_path / "other", "generation_config", {"num_beams": 3}), device="cpu")
-        assert "num_beams 3; outputs are decoded without beam search" in caplog.text
+        assert "num_beams to 3; outputs are decoded without beam search" in caplog.text
 
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
             ({"image_seq_length": 577}, "image_seq_length is 577; only 10 is supported"),
             ({"size": {"shortest_edge": 96}}, "images to several sizes"),
-            ({"size": {"height": 1632, "width": 96}, "image_seq_length": 154}, "positions for 50 per side"),
+            (
+                {"size": {"height": 1632, "width": 96}, "image_seq_length": 154},
+                "position embeddings for at most 50 x 50",
+            ),
         ],
     )
     def test_preprocessing_that_does_not_fit_the_tower_is_refused(self, path, tmp_path, changes, message):

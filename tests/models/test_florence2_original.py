@@ -239,10 +239,10 @@ class TestFlorence2Original(Seq2SeqContract):
         config["text_config"] |= changes
         save_json(path, config=config)
 
-    def test_quantised_weights_are_refused(self, path, tmp_path):
+    def test_quantized_weights_are_refused(self, path, tmp_path):
         settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
         other = changed(path, tmp_path / "other", "config", {"quantization_config": settings})
-        with pytest.raises(UnsupportedCheckpoint, match=r"is quantised, .* only in transformers' layout"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"is quantized, .* only in transformers' layout"):
             load_model(other, device="cpu")
 
     def test_a_missing_tokenizer_is_named(self, path, tmp_path):

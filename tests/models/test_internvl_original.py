@@ -391,8 +391,8 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
         save_json(other, tokenizer_config=settings)
         self.assert_same(other, reference, path_file)
 
-    def test_quantised_weights_are_refused(self, path, tmp_path):
+    def test_quantized_weights_are_refused(self, path, tmp_path):
         settings = {"quant_method": "awq", "bits": 4}
         other = changed(path, tmp_path / "other", "config", {"quantization_config": settings})
-        with pytest.raises(UnsupportedCheckpoint, match=r"is quantised, .* only in transformers' layout"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"is quantized, .* only in transformers' layout"):
             load_model(other, device="cpu")

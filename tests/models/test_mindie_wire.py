@@ -350,7 +350,7 @@ def test_words_that_do_not_belong_to_the_family_are_refused(model, mindie, path_
         with pytest.raises((CorruptReference, LimitExceeded)):
             model.read(other)
     with pytest.raises(
-        CorruptReference, match=r"an item has 2 words of MindIE's wire format; items of this model have 3 or 5"
+        CorruptReference, match=r"an item in MindIE's format has 2 handle words; items of this model have 3 or 5"
     ):
         model.read(changed(2, pad))
     for wrong in ((2 * rows, width // 2), (rows // 2, 2 * width), (rows * width,)):

@@ -76,7 +76,7 @@ def test_unused_keys_are_logged_once_in_one_line(random_checkpoint, tmp_path, ca
 @pytest.mark.parametrize("stated", ["w8a8", "w4a16", "w8a8s"])
 def test_weights_quantised_for_mindie_are_refused_by_name(stated, random_checkpoint, tmp_path):
     other = changed(random_checkpoint, tmp_path / "other", "config", {"quantize": stated})
-    with pytest.raises(UnsupportedCheckpoint, match=f"quantised for MindIE .quantize is '{stated}'"):
+    with pytest.raises(UnsupportedCheckpoint, match=f"quantized for MindIE .quantize is '{stated}'"):
         load_model(other, "cpu")
 
 

@@ -21,7 +21,7 @@ async def test_a_failed_start_is_repeated(caplog):
     starter = Starter("the thing")
     assert await starter.again(start) == "up"
     assert "the thing did not start (attempt 1)" in caplog.text
-    assert "the thing is restarted in 0.5 s" in caplog.text
+    assert "the thing will be restarted in 0.5 s" in caplog.text
     assert Restarts.of([starter, starter]) == Restarts(started=2, failed=2)
 
 

@@ -1,4 +1,4 @@
-"""Tests of a service with --truncate, --allow-private-media and --json-additional-properties allow.
+"""Tests of a service with --truncate, --allow-private-media, --json-additional-properties and --any-model-name.
 
 The last tests kill the processes of the service, one after another.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+import openai
 import psutil
 import pytest
 import pytest_asyncio
@@ -35,7 +36,8 @@ def lenient(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
     folder = tmp_path_factory.mktemp("lenient")
     options = {"truncate": True, "allow_private_media": True, "json_additional_properties": "allow"}
     given = settings | {"spool": folder / "spool", **options}
-    with running_service(given, folder / "log") as running:
+    names = {"MINDIE_MM_SERVED_MODEL_NAME": "first, second/name", "MINDIE_MM_ANY_MODEL_NAME": "true"}
+    with running_service(given, folder / "log", environment=names) as running:
         yield running
         assert running.stop() == 0, (folder / "log").read_text()[-2000:]
     assert not list((folder / "spool").iterdir()), "request directories are left"
@@ -79,6 +81,21 @@ def test_json_objects_may_have_other_properties(lenient: RunningService, service
     assert answer(lenient).startswith('{"a": 1, "')
     assert answer(lenient, strict=False).startswith('{"a": 1, "')
     assert answer(lenient, strict=True) == answer(service) == answer(service, strict=False) == '{"a": 1}'
+
+
+def test_a_model_may_have_several_names_or_any(lenient: RunningService) -> None:
+    with openai.OpenAI(base_url=f"{lenient.url}/v1", api_key="none", max_retries=0) as client:
+        assert [card.id for card in client.models.list()] == ["first", "second/name"]
+        assert client.models.retrieve("second/name").id == "second/name"
+        for name in ("first", "second/name", "gpt-3.5-turbo"):
+            answer = client.chat.completions.create(
+                model=name, messages=[{"role": "user", "content": "Hello!"}], max_tokens=2
+            )
+            assert answer.model == "first"
+        with pytest.raises(openai.NotFoundError, match="this service serves 'first' or 'second/name'"):
+            client.models.retrieve("third")
+    assert lenient.model == "first"
+    assert 'model_name="first"' in httpx2.get(f"{lenient.url}/metrics").text
 
 
 def test_truncation_never_cuts_through_a_picture(lenient: RunningService, red_square: str) -> None:

@@ -45,5 +45,5 @@ def test_the_check_of_a_request_does_not_copy_its_media() -> None:
     ids=["text", "surrogate", "beside-media", "variable"],
 )
 def test_values_that_msgpack_cannot_encode_are_refused(request_: TokenizeRequest) -> None:
-    with pytest.raises(InputError, match=r"^the (request|prompt) holds an? .*lone surrogate"):
+    with pytest.raises(InputError, match=r"^the (request|prompt) contains an? .*lone surrogate"):
         _checked(request_, ServiceConfig())

@@ -86,6 +86,11 @@ def send_unknown_keys(http: Any, *, strict: bool) -> None:
             answer = http.post(path, json=body)
             assert answer.status_code == (400 if strict else 200), answer.text
             assert not strict or "has the unknown key 'annotations'" in answer.json()["error"]["message"]
+    good = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1, "store": True}
+    for change in ({}, {"x_field": 1}, {"messages": [{"role": "user", "content": PROMPT, "x_key": 1}]}):
+        answer = http.post("/v1/chat/completions", json=good | change)
+        assert answer.status_code == (400 if strict and change else 200), answer.text
+        assert not strict or not change or "'x_" in answer.json()["error"]["message"]
 
 
 def records(log: str) -> list[dict[str, Any]]:
@@ -130,7 +135,7 @@ def test_prompts_are_logged_only_with_log_prompts(talk: Talk) -> None:
         for word in ("Ozymandias", "Xanadu", SCHEMA_NAME, "Whisper"):
             assert word not in log
         return
-    assert len(logged) == 5
+    assert len(logged) == 6
     for record in logged:
         assert PROMPT in record["message"]
         assert record["request_id"]
@@ -152,7 +157,7 @@ def test_each_request_has_its_access_line(talk: Talk) -> None:
     assert lines[-1]["status"] == 404
     assert lines[-1]["route"] == "none"
     assert lines[0]["client_request_id"] == "mine-1"
-    assert len({line["request_id"] for line in lines}) == len(lines) == 19
+    assert len({line["request_id"] for line in lines}) == len(lines) == 22
     assert all(line["duration_s"] > 0 and line["method"] in ("POST", "GET") for line in lines)
 
 

@@ -34,7 +34,7 @@ ROUTES = {
 }
 
 
-ELSEWHERE = {"n", "best_of"}
+ELSEWHERE = {"n", "best_of", "thinking_token_budget"}
 """Numeric fields that are not sampling parameters."""
 NAMES = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens"}
 """Sampling parameter by field name, where the two differ."""

@@ -342,7 +342,7 @@ def test_a_process_that_dies_repeatedly_is_restarted_with_backoff_while_the_serv
         assert service.stop() == 0
     log = (tmp_path / "log").read_text()
     for pause_s in ("0.5", "1.0", "2.0"):
-        assert f"{role} process is restarted in {pause_s} s" in log
+        assert f"{role} process will be restarted in {pause_s} s" in log
     assert "was restarted (restart 1)" in log
 
 

@@ -49,6 +49,12 @@ def test_a_missing_media_folder_is_refused(tmp_path: Path) -> None:
     assert list(spool.iterdir()) == []
 
 
+def test_a_format_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    for flag, noun in (("--tool-call-parser", "tool calls"), ("--reasoning-parser", "reasoning")):
+        error = error_of_start("--spool", tmp_path / "spool", flag, "nothing")
+        assert error.startswith(f"Error: no format of {noun} is named 'nothing'; there are ")
+
+
 @pytest.mark.parametrize("port", [-1, 65536, 99999])
 def test_a_port_outside_its_range_is_refused(port: int) -> None:
     with pytest.raises(InputError, match=f"port is {port}; it must be an integer from 0 to 65535"):

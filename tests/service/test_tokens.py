@@ -54,10 +54,9 @@ def test_the_generation_prompt_can_be_left_out(http: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "not use tools"),
         ({"reasoning_effort": "low"}, "not use reasoning_effort"),
         ({"continue_final_message": True}, "continue_final_message is not supported"),
-        ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs is not supported"),
+        ({"mm_processor_kwargs": {"num_crops": 9}}, "mm_processor_kwargs has the key 'num_crops'"),
         ({"add_special_tokens": True}, "add_special_tokens is True, which is supported only with prompt"),
     ],
 )

@@ -9,6 +9,7 @@ import httpx2
 import openai
 import pytest
 
+from tests.service.chat_assembling import Assembled, assembled, whole
 from tests.service.conftest import TINY
 from tests.tokenize.test_tools import TEMPLATE
 from tests.warm import running_service
@@ -17,15 +18,31 @@ from tools.serving import RunningService
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weigh", "description": "Weighs a thing.", "parameters": {}}}
 ]
+MARKERS = {"<tool_call>": 787, "</tool_call>": 788, "<think>": 789, "</think>": 790}
+THINKING = (
+    "{% if enable_thinking is defined %}{{ '<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n' }}"
+    "{% endif %}{# <tool_call> #}"
+)
+NAMED: Any = {"type": "function", "function": {"name": "weigh"}}
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello!"}]
 
 
 @pytest.fixture(scope="module")
 def handy(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
+    """Run the embedded checkpoint with markers that are special tokens, and with a template that uses them."""
     folder = tmp_path_factory.mktemp("handy")
     shutil.copytree(TINY, folder / "tiny")
     tokenizer_config = json.loads((folder / "tiny/tokenizer_config.json").read_text())
-    (folder / "tiny/tokenizer_config.json").write_text(json.dumps(tokenizer_config | {"chat_template": TEMPLATE}))
+    (folder / "tiny/tokenizer_config.json").write_text(
+        json.dumps(tokenizer_config | {"chat_template": TEMPLATE + THINKING})
+    )
+    vocabulary = json.loads((folder / "tiny/tokenizer.json").read_text())
+    last = vocabulary["added_tokens"][-1]
+    vocabulary["added_tokens"] += [
+        last | {"id": token_id, "content": text, "normalized": False, "special": True}
+        for text, token_id in MARKERS.items()
+    ]
+    (folder / "tiny/tokenizer.json").write_text(json.dumps(vocabulary))
     with running_service(settings | {"spool": folder / "spool"}, folder / "log", folder / "tiny") as running:
         yield running
         assert running.stop() == 0
@@ -64,22 +81,14 @@ def test_tool_choice_none_leaves_tools_out(handy: RunningService, handy_http: ht
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-@pytest.mark.parametrize(
-    ("given", "param", "message"),
-    [
-        ({"tool_choice": "auto"}, "tool_choice", "tool_choice is 'auto', but there are no tools"),
-        ({"tool_choice": "auto", "tools": None}, "tool_choice", "tool_choice is 'auto', but there are no tools"),
-        ({"tools": []}, "tools", "tools is an empty list"),
-        ({"tools": [], "tool_choice": "auto"}, "tools", "tools is an empty list"),
-        ({"tools": [], "tool_choice": "none"}, "tools", "tools is an empty list"),
-    ],
-)
-def test_a_tool_choice_without_tools_is_refused(
-    handy_http: httpx2.Client, path: str, given: Any, param: str, message: str
-) -> None:
-    answer = handy_http.post(path, json={"messages": MESSAGES} | given)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"], message in error["message"]) == (400, param, True), error
+def test_a_choice_without_tools_is_refused_only_if_it_requires_one(handy_http: httpx2.Client, path: str) -> None:
+    for given in ({"tool_choice": "auto"}, {"tools": []}, {"tools": [], "tool_choice": "none"}, {"tools": None}):
+        assert handy_http.post(path, json={"messages": MESSAGES} | given).status_code == 200, given
+    for choice in ("required", NAMED):
+        answer = handy_http.post(path, json={"messages": MESSAGES, "tools": [], "tool_choice": choice})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "tool_choice"), error
+        assert "there are no tools" in error["message"]
 
 
 def test_the_reasoning_effort_reaches_the_template(handy: RunningService, handy_http: httpx2.Client) -> None:
@@ -91,10 +100,88 @@ def test_the_reasoning_effort_reaches_the_template(handy: RunningService, handy_
     assert handy_http.post("/v1/chat/completions", json=body | {"reasoning_effort": 3}).status_code == 400
 
 
-def test_a_tool_choice_that_enforces_a_call_is_refused(handy_http: httpx2.Client) -> None:
-    for choice in ("required", {"type": "function", "function": {"name": "weigh"}}):
-        body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
-        for path in ("/v1/chat/completions", "/tokenize"):
-            answer = handy_http.post(path, json=body)
-            assert answer.status_code == 400
-            assert "tool_choice must be 'auto' or 'none'" in answer.json()["error"]["message"]
+def ask(handy: RunningService, **changes: Any) -> Assembled:
+    """Return the first choice of an answer, streamed if `changes` say so."""
+    with openai.OpenAI(base_url=f"{handy.url}/v1", api_key="none", max_retries=0) as client:
+        given = {"model": handy.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 64} | changes
+        if given.get("stream"):
+            return assembled(client.chat.completions.create(**given, stream_options={"include_usage": True}))
+        return whole(client.chat.completions.create(**given))
+
+
+UNTHINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_markers_that_are_special_tokens_frame_calls_and_never_show(handy: RunningService, stream: bool) -> None:
+    plain: dict[str, Any] = {"tools": TOOLS, "stream": stream, "extra_body": UNTHINKING}
+    answer = ask(handy, tool_choice=NAMED, logprobs=True, **plain)
+    assert (answer.calls, answer.content, answer.finish_reason) == ([("weigh", "{}")], "", "tool_calls")
+    assert answer.tokens[0] == "<tool_call>"
+    assert "</tool_call>" in answer.tokens
+    assert len(answer.tokens) == answer.usage.completion_tokens
+    # A marker that begins no call is no text either.
+    stray = ask(handy, logit_bias={"788": 100}, max_tokens=5, **plain)
+    assert (stray.content, stray.finish_reason, stray.usage.completion_tokens) == ("", "length", 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_strict_tools_get_valid_arguments_where_the_model_decides(handy: RunningService, stream: bool) -> None:
+    parameters = {"type": "object", "properties": {"kg": {"enum": [7]}}, "required": ["kg"]}
+    tool = {"type": "function", "function": {"name": "lift", "parameters": parameters, "strict": True}}
+    plain: dict[str, Any] = {"tools": [tool], "stream": stream, "extra_body": UNTHINKING}
+    text = ask(handy, **plain)
+    assert (text.calls, bool(text.content)) == ([], True)
+    called = ask(handy, logit_bias={"787": 100}, parallel_tool_calls=False, **plain)
+    assert called.calls == [("lift", '{"kg": 7}')]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_stands_beside_the_content(handy: RunningService, stream: bool) -> None:
+    def think(budget: int, **extra: Any) -> Assembled:
+        given = {"thinking_token_budget": budget, "chat_template_kwargs": {"enable_thinking": True}} | extra
+        return ask(handy, stream=stream, max_tokens=24, extra_body=given)
+
+    unlimited = think(-1)
+    assert (bool(unlimited.reasoning), unlimited.content) == (True, "")
+    used = unlimited.usage
+    assert used.completion_tokens_details.reasoning_tokens == used.completion_tokens > 5
+    limited = think(5)
+    assert unlimited.reasoning.startswith(limited.reasoning)
+    assert limited.content
+    assert limited.usage.completion_tokens_details.reasoning_tokens == 5
+    if stream:
+        assert limited.kinds == ["reasoning", "content"]
+    hidden = think(5, include_reasoning=False)
+    assert (hidden.reasoning, hidden.content) == ("", limited.content)
+    for without in (think(5, **UNTHINKING), think(0)):
+        assert without.reasoning == ""
+        assert without.content
+        assert without.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_structured_outputs_begin_after_the_reasoning(handy: RunningService, stream: bool) -> None:
+    for thinks in (True, False):
+        extra = {"thinking_token_budget": 5, "chat_template_kwargs": {"enable_thinking": thinks}}
+        one = {"tool_choice": "required", "parallel_tool_calls": False}
+        called = ask(handy, tools=TOOLS, stream=stream, extra_body=extra, **one)
+        assert (called.calls, bool(called.reasoning)) == ([("weigh", "{}")], thinks)
+        shaped = ask(handy, stream=stream, extra_body=extra | {"structured_outputs": {"choice": ["yes", "no"]}})
+        assert (shaped.content in ("yes", "no"), bool(shaped.reasoning)) == (True, thinks)
+    # Where the prompt leaves it to the model: it reasons first, or not at all.
+    for bias in ({"789": 100}, {"789": -100}):
+        extra = {"thinking_token_budget": 5, "structured_outputs": {"choice": ["yes", "no"]}}
+        shaped = ask(handy, stream=stream, extra_body=extra, logit_bias=bias)
+        assert (shaped.content in ("yes", "no"), shaped.usage.completion_tokens > 5) == (True, bias["789"] > 0)
+        free = ask(handy, stream=stream, extra_body={"thinking_token_budget": 5}, logit_bias=bias, max_tokens=9)
+        assert free.usage.completion_tokens_details.reasoning_tokens == (6 if bias["789"] > 0 else 0), "with its start"
+    begun = ask(handy, tools=TOOLS, logit_bias={"789": 100}, stream=stream, max_tokens=6)
+    assert (begun.content, begun.calls) == ("", [])
+    assert begun.usage.completion_tokens_details.reasoning_tokens == 6
+
+
+def test_a_budget_is_a_whole_number(handy_http: httpx2.Client) -> None:
+    for budget in (-2, 1.5, "5"):
+        answer = handy_http.post("/v1/chat/completions", json={"messages": MESSAGES, "thinking_token_budget": budget})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")

@@ -131,7 +131,7 @@ def test_the_listing_of_settings_hides_only_secrets(file):
     file.write_text("api_key = ['first-key', 'second-key']\nserved_model_name = 'm'\nport = 0\n")
     listed = {one.name: one.value for one in configuration({}, file).settings()}
     assert listed.keys() == {field.name for cls in CLASSES for field in dataclasses.fields(cls)} - PARTS
-    assert (listed["api_key"], listed["served_model_name"], listed["port"]) == ("*** (2 of them)", '"m"', "0")
+    assert (listed["api_key"], listed["served_model_name"], listed["port"]) == ("*** (2 of them)", '["m"]', "0")
     assert (listed["truncate"], listed["spool"], listed["cors_origin"]) == ("false", "none", "[]")
     assert not any("-key" in value for value in listed.values())
 

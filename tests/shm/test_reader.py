@@ -173,7 +173,7 @@ def test_a_replaced_arena_is_missing(arena: Arena) -> None:
     with Arena.create(1 << 20) as other:
         stranger, _ = publish(other)
         other.path.replace(arena.path)
-        with pytest.raises(SegmentMissing, match="belongs to arena"):
+        with pytest.raises(SegmentMissing, match="belongs to another arena"):
             attach(ref)
     arena.path.unlink()
     arena.path.write_bytes(b"somebody's notes")

@@ -320,7 +320,9 @@ class TestDiskArena(StoreContract):
 
     @pytest.mark.parametrize("num_entries", [0, 16385])
     def test_an_invalid_number_of_blocks_is_refused(self, tmp_path: Path, num_entries: int) -> None:
-        with pytest.raises(InputError, match=f"of entries of a file of blocks is {num_entries}; it must be 1 to 16384"):
+        with pytest.raises(
+            InputError, match=f"of entries of a file of blocks is {num_entries}; it must be from 1 to 16384"
+        ):
             DiskArena.create(tmp_path / "x", 1, CAPACITY, num_entries)
 
     def test_a_file_beyond_the_limit_of_the_file_system_is_refused(self, tmp_path: Path) -> None:

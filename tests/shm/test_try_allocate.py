@@ -84,8 +84,8 @@ def test_holes_between_blocks_count_as_room(arena: Arena, tmp_path: Path) -> Non
     [
         ((65,), "take 266240 bytes of shared memory; the arena has 262144 .--arena-bytes."),
         ((32, 33), "the arena has 262144"),
-        ((49,), "a request may hold 196608 bytes of an arena"),
-        ((24, 25), "a request may hold 196608 bytes of an arena"),
+        ((49,), "a request may hold at most 196608 bytes of an arena"),
+        ((24, 25), "a request may hold at most 196608 bytes of an arena"),
     ],
 )
 def test_a_request_beyond_the_arena_or_its_quota_is_refused(

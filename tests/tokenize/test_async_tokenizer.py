@@ -215,7 +215,7 @@ async def test_a_failed_restart_is_repeated_until_it_succeeds(tokenizer, request
         with pytest.raises(ProcessDied):
             await task
         async with asyncio.timeout(120):
-            while "the tokenizer process is restarted in 0.5 s" not in caplog.text:  # noqa: ASYNC110 - as below
+            while "the tokenizer process will be restarted in 0.5 s" not in caplog.text:  # noqa: ASYNC110 - as below
                 await asyncio.sleep(0.01)
         assert "OSError: [Errno 24] Too many open files" in caplog.text
     async with asyncio.timeout(300):

@@ -110,7 +110,7 @@ def test_a_template_that_loses_media_is_refused(copy: Path, tmp_path: Path) -> N
     cut = "{% for m in messages %}{{ m.role + ': ' + m.content[1:] + '\n' }}{% endfor %}"
     with Tokenizer.from_pretrained(with_templates(copy, cut), content_format="string") as tokenizer:
         messages = [{"role": "user", "content": [{"type": "image", "image": str(image)}, *text("What?")]}]
-        with pytest.raises(InputError, match="the chat template writes 0 of 1 media items"):
+        with pytest.raises(InputError, match="the chat template renders 0 of 1 media items"):
             tokenizer.tokenize_chat(messages, tmp_path / "shm_name.txt")
 
 

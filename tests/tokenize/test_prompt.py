@@ -100,7 +100,7 @@ def test_refs_reads_the_words_of_each_item():
     found = [*put_words(prompt, [ref.to_words() for ref in refs]).refs()]
     assert found == [refs[0], Ref(3, 8, 2)]
     assert [*Prompt(np.array([1, 2], np.int64)).refs()] == []
-    with pytest.raises(CorruptReference, match="the image at slot 1 has no word"):
+    with pytest.raises(CorruptReference, match="the image at token 1 has no handle words"):
         next(prompt.refs())
 
 

@@ -210,12 +210,15 @@ async def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path, o
         held = [asking.at_once(32), asking.at_once(32)]
         waiting = asking.waiting(8) if others_wait else None
         await turn()
-        for pages, message in (((65,), "[0-9]+ bytes of shared memory; the arena has 262144"), ((33,), "may hold")):
+        for pages, message in (
+            ((65,), "[0-9]+ bytes of shared memory; the arena has 262144"),
+            ((33,), "may hold at most"),
+        ):
             with pytest.raises(LimitExceeded, match=message):
                 asking.at_once(*pages)
             with pytest.raises(LimitExceeded, match=message):
                 await asking.room.take(_specs(pages), asking.path_file())
-        with pytest.raises(LimitExceeded, match="may hold"):
+        with pytest.raises(LimitExceeded, match="may hold at most"):
             asking.at_once(17, 16)
         for blocks in held:
             asking.free(blocks)

@@ -225,6 +225,36 @@ def test_a_developer_becomes_the_system_unless_the_template_knows_the_role(
     assert reference.decode(tokenizer.tokenize_chat(messages)) == f"{role}: In French.\nuser: Hello!\n"
 
 
+@pytest.mark.parametrize(
+    ("template", "role", "is_taken"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "critic", True),
+        ("{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}", "Art-Critic_2", True),
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}", "critic", True),
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}", "image_pad", False),
+        (CHOSEN_ROLES, "critic", False),
+        ("{% for m in messages %}a: {{ m.content }}\n{% endfor %}", "critic", False),
+        (
+            "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('no') }}{% endif %}{% endfor %}",
+            "c",
+            False,
+        ),
+    ],
+)
+def test_a_role_of_its_own_is_taken_if_the_template_writes_it(
+    tmp_path, checkpoint_path, reference, template, role, is_taken
+):
+    tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
+    messages = [*user("Hello!"), {"role": role, "content": "Hm."}]
+    if not is_taken:
+        with pytest.raises(InputError, match=f"role {role} is not served: the model's chat template does not write it"):
+            tokenizer.tokenize_chat(messages)
+        return
+    prompt = reference.decode(tokenizer.tokenize_chat(messages))
+    assert role.lower() in prompt.lower()
+    assert prompt.endswith("Hm.\n")
+
+
 def test_a_role_that_the_template_ignores_is_refused(tmp_path, checkpoint_path):
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, CHOSEN_ROLES))
     messages = [*user("Hello!"), {"role": "tool", "content": "7 kg"}]

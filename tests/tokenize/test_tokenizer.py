@@ -398,7 +398,7 @@ def test_a_request_beyond_its_quota_is_refused(checkpoint_path, spool):
     image = {"image": str(spool / "image" / "0.jpg")}
     with Arena.create(2**20, quota_bytes=60_000) as arena:
         tokenizer = Tokenizer.from_pretrained(checkpoint_path, arena=arena)
-        with pytest.raises(LimitExceeded, match="a request may hold 60000 bytes"):
+        with pytest.raises(LimitExceeded, match="a request may hold at most 60000 bytes"):
             tokenizer.tokenize([image, image])
         assert arena.num_blocks == 0
         tokenizer.tokenize([image])

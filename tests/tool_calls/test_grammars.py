@@ -220,7 +220,7 @@ def test_text_may_stand_around_calls_that_begin_with_a_token():
         for text in (call, f"I crop it.\n{call}", f"{call} Done.", "No call.", ""):
             assert marked.accepts(grammar, text), (name, text)
         assert not marked.accepts(grammar, f"I crop it. {call.replace('90]', '90, 1]')}"), name
-        with pytest.raises(InputError, match="calls amid text"):
+        with pytest.raises(InputError, match="tool calls after text"):
             parser_named(name).grammar(TOOLS, added_tokens=plain.added_tokens, **arguments)
 
 
@@ -258,7 +258,7 @@ def test_names_with_spaces_and_signs_are_written_where_a_format_can():
 
 
 def test_a_tool_that_is_not_offered_cannot_be_forced():
-    with pytest.raises(InputError, match="none of the tools offered is named 'fly'"):
+    with pytest.raises(InputError, match="none of the offered tools is named 'fly'"):
         parser_named("hermes").grammar(TOOLS, parallel=False, one_of=["fly"], added_tokens={})
 
 

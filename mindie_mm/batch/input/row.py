@@ -226,7 +226,7 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
         if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
             return _from_object(described, partial(_located_file, files=record.files, folder=folder))
     if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
-        raise InputError(f"{record.key} has {packed[0]}, which is compressed and may hold a part of the row. Unpack it")
+        raise InputError(f"{record.key} has {packed[0]}, which is compressed and may hold part of the row. Unpack it")
     if not media:
         raise MediaError(f"{record.key} has no media file, only {sorted({*map(ending_of, record.files)})}")
     text = _own_text(record, described) or template or _text_file(record)

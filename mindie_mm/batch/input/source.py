@@ -129,7 +129,7 @@ class Source(ABC):
             with self.opened():
                 pass
         except (FileNotFoundError, NotADirectoryError):
-            raise StorageError(f"{self.name} was removed while the run read it. {_RESTORE}") from None
+            raise StorageError(f"{self.name} was removed while the run was reading it. {_RESTORE}") from None
         except OSError as error:
             raise StorageError(f"{self.name} cannot be read to the end: {error.strerror}") from error
 
@@ -139,7 +139,7 @@ class Source(ABC):
             return
         if not (self.digest and now.may_equal(self.state) and digest_of(file) == self.digest):
             difference = self.state.difference(now)
-            raise StorageError(f"{self.name} changed while the run read it: {difference}. {_RESTORE}")
+            raise StorageError(f"{self.name} changed while the run was reading it: {difference}. {_RESTORE}")
         self.state = now
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ class Dataset(Sequence[Sample]):
         number = index(row)
         number += len(self) if number < 0 else 0
         if not 0 <= number < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
+            raise IndexError(f"there is no row {row}; the data set has {len(self)} rows")
         return self._sample(number)
 
     def __iter__(self) -> Iterator[Sample]:

@@ -148,7 +148,7 @@ class ShardRow:
             bounds = [0, *(bound for span in prompt.spans for bound in (span.start, span.stop)), len(prompt)]
             if any(start > stop for start, stop in pairwise(bounds)):
                 raise CorruptReference(
-                    f"row {record['row']}: the slots {bounds[1:-1]} of its media items are outside its token ids"
+                    f"row {record['row']}: the bounds {bounds[1:-1]} of its media items do not fit its token ids"
                 )
         return cls(record["row"], record["id"], prompt, error, record["digests"] or (), record["arrays"] or ())
 

@@ -136,7 +136,7 @@ def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
     try:
         stack.enter_context(mount(Path(message.path), message.number))
     except MindieMMError:
-        _log.exception("%s cannot be mounted", message.path)
+        _log.exception("the file of blocks %s cannot be mounted", message.path)
 
 
 def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
@@ -157,7 +157,7 @@ def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
         LOADING_PATIENCE,
     )
     if ranks.number == 0 and (detail := slow_dtype(model.module)):
-        _log.warning("%s. Use --dtype float32, or 32 bits for this part", detail)
+        _log.warning("%s. Use --dtype float32, or 32 bits for the part (--vision-bits, --projector-bits)", detail)
     checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):

@@ -68,8 +68,8 @@ def kv_cache_bytes(
     free = device.free_bytes() // (ranks.count if spec.device.type == "cpu" else 1)
     share = config.memory_share or device.memory_share
     says = (
-        f"{spec.device} has {mib(free)} free after loading the weights; the largest step takes {mib(taken)}, "
-        f"the encoder cache {mib(config.encoder_cache_bytes)}"
+        f"{spec.device} has {mib(free)} free after loading the weights; the largest step takes {mib(taken)}; "
+        f"the encoder cache takes {mib(config.encoder_cache_bytes)}"
     )
     if config.kv_cache_bytes is not None:
         asked = min(config.kv_cache_bytes, useful)
@@ -78,7 +78,7 @@ def kv_cache_bytes(
                 f"kv_cache_bytes of {mib(asked)} does not fit: {says}. Lower kv_cache_bytes, encoder_cache_bytes, "
                 "or a limit of the largest step, such as max_num_batched_tokens"
             )
-        _log.info("%s, the KV cache takes %s (kv_cache_bytes)", says, mib(asked))
+        _log.info("%s; the KV cache takes %s (kv_cache_bytes)", says, mib(asked))
         return asked
     left = int(free * share) - taken - config.encoder_cache_bytes
     # A decode step copies one layer of the sequences' KV cache. Padding at most doubles the size of the copy.
@@ -86,7 +86,7 @@ def kv_cache_bytes(
     if left < block_bytes:
         raise DeviceError(f"no memory is left for the KV cache: {says}; memory_share is {share:g}. {MORE_ROOM}")
     _log.info(
-        "%s, the KV cache takes %s of the %s that memory_share %g leaves",
+        "%s; the KV cache takes %s of the %s that memory_share %g leaves",
         says,
         mib(min(left, useful)),
         mib(left),

@@ -112,7 +112,7 @@ async def fetch(
                         return await _body(response, max_bytes, spend)
                     location = response.headers.get("Location", "")
                     target = checked_url(redirected_url(location, target), allowed_domains)
-            raise MediaError(f"{target.host} redirects more often than the limit of {max_redirects} times")
+            raise MediaError(f"{target.host} sent more redirects than the limit of {max_redirects}")
     except aiohttp.ConnectionTimeoutError as error:
         raise MediaError(
             f"{target.host} did not accept a connection within the limit of {connect_timeout_s:g} s"

@@ -76,7 +76,7 @@ def redirected_url(location: str, base: URL) -> str:
 
     """
     if not location or len(location) > MAX_URL_LENGTH:
-        raise MediaError(f"{base.host} sent a redirect with an empty or too long location")
+        raise MediaError(f"{base.host} sent a redirect whose location is empty or too long")
     try:
         location = _escaped(location)
     except ValueError as error:

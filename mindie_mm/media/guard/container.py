@@ -222,7 +222,7 @@ def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> It
             read += packet.size
             if read > limit:
                 raise LimitExceeded(
-                    f"the packets of the container's {num_bytes} bytes have more bytes than the limit of {limit}"
+                    f"the container has {num_bytes} bytes, but its packets add up to more than the limit of {limit}"
                 )
             if packet.size:
                 yield packet

@@ -16,6 +16,7 @@ from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.document.pdf import PdfPage, open_page
 from mindie_mm.media.guard.boxes import check_boxes
 from mindie_mm.media.guard.caps import add_picture, caps, check_pixels
 from mindie_mm.media.guard.segments import JPEG_START, MAX_SCANS, PNG_START, check_parts, check_scans, jpeg_head
@@ -45,9 +46,9 @@ _FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
 Pixels = NDArray[np.uint8]
 """RGB pixels, uint8 [height, width, 3] for an image and [frames, height, width, 3] for a video."""
 Frames = tuple[bytes | Pixels, ...]
-"""Frames of a video. Each frame is an encoded image or pixels."""
-Data = bytes | NDArray[Any] | Frames
-"""Input of preprocessing: encoded bytes, pixels, audio samples, or frames of a video."""
+"""Frames of a video, each as an encoded image or as pixels."""
+Data = bytes | NDArray[Any] | Frames | PdfPage
+"""Input of preprocessing: encoded bytes, pixels, audio samples, frames of a video, or a page of a PDF."""
 
 Resample = Literal["bilinear", "bicubic", "lanczos"]
 RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -157,12 +158,12 @@ class DecodedImage:
         return self.pixels
 
 
-def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | EncodedImage | DecodedImage:
-    """Read the size of an image. Call `decode` on the result to decode the pixels.
+def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | EncodedImage | DecodedImage | PdfPage:
+    """Read the size of an image. Its pixels are decoded on request.
 
     Args:
-        data: An encoded image, or pixels, uint8 [height, width, 3].
-        drop_alpha: Whether transparent pixels show their color in the file instead of the background.
+        data: The file, pixels, uint8 [height, width, 3], or a page of a PDF.
+        drop_alpha: Show the colours that transparent pixels have in the file, instead of the background.
 
     Raises:
         MediaError: The data are not a readable image.
@@ -170,6 +171,8 @@ def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | 
 
     """
     assert not isinstance(data, tuple), "frames are a video's"
+    if isinstance(data, PdfPage):
+        return open_page(data)
     if not isinstance(data, bytes):
         check_pixels(data.shape[1], data.shape[0])
         return DecodedImage(data)

@@ -90,7 +90,7 @@ def num_taken(own: int, video: Video, options: MediaOptions, limit: int) -> int:
     count = min(bounded(options.num_frames or own, options), video.num_frames)
     if count > limit:
         raise LimitExceeded(
-            f"{count} frames of the video would be taken; the limit is {limit}. Ask for fewer with num_frames, "
+            f"{count} frames of the video would be sampled; the limit is {limit}. Ask for fewer with num_frames, "
             "max_frames or fps"
         )
     return count

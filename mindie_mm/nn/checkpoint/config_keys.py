@@ -89,7 +89,7 @@ class Keys:
             stated = name in config if True in served else found is not None
             if stated and found not in served:
                 values = " or ".join(repr(value) for value in served) or "null"
-                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {found!r}; only {values} is supported")
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {found!r}; supported: {values}")
         completed = dict(config)
         for name, default in self.read.items():
             if name not in config:

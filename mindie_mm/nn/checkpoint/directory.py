@@ -157,7 +157,7 @@ class Checkpoint:
                 return self.json(file), file
         raise UnsupportedCheckpoint(
             f"{self.path} has no preprocessing settings for {kind} inputs: it has no {_FILES[kind][0]}, and no "
-            f"{_PARTS[kind][0]} in processor_config.json. Copy the file from the original repository"
+            f"{_PARTS[kind][0]} in processor_config.json. Copy one of these files from the original repository"
         )
 
     def require(self, name: str, keys: Collection[str]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _check_layered_rope(checkpoint: Checkpoint, text: Any) -> None:
     layered = [name for name, value in parameters.items() if isinstance(value, dict)]
     if layered and (loose := parameters.keys() - {*layered}):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path}: rope_parameters has {', '.join(sorted(loose))} for all layers; this model has them "
+            f"{checkpoint.path}: rope_parameters has {', '.join(sorted(loose))} for all layers; this model needs them "
             f"for each type of layer: {', '.join(layered)}"
         )
 

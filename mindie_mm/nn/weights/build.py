@@ -117,7 +117,7 @@ def check_weight_files(checkpoint: Checkpoint, *, own_layers: bool) -> None:
 def _refuse_quantized_originals(checkpoint: Checkpoint) -> None:
     if is_quantized(checkpoint):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised, and its weights have the names of the original layout; quantised "
+            f"{checkpoint.path} is quantized, and its weights have the names of the original layout; quantized "
             "weights are supported only in transformers' layout"
         )
 

@@ -87,8 +87,8 @@ def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
     if library and device.multiplies(torch.float8_e4m3fn) and importlib.util.find_spec(library) is not None:
         return False
     _log.warning(
-        "%s is quantised with %r, which the device %s cannot run here; the weights are dequantised and take "
-        "as much memory as unquantised weights",
+        "%s is quantized with %r, which the device %s cannot run here; the weights are dequantized and take "
+        "as much memory as unquantized weights",
         checkpoint.path,
         method,
         device.name,

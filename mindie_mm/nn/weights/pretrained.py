@@ -49,7 +49,7 @@ def read_config(name: str, checkpoint: Checkpoint) -> Any:
     try:
         return _configuration(getattr(transformers, name), checkpoint)
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} cannot be read as {name}: {error}") from error
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: config.json cannot be read as {name}: {error}") from error
 
 
 def _configuration(cls: type[Any], checkpoint: Checkpoint) -> Any:
@@ -204,7 +204,7 @@ def _load(
     if (settings := quantization(checkpoint)) is None:
         check_stored(checkpoint)
     else:
-        refuse_shares(checkpoint, "is quantised")
+        refuse_shares(checkpoint, "is quantized")
     if dequantized := must_dequantize(checkpoint, device):
         settings = None
     else:

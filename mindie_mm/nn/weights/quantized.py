@@ -23,7 +23,7 @@ _PACKAGES: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes>=0.50"},
 }
 """Modules that each method needs, with their pip requirements. transformers itself checks other methods."""
-_INSTEAD = "Alternatively, use the unquantised checkpoint, or one in FP8 or quantised with bitsandbytes"
+_INSTEAD = "Alternatively, use the unquantized checkpoint, or one in FP8 or quantized with bitsandbytes"
 
 
 def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -80,10 +80,10 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
     from transformers.quantizers.auto import AutoHfQuantizer  # imported late, like all modeling code of transformers
 
     method = method_of(settings)
-    refused = f"{checkpoint.path} is quantised with {method!r}, which cannot run here"
+    refused = f"{checkpoint.path} is quantized with {method!r}, which cannot run here"
     if method.startswith("bitsandbytes") and not device.has_bitsandbytes:
         raise UnsupportedCheckpoint(
-            f"{refused}: bitsandbytes has no operators for the device {device.name}. Use the unquantised "
+            f"{refused}: bitsandbytes has no operators for the device {device.name}. Use the unquantized "
             "checkpoint, or another device"
         )
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its layers warn at every call
@@ -103,13 +103,13 @@ def check_method(checkpoint: Checkpoint) -> None:
     method = method_of(settings)
     if method not in AUTO_QUANTIZER_MAPPING:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method!r}, which transformers does not support; it supports "
+            f"{checkpoint.path} is quantized with {method!r}, which transformers does not support; it supports "
             f"{', '.join(sorted(AUTO_QUANTIZER_MAPPING))}. {_INSTEAD}"
         )
     if packages := missing_packages(method):
         wanted = " ".join(f"'{package}'" for package in packages)
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method!r}, which cannot run here: a package is missing (pip "
+            f"{checkpoint.path} is quantized with {method!r}, which cannot run here: a package is missing (pip "
             f"install {wanted}). {_INSTEAD}"
         )
 
@@ -143,7 +143,7 @@ def try_layers(checkpoint: Checkpoint, module: nn.Module, device: Device, dtype:
             raise
         except (RuntimeError, ImportError, NotImplementedError, AssertionError, ValueError) as error:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path} is quantised with {method_of(quantization(checkpoint) or {})!r}, which the "
+                f"{checkpoint.path} is quantized with {method_of(quantization(checkpoint) or {})!r}, which the "
                 f"device {device.name} cannot run in {str(dtype).removeprefix('torch.')} ({name}): {error}. "
                 f"Use another --dtype or --device. {_INSTEAD}"
             ) from error
@@ -168,8 +168,8 @@ def refuse_mindie(checkpoint: Checkpoint) -> None:
         return
     how = f"quantize is {stated!r} in config.json" if stated not in (None, "") else f"it has {files[0]}"
     raise UnsupportedCheckpoint(
-        f"{checkpoint.path} is quantised for MindIE ({how}), in a layout that only MindIE's own models "
-        "support; use the original checkpoint, or one quantised with bitsandbytes"
+        f"{checkpoint.path} is quantized for MindIE ({how}), in a layout that only MindIE's own models "
+        "support; use the original checkpoint, or one quantized with bitsandbytes"
     )
 
 
@@ -180,8 +180,8 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     method = method_of(settings)
     if not method.startswith("bitsandbytes"):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantised with {method!r}; this family has layers of its own and supports "
-            "only unquantised weights and weights quantised with bitsandbytes. Use the unquantised checkpoint"
+            f"{checkpoint.path} is quantized with {method!r}; this family has layers of its own and supports "
+            "only unquantized weights and weights quantized with bitsandbytes. Use the unquantized checkpoint"
         )
     if settings.get("llm_int8_has_fp16_weight"):
         raise UnsupportedCheckpoint(

@@ -76,7 +76,7 @@ def require_floats(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Non
     if not dtype.is_floating_point or dtype.itemsize == 1:
         raise UnsupportedCheckpoint(
             f"{checkpoint.path}: {name} is stored as {str(dtype).removeprefix('torch.')}, but neither "
-            "config.json nor other tensors describe how it was quantised. Use the unquantised checkpoint"
+            "config.json nor other tensors describe how it was quantized. Use the unquantized checkpoint"
         )
 
 

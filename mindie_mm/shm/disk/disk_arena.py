@@ -108,12 +108,12 @@ class DiskArena:
 
         """
         if not 0 <= number <= MAX_ARENA:
-            raise InputError(f"the number of a file of blocks is {number}; it must be 0 to {MAX_ARENA}")
+            raise InputError(f"the number of a file of blocks is {number}; it must be from 0 to {MAX_ARENA}")
         if capacity_bytes < 1:
             raise InputError(f"the capacity of a file of blocks is {capacity_bytes} bytes; it must be at least 1")
         if num_entries is not None and not 1 <= num_entries <= MAX_BLOCK + 1:
             raise InputError(
-                f"the number of entries of a file of blocks is {num_entries}; it must be 1 to {MAX_BLOCK + 1}"
+                f"the number of entries of a file of blocks is {num_entries}; it must be from 1 to {MAX_BLOCK + 1}"
             )
         header = replace(ArenaHeader.plan(capacity_bytes, 0, Owner.nobody(), DISK_PAGE), arena=number)
         header = header if num_entries is None else replace(header, num_entries=num_entries)

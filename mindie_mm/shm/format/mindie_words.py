@@ -86,10 +86,10 @@ def decode_shm_name_from_int64(value: SupportsIndex) -> str:
     word, unsigned = _unsigned(value, "name")
     length = unsigned >> 58
     if not 1 <= length <= _MAX_CHARACTERS:
-        _corrupt(word, "name", f"its length {length} is not 1 to {_MAX_CHARACTERS}")
+        _corrupt(word, "name", f"its length {length} is not in [1, {_MAX_CHARACTERS}]")
     indices = [unsigned >> (53 - 5 * place) & 0x1F for place in range(length)]
     if max(indices) >= len(CHARSET):
-        _corrupt(word, "name", f"its character {max(indices)} is not below {len(CHARSET)}")
+        _corrupt(word, "name", f"its character number {max(indices)} is not below {len(CHARSET)}")
     characters = "".join(CHARSET[index] for index in indices)
     if sum(indices) & 7 != unsigned & 7:
         _corrupt(
@@ -141,7 +141,7 @@ def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
     word, unsigned = _unsigned(value, "shape")
     num_dims = unsigned >> 60
     if num_dims not in PLAN:
-        _corrupt(word, "shape", f"its number of axes {num_dims} is not 1 to {NUM_SHAPE_DIMS}")
+        _corrupt(word, "shape", f"its number of axes {num_dims} is not in [1, {NUM_SHAPE_DIMS}]")
     checksum = (unsigned >> 3).bit_count() % 3
     if checksum != unsigned & 7:
         _corrupt(word, "shape", f"its checksum is {unsigned & 7}, but that of its bits is {checksum}")
@@ -151,7 +151,7 @@ def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
         sizes.append(unsigned >> place & ((1 << bits) - 1))
     for axis, (size, bits) in enumerate(zip(sizes, PLAN[num_dims], strict=True)):
         if not 1 <= size <= 1 << (bits - 1):
-            _corrupt(word, "shape", f"its size {size} on axis {axis} is not 1 to {1 << (bits - 1)}")
+            _corrupt(word, "shape", f"its size {size} on axis {axis} is not in [1, {1 << (bits - 1)}]")
     return sizes
 
 

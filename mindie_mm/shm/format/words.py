@@ -78,7 +78,7 @@ def encode_name(arena: int, block: int, generation: int) -> int:
 def _does_not_fit(arena: int, block: int, generation: int) -> NoReturn:
     limits = (("arena", arena, MAX_ARENA), ("block", block, MAX_BLOCK), ("generation", generation, MAX_GENERATION))
     what, value, limit = next(one for one in limits if not 0 <= one[1] <= one[2])
-    raise LimitExceeded(f"{what} {value} does not fit in a name word; it must be 0 to {limit}")
+    raise LimitExceeded(f"{what} {value} does not fit in a name word; it must be from 0 to {limit}")
 
 
 def encode_shape(name_word: int, dtype: str, shape: tuple[int, ...]) -> int:
@@ -166,7 +166,7 @@ def _unpack(payload: int) -> tuple[str, tuple[int, ...]]:
     if code >= len(spec.DTYPES):
         raise ValueError(f"its dtype code {code} is not below {len(spec.DTYPES)}")
     if not 1 <= num_dims <= spec.MAX_DIMS:
-        raise ValueError(f"its number of dimensions {num_dims} is not 1 to {spec.MAX_DIMS}")
+        raise ValueError(f"its number of dimensions {num_dims} is not in [1, {spec.MAX_DIMS}]")
     return spec.DTYPES[code], _unpack_dims(payload & ((1 << DIMS_BITS) - 1), num_dims)
 
 

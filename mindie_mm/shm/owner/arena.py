@@ -340,5 +340,5 @@ def _lease_ns(lease_s: float, path_file: str | Path | None) -> int:
             "block lives"
         )
     if not 0 <= lease_s <= _MAX_LEASE_S:
-        raise InputError(f"the lease is {lease_s} s; it must be 0 to {_MAX_LEASE_S}")
+        raise InputError(f"the lease is {lease_s} s; it must be from 0 to {_MAX_LEASE_S}")
     return max(1, int(lease_s * 1e9))

@@ -165,4 +165,4 @@ def _link(descriptor: int, header: ArenaHeader) -> ArenaHeader:
             except FileExistsError:
                 continue
             return header
-    raise SharedMemoryError(f"no arena number from 0 to {MAX_ARENA} is free in {SHM_DIRECTORY}")
+    raise SharedMemoryError(f"all arena numbers from 0 to {MAX_ARENA} are in use in {SHM_DIRECTORY}")

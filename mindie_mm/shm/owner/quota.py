@@ -21,7 +21,7 @@ class Quotas:
         if not self.has_room(request, size):
             raise LimitExceeded(
                 f"the block has {size} bytes and its request already holds {self._held.get(request, 0)} bytes; "
-                f"a request may hold {self.limit_bytes} bytes of an arena"
+                f"a request may hold at most {self.limit_bytes} bytes of an arena"
             )
 
     def add(self, request: bytes, nbytes: int) -> None:

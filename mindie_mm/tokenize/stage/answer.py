@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Text, parse_inputs, parse_messages
+from mindie_mm.inputs import Text, parse_inputs, parse_messages, with_defaults
 from mindie_mm.media.source import located_items, located_messages
+from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.prompts import Draft, Prompts
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
@@ -18,21 +19,22 @@ async def answer(prompts: Prompts, requests: Sequence[TokenizeRequest]) -> list[
     path_files = {request.path_file for request in requests}
     if len(path_files) != 1:
         raise InputError(f"prompts that are tokenized together must share one path file; found {sorted(path_files)}")
-    drafts = [_draft(prompts, request) for request in requests]
+    pages = Pages(prompts.stage)
+    drafts = [await _draft(prompts, request, pages) for request in requests]
     (path_file,) = path_files
     return await prompts.make(drafts, Path(path_file) if path_file else None)
 
 
-def _draft(prompts: Prompts, request: TokenizeRequest) -> Draft:
+async def _draft(prompts: Prompts, request: TokenizeRequest, pages: Pages) -> Draft:
     given = [name for name in ("messages", "items", "text") if getattr(request, name) is not None]
     if len(given) != 1:
         raise InputError(f"a request must have exactly one of messages, items and text; found {given or 'none'}")
     template = (request.add_generation_prompt, request.chat_template_kwargs, request.options)
     folder = Path(request.folder) if request.folder else None
     if request.messages is not None:
-        messages = parse_messages(request.messages)
+        messages = with_defaults(parse_messages(request.messages), request.media_defaults)
         messages = messages if folder is None else located_messages(messages, folder)
-        return prompts.draft_messages(messages, *template)
+        return prompts.draft_messages(await pages.of_messages(messages), *template)
     items = [Text(request.text)] if request.text is not None else parse_inputs(request.items or [])
     items = items if folder is None else located_items(items, folder)
-    return prompts.draft_turn(items, *template, chat=request.chat and request.text is None)
+    return prompts.draft_turn(await pages.of_items(items), *template, chat=request.chat and request.text is None)

@@ -32,6 +32,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     ToProcess,
 )
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,9 @@ class AsyncTokenizer(TokenizerStage):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder[FromProcess](FromProcess)
         self.shown_tokens: list[str] = []
-        """Same as `Prompts.shown_tokens`. It is empty until the process is ready."""
+        """Same as `Prompts.shown_tokens`. Known when the process is ready."""
+        self.chat_traits = ChatTraits()
+        """Same as `Prompts.chat_traits`. Known when the process is ready."""
         self._why_down = "it is being started"
         self._closed = False
 
@@ -143,6 +146,7 @@ class AsyncTokenizer(TokenizerStage):
                 self._settled.set()
             raise
         self.shown_tokens = ready.shown_tokens
+        self.chat_traits = ready.chat_traits
         self._heard_s = time.monotonic()
         self._up = True
         self._settled.set()
@@ -168,7 +172,7 @@ class AsyncTokenizer(TokenizerStage):
                 if not self._replies:
                     self._heard_s = time.monotonic()
                 elif time.monotonic() - self._heard_s > HANG_S:
-                    return f"has not responded for {HANG_S:g} s and is killed"
+                    return f"did not respond for {HANG_S:g} s and was killed"
                 else:
                     self._send(Ping())
             receiving.result()

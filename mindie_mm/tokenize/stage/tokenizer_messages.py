@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from mindie_mm.inputs import MediaDefaults
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     """More variables for the chat template, such as `tools`."""
     options: PromptOptions = PromptOptions()
+    media_defaults: MediaDefaults = {}
+    """Options of media in `messages` that state none."""
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -65,6 +69,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     shown_tokens: list[str] = []
     """See `Prompts.shown_tokens`."""
+    chat_traits: ChatTraits = ChatTraits()
+    """See `Prompts.chat_traits`."""
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):

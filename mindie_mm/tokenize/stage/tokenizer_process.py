@@ -143,7 +143,7 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
             group.create_task(decoders.open(setup.num_decoders))
             reading = group.create_task(asyncio.to_thread(_read_checkpoint, setup, decoders, room))
         prompts = reading.result()
-        channel.send(msgspec.msgpack.encode(Ready(prompts.shown_tokens)))
+        channel.send(msgspec.msgpack.encode(Ready(prompts.shown_tokens, prompts.chat_traits)))
         with socket.socket(fileno=os.dup(channel.fileno())) as sock:
             await Server(await open_channel(sock), prompts, arena).serve()
     except MindieMMError as error:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mindie_mm.processes.restarts import Restarts
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
 
 class TokenizerStage(ABC):
@@ -15,6 +16,8 @@ class TokenizerStage(ABC):
 
     shown_tokens: list[str]
     """See `Prompts.shown_tokens`."""
+    chat_traits: ChatTraits
+    """See `Prompts.chat_traits`."""
 
     @property
     @abstractmethod

@@ -14,8 +14,10 @@ import msgspec
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import KINDS, ROLES, Message, Text
+from mindie_mm.inputs.unknown_keys import warn_once
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import ContentFormat
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings, unused_character
 
 _REMEMBERED = 256
@@ -34,6 +36,8 @@ _LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa:
 _PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
 """Variables and keys of messages that are refused unless the template uses them."""
 _PROBE = "a text"
+_NO_ROLE = "norole0"
+"""Custom role that no template gives a meaning."""
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "a_name", "arguments": {}}}
 _ASKED = (Message("user", "another"), Message("assistant", "another", {"tool_calls": [_CALL]}))
 _TOOL = {"type": "function", "function": {"name": "a_name", "description": "", "parameters": {"type": "object"}}}
@@ -71,6 +75,7 @@ class ChatTemplate:
         self._source = source
         self._tried_with = {"tools": [_TOOL]} if for_tools else {}
         self._tokenizer = tokenizer
+        self._control = control
         self._spelling = ControlSpelling(control, {*control, *ROLES, *KINDS, *_words(source)})
         self._content_format: ContentFormat = "auto"
         # Some templates skip content that is a string. Others support only strings: given a list of parts, they fail,
@@ -85,7 +90,11 @@ class ChatTemplate:
         self._wraps_strings = self._content_format == "openai"
         self._placeless = [name for name in _PLACED if not re.search(rf"\b{name}\b", source)]
         self._knows_developer = re.search(r"\bdeveloper\b", source) is not None
-        self._lost_roles = [role for role, tried in _TRIED.items() if self._loses(tried)]
+        shown = {role: self._shows_messages(tried) for role, tried in _TRIED.items()}
+        self._lost_roles = [role for role, is_shown in shown.items() if is_shown is False]
+        self.traits = ChatTraits(source, takes_system=bool(shown["system"]))
+        """Properties of the template that the service needs."""
+        self._takes_role = lru_cache(_REMEMBERED)(self._takes)
         self._is_deterministic = not _VOLATILE.search(source)
         self._remembered = lru_cache(_REMEMBERED)(
             lambda conversation, items, opens: self._rendered(msgspec.json.decode(conversation), items, opens, {})
@@ -148,8 +157,33 @@ class ChatTemplate:
             turn["role"] = "system"  # OpenAI's name for the system role
         if turn["role"] in self._lost_roles:
             raise InputError(f"the role {message.role} is not supported: the model's chat template ignores it")
+        if message.role not in ROLES and not self._takes_role(message.role):
+            raise InputError(f"the role {message.role} is not supported: the model's chat template does not write it")
         self._check_placed(message.extra, "messages")
+        for key, value in message.extra.items():
+            if value and key not in self._source:
+                warn_once(key, "a message")
         return turn
+
+    def _takes(self, role: str) -> bool:
+        """Return whether the template writes messages of a custom role, and writes no control token for its name."""
+        names = (role, _NO_ROLE)
+        texts = [self._probed(one) for one in names]
+        if not all(text is not None and one.lower() in text.lower() for text, one in zip(texts, names, strict=True)):
+            return False
+        counts = [[text.count(token) for token in self._control] for text in texts if text is not None]
+        return counts[0] == counts[1]
+
+    def _probed(self, role: str) -> str | None:
+        """Return a conversation with the probe in a message of `role`, or None if the template refuses or loses it."""
+        tried = [
+            as_dict(Message(one, text), self._wraps_strings) for one, text in (("user", "another"), (role, _PROBE))
+        ]
+        try:
+            text = self._run([{**turn, "content": self._formatted(turn["content"])} for turn in tried])
+        except Exception:  # noqa: BLE001 - a template is a program and can raise anything
+            return None
+        return text if _PROBE in text and repr(_PROBE) not in text else None
 
     def _check_placed(self, given: Mapping[str, Any], field: str | None = None) -> None:
         for name in self._placeless:
@@ -166,9 +200,9 @@ class ChatTemplate:
         system = as_dict(Message("system", "another"), wraps_strings)
         return next((shown for tried in ([user], [system, user]) if (shown := self._shows(tried)) is not None), None)
 
-    def _loses(self, tried: Sequence[Message]) -> bool:
-        """Return whether the template skips a part of the messages. Return False if it refuses them."""
-        return self._shows([as_dict(message, self._wraps_strings) for message in tried]) is False
+    def _shows_messages(self, tried: Sequence[Message]) -> bool | None:
+        """Return whether the template writes the probe in messages. If it refuses them, it raises an error itself."""
+        return self._shows([as_dict(message, self._wraps_strings) for message in tried])
 
     def _shows(self, conversation: Sequence[Mapping[str, Any]]) -> bool | None:
         """Return whether the template writes the probe into a prompt, or None if it refuses the conversation."""
@@ -262,7 +296,7 @@ def _with_items(text: str, mark: str, items: Sequence[str]) -> str:
     """Replace each `mark` with the text of its item. Raise InputError if the template lost or repeated a mark."""
     first, *pieces = text.split(mark)
     if len(pieces) != len(items):
-        raise InputError(f"the chat template writes {len(pieces)} of {len(items)} media items")
+        raise InputError(f"the chat template renders {len(pieces)} of {len(items)} media items")
     return first + "".join(item + piece for item, piece in zip(items, pieces, strict=True))
 
 

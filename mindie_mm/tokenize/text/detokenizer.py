@@ -19,10 +19,14 @@ class TextStream:
     a space at the beginning of a text, and several bytes may form one character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, silent: Collection[int] | None = None
+    ) -> None:
+        """Start a text. `silent` are the ids of the tokens without text, or None for `skip_special_tokens`."""
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._last: list[int] = []  # ids of the last piece
+        self._skip = skip_special_tokens and silent is None
+        self._silent = silent or ()
+        self._last: list[int] = []  # the ids of the last piece
         self._last_text = ""  # text of the last piece
         self._behind: list[int] = []  # ids that have not produced text yet
 
@@ -56,6 +60,8 @@ class TextStream:
         return piece
 
     def _decoded(self, token_ids: list[int]) -> str:
+        if self._silent:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._silent]
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
         return text
 
@@ -63,8 +69,14 @@ class TextStream:
 class Detokenizer:
     """The output of one request as text. Text that may be the beginning of a stop string is held back."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
-        self._stream = TextStream(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        silent: Collection[int] | None = None,
+    ) -> None:
+        self._stream = TextStream(tokenizer, silent=silent)
         self._min_tokens = min_tokens
         self._stop = stop
         self._num_tokens = 0

@@ -27,6 +27,7 @@ from mindie_mm.nn.family import Processor
 from mindie_mm.settings.config import ContentFormat
 from mindie_mm.tokenize.placeholders import check_order
 from mindie_mm.tokenize.text.chat_template import ChatTemplate, TemplateSources, as_dict
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings
 
 _ALWAYS_ENCODED = 2**18
@@ -108,6 +109,9 @@ class TextEncoder:
         self._templates: dict[str, ChatTemplate] = {}
         self.has_template = self._template(()) is not None
         """Whether the checkpoint has a chat template."""
+        for_tools = self._template((), with_tools=True)
+        self.chat_traits = ChatTraits() if for_tools is None else for_tools.traits
+        """Traits of the template for conversations with tools."""
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._prefix, self._suffix = self._frame()
         self._bos: str | None = tokenizer.bos_token
@@ -166,7 +170,7 @@ class TextEncoder:
         """
         kinds = {item.kind for item in media_of_messages(messages)}
         if (template := self._template(kinds, with_tools=bool(template_kwargs.get("tools")))) is None:
-            raise InputError("the checkpoint has no chat template; give a list of items or a text")
+            raise InputError("the checkpoint has no chat template; give a list of items or a string")
         return template.render(messages, add_generation_prompt, template_kwargs, items)
 
     def replace_markers(
@@ -348,7 +352,7 @@ def _control_ids(
     """Map texts of control tokens to ids. Raise UnsupportedCheckpoint if a placeholder id is not an added token."""
     added = tokenizer.added_tokens_decoder
     if missing := sorted(set(placeholder_ids) - added.keys()):
-        raise UnsupportedCheckpoint(f"{checkpoint.path}: the tokenizer has no added tokens of the media ids {missing}")
+        raise UnsupportedCheckpoint(f"{checkpoint.path}: the tokenizer has no added tokens for the media ids {missing}")
     control = {token.content: index for index, token in added.items() if token.special or index in placeholder_ids}
     return control | {tokenizer.convert_ids_to_tokens(index): index for index in set(pieces) - added.keys()}
 

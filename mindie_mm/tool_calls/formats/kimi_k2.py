@@ -44,6 +44,11 @@ class KimiK2Parser(ToolCallParser):
         """Return an id with the number of the call in the chat."""
         return f"functions.{name}:{self.num_earlier_calls + self.num_calls}"
 
+    @classmethod
+    def history_id(cls, call_id: str, name: str, number: int) -> str:
+        """Return an id with the number of the call."""
+        return f"functions.{name}:{number}"
+
     def calls(self, opening: str) -> Step[None]:
         """Parse the calls of a section. Other text in the section is dropped."""
         while True:

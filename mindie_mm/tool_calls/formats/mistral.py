@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 import string
@@ -34,6 +35,13 @@ class MistralV3Parser(JsonCallParser):
     def call_id(self, name: str) -> str:
         """Return an id of 9 letters and digits."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+    @classmethod
+    def history_id(cls, call_id: str, name: str, number: int) -> str:
+        """Return an id of 9 letters and digits, the same for the same id."""
+        if _ID.fullmatch(call_id):
+            return call_id
+        return hashlib.blake2b((call_id or str(number)).encode(errors="replace"), digest_size=8).hexdigest()[:9]
 
     def calls(self, opening: str) -> Step[None]:
         """Parse one call, or a list of calls."""

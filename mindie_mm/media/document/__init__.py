@@ -1,0 +1,1 @@
+"""Documents, whose pages are rendered to images."""

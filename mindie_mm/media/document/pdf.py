@@ -1,0 +1,183 @@
+"""Pages of PDFs as images, rendered by PDFium.
+
+PDFium is built without JavaScript and XFA, and nothing that a PDF asks for is executed or fetched. Fonts that are not
+embedded are replaced by PDFium's own, so that a page looks the same on every machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.guard.caps import add_picture, caps, check_pixels
+
+DPI = 144
+"""Resolution of a page. Pages that would have more pixels than `max_pdf_page_pixels` are rendered smaller."""
+_POINTS_PER_INCH = 72
+_PASSWORD, _SECURITY = 4, 5  # FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY
+_FORM, _IMAGE = 5, 3  # FPDF_PAGEOBJ_FORM, FPDF_PAGEOBJ_IMAGE
+_RGB = 2  # FPDFBitmap_BGR, with the bytes in the reverse order
+_FLAGS = 0x01 | 0x10  # FPDF_ANNOT, FPDF_REVERSE_BYTE_ORDER
+_MAX_DEPTH = 8
+"""Maximum depth of objects whose images are counted before rendering."""
+_lock = threading.RLock()
+"""PDFium has global state and is not thread-safe."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PdfPage:
+    """A page whose size is known. It is not rendered yet. Its interface is that of an EncodedImage."""
+
+    data: bytes
+    """The PDF."""
+    index: int
+    """Number of the page, from 0."""
+    height: int
+    """Height in pixels."""
+    width: int
+    """Width in pixels."""
+    num_pages: int
+    """Number of pages of the PDF."""
+
+    @classmethod
+    def open(cls, data: bytes, index: int) -> PdfPage:
+        """Read the size of a page.
+
+        Raises:
+            MediaError: The data are no PDF, or the PDF is encrypted or broken.
+            LimitExceeded: The page exceeds a cap.
+
+        """
+        with _document(data) as document:
+            num_pages = _pdfium().FPDF_GetPageCount(document)
+            size = _pdfium().FS_SIZEF()
+            if not _pdfium().FPDF_GetPageSizeByIndexF(document, index, ctypes.byref(size)):
+                raise MediaError(f"page {index + 1} of the PDF is broken")
+        points = size.width * size.height
+        if not (math.isfinite(points) and size.width > 0 and size.height > 0):
+            raise MediaError(f"page {index + 1} of the PDF has no size")
+        scale = min(DPI / _POINTS_PER_INCH, math.sqrt(caps().max_pdf_page_pixels / points))
+        width, height = (max(1, int(side * scale)) for side in (size.width, size.height))
+        return cls(data, index, height, width, num_pages)
+
+    @property
+    def settings(self) -> str:
+        """Properties that the pixels depend on beside the data."""
+        return f"page {self.index} of a PDF at {self.width}x{self.height}"
+
+    def decode(self) -> NDArray[np.uint8]:
+        """Return RGB pixels, uint8 [height, width, 3].
+
+        Raises:
+            MediaError: The page is broken.
+            LimitExceeded: The images on the page have too many pixels.
+
+        """
+        pdfium = _pdfium()
+        pixels = np.full((self.height, self.width, 3), 255, np.uint8)
+        with _document(self.data) as document, _page(document, self.index) as page, _forms(document) as forms:
+            _check_images(page)
+            bitmap = pdfium.FPDFBitmap_CreateEx(self.width, self.height, _RGB, pixels.ctypes.data, 3 * self.width)
+            if not bitmap:
+                raise MediaError(f"page {self.index + 1} of the PDF cannot be rendered")
+            try:
+                place = (0, 0, self.width, self.height, 0, _FLAGS)
+                pdfium.FPDF_RenderPageBitmap(bitmap, page, *place)
+                if forms:
+                    pdfium.FPDF_FFLDraw(forms, bitmap, page, *place)
+            finally:
+                pdfium.FPDFBitmap_Destroy(bitmap)
+        return pixels
+
+
+def open_page(page: PdfPage) -> PdfPage:
+    """Return `page`, and count its pixels. Raise LimitExceeded if the images of the request have too many."""
+    add_picture(page.width, page.height)
+    return page
+
+
+@cache
+def _pdfium() -> Any:
+    """Return the library, initialized without fonts of the system."""
+    import pypdfium2_raw  # late, because it loads a library of 8 MB that only decoders need
+
+    no_fonts = (ctypes.POINTER(ctypes.c_char) * 1)()
+    config = pypdfium2_raw.FPDF_LIBRARY_CONFIG(version=2, m_pUserFontPaths=no_fonts)
+    pypdfium2_raw.FPDF_InitLibraryWithConfig(config)
+    return pypdfium2_raw
+
+
+@contextmanager
+def _document(data: bytes) -> Iterator[Any]:
+    """Open a PDF. Raise MediaError if it cannot be opened."""
+    with _lock:
+        pdfium = _pdfium()
+        document = pdfium.FPDF_LoadMemDocument64(data, len(data), None)
+        if not document:
+            if pdfium.FPDF_GetLastError() in {_PASSWORD, _SECURITY}:
+                raise MediaError("the PDF is encrypted; send it without a password")
+            raise MediaError(f"the {len(data)} bytes are no readable PDF; it may be truncated or broken")
+        try:
+            yield document
+        finally:
+            pdfium.FPDF_CloseDocument(document)
+
+
+@contextmanager
+def _page(document: Any, index: int) -> Iterator[Any]:
+    page = _pdfium().FPDF_LoadPage(document, index)
+    if not page:
+        raise MediaError(f"page {index + 1} of the PDF is broken")
+    try:
+        yield page
+    finally:
+        _pdfium().FPDF_ClosePage(page)
+
+
+@contextmanager
+def _forms(document: Any) -> Iterator[Any]:
+    """Open the form fields of a document, which are drawn with their values. Yield None if there are none.
+
+    The environment has no callbacks, so that no action of the document runs.
+    """
+    pdfium = _pdfium()
+    if not pdfium.FPDF_GetFormType(document):
+        yield None
+        return
+    callbacks = pdfium.FPDF_FORMFILLINFO(version=2)
+    forms = pdfium.FPDFDOC_InitFormFillEnvironment(document, callbacks)
+    try:
+        yield forms
+    finally:
+        if forms:
+            pdfium.FPDFDOC_ExitFormFillEnvironment(forms)
+
+
+def _check_images(page: Any) -> None:
+    """Raise LimitExceeded if an image on a page, or all of them together, have too many pixels."""
+    pdfium, total = _pdfium(), 0
+    waiting = [(pdfium.FPDFPage_GetObject(page, i), 0) for i in range(pdfium.FPDFPage_CountObjects(page))]
+    width, height = ctypes.c_uint(), ctypes.c_uint()
+    while waiting:
+        item, depth = waiting.pop()
+        kind = pdfium.FPDFPageObj_GetType(item)
+        if kind == _FORM and depth < _MAX_DEPTH:
+            count = pdfium.FPDFFormObj_CountObjects(item)
+            waiting += [(pdfium.FPDFFormObj_GetObject(item, i), depth + 1) for i in range(count)]
+        elif kind == _IMAGE and pdfium.FPDFImageObj_GetImagePixelSize(item, width, height):
+            check_pixels(width.value, height.value)
+            total += width.value * height.value
+            if total > (limit := caps().max_request_pixels):
+                raise LimitExceeded(
+                    f"the images on a page of the PDF have {total} pixels or more; the limit is {limit}"
+                )

@@ -1,0 +1,55 @@
+"""Replacement of PDFs in prompts by one image per page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mindie_mm.errors import LimitExceeded, naming
+from mindie_mm.inputs import Item, Media, Message
+from mindie_mm.tokenize.media_stage import MediaStage
+
+
+class Pages:
+    """The pages of all PDFs of one request."""
+
+    def __init__(self, stage: MediaStage) -> None:
+        """Count pages with `stage`, whose limit applies to all PDFs together."""
+        self._stage = stage
+        self._num_documents = self._num_pages = 0
+
+    async def of_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return `messages` with PDFs replaced as in `of_items`. Errors are those of `of_items`."""
+        return [
+            replace(message, content=tuple(await self.of_items(message.content)))
+            if isinstance(message.content, tuple)
+            else message
+            for message in messages
+        ]
+
+    async def of_items(self, items: Sequence[Item]) -> list[Item]:
+        """Return `items` with the images of its pages, in order, in the place of each PDF.
+
+        Raises:
+            InputError: A PDF cannot be read, or the model takes no images. The message names the PDF.
+            LimitExceeded: The PDFs have too many pages.
+
+        """
+        expanded: list[Item] = []
+        for item in items:
+            expanded += await self._pages(item) if isinstance(item, Media) and item.is_document else [item]
+        return expanded
+
+    async def _pages(self, document: Media) -> list[Item]:
+        limit = self._stage.caps.max_pdf_pages
+        self._num_documents += 1
+        with naming(f"PDF {self._num_documents}"):
+            if not limit:
+                raise LimitExceeded("this service reads no PDFs (--max-pdf-pages)")
+            num_pages = await self._stage.num_pages(document)
+            self._num_pages += num_pages
+            if self._num_pages > limit:
+                raise LimitExceeded(
+                    f"the request's PDFs have {self._num_pages} pages or more; the limit is {limit} (--max-pdf-pages)"
+                )
+        return [replace(document, is_document=False, page=index) for index in range(num_pages)]

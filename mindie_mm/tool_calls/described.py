@@ -1,0 +1,124 @@
+"""Tools as text, for a chat template without a place for them. The format is that of Hermes.
+
+The functions take messages as a client sent them. A message of a wrong form stays as it is, because `parse_messages`
+reports it afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_DESCRIPTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def with_described_tools(messages: Sequence[Any], tools: Sequence[Any], *, takes_system: bool) -> list[Any]:
+    """Return messages that describe the tools, and that hold earlier calls and their results as text.
+
+    Without tools and earlier calls, the messages stay as they are.
+
+    Args:
+        messages: Messages of the chat.
+        tools: Tools that the chat offers, perhaps none.
+        takes_system: Whether the chat template shows a system message. If not, the first user message has the
+            description.
+
+    """
+    if not tools and not any(map(_has_calls, messages)):
+        return list(messages)
+    made: list[Any] = []
+    answers_calls = False
+    for message in messages:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role in ("tool", "function"):
+            response = _joined("<tool_response>\n", message.get("content"), "\n</tool_response>")
+            if answers_calls:  # templates demand that the roles alternate
+                made[-1] = {**made[-1], "content": _joined(made[-1]["content"], "\n", response)}
+            else:
+                made.append({"role": "user", "content": response})
+            answers_calls = True
+            continue
+        if role == "user" and answers_calls:
+            made[-1] = {**made[-1], "content": _joined(made[-1]["content"], "\n", message.get("content"))}
+        elif _has_calls(message):
+            made.append(_with_written_calls(message))
+        else:
+            made.append(message)
+        answers_calls = False
+    return _with_description(made, tools, takes_system=takes_system) if tools else made
+
+
+def _with_description(messages: list[Any], tools: Sequence[Any], *, takes_system: bool) -> list[Any]:
+    description = _DESCRIPTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+    if takes_system:
+        if roles[:1] in (["system"], ["developer"]):
+            content = _joined(messages[0].get("content"), "\n\n", description)
+            return [{**messages[0], "content": content}, *messages[1:]]
+        return [{"role": "system", "content": description}, *messages]
+    if "user" not in roles:
+        return [{"role": "user", "content": description}, *messages]
+    at = roles.index("user")
+    first = {**messages[at], "content": _joined(description, "\n\n", messages[at].get("content"))}
+    return [*messages[:at], first, *messages[at + 1 :]]
+
+
+def _has_calls(message: Any) -> bool:
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        return False
+    return bool(message.get("tool_calls") or message.get("function_call"))
+
+
+def _with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an assistant's message with its calls at the end of its content."""
+    calls = message.get("tool_calls") or [{"function": message["function_call"]}]
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+    written = []
+    for function in functions:
+        if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
+            return dict(message)
+        arguments = function.get("arguments") or {}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        name_text = json.dumps(name, ensure_ascii=False)
+        written.append(f'<tool_call>\n{{"name": {name_text}, "arguments": {text}}}\n</tool_call>')
+    content = message.get("content")
+    rest = {key: value for key, value in message.items() if key not in ("tool_calls", "function_call")}
+    return {**rest, "content": _joined(content, "\n" if content else "", "\n".join(written))}
+
+
+def _joined(*contents: Any) -> Any:
+    """Return the concatenation of contents, each a text, a list of parts or None."""
+    if all(isinstance(content, str | None) for content in contents):
+        return "".join(content or "" for content in contents)
+    parts: list[Any] = []
+    for content in contents:
+        if isinstance(content, str):
+            if content and parts and _is_text(parts[-1]):
+                parts[-1] = {**parts[-1], "text": parts[-1]["text"] + content}
+            elif content:
+                parts.append({"type": "text", "text": content})
+        elif isinstance(content, list):
+            joins = bool(content and parts and _is_text(parts[-1]) and _is_text(content[0]))
+            if joins:
+                parts[-1] = {**content[0], "text": parts[-1]["text"] + content[0]["text"]}
+            parts += content[joins:]
+        elif content is not None:
+            return content
+    return parts
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)

@@ -1,0 +1,52 @@
+"""Calls of earlier turns in the form in which a format's chat template expects them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindie_mm.tool_calls.parser import ToolCallParser
+
+
+def num_calls(messages: Sequence[Any]) -> int:
+    """Return the number of calls in the messages of a chat, which are not checked yet."""
+    return sum(len(_calls(message)) for message in messages)
+
+
+def with_own_ids(messages: Sequence[Any], parser: type[ToolCallParser]) -> list[Any]:
+    """Return messages with the ids of calls, and of their results, in the form of a format.
+
+    A message of a wrong form stays as it is, because `parse_messages` reports it afterwards.
+    """
+    own: dict[str, str] = {}
+    number = 0
+    made: list[Any] = []
+    for message in messages:
+        changed = message
+        if calls := _calls(message):
+            renamed = []
+            for call in calls:
+                renamed.append(_renamed(call, parser, number, own))
+                number += 1
+            changed = {**message, "tool_calls": renamed}
+        elif isinstance(message, Mapping) and isinstance(call_id := message.get("tool_call_id"), str):
+            changed = {**message, "tool_call_id": own.get(call_id, call_id)}
+        made.append(changed)
+    return made
+
+
+def _calls(message: Any) -> Sequence[Any]:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    return calls if isinstance(calls, list) else ()
+
+
+def _renamed(call: Any, parser: type[ToolCallParser], number: int, own: dict[str, str]) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        return call
+    call_id = call.get("id")
+    found = parser.history_id(call_id if isinstance(call_id, str) else "", name, number)
+    if isinstance(call_id, str):
+        own[call_id] = found
+    return {**call, "id": found} if found else call

@@ -1,0 +1,181 @@
+"""How one chat request is answered: what the engine must keep to, and how the text becomes a message."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from mindie_mm.errors import InputError, blaming
+from mindie_mm.structured.outputs import MAX_STRUCTURE_BYTES, StructuredOutputs
+from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tool_calls.history import num_calls
+from mindie_mm.tool_calls.lark import json_value
+from mindie_mm.tool_calls.tool import Tool
+from service.request.call import Call
+from service.request.chat_format import ChatFormat
+from service.request.message import MessageForm
+from service.schemas.tool_types import ToolUse
+
+_TAIL = 32
+"""Number of tokens at the end of a prompt that show whether it opens the reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """A chat's call of the engine, and the form of its messages."""
+
+    call: Call
+    message: MessageForm
+    format: ChatFormat
+    budget: int | None = None
+    """Maximum number of tokens of the reasoning."""
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        use: ToolUse,
+        messages: Sequence[Any],
+        *,
+        include_reasoning: bool,
+        budget: int | None,
+    ) -> ChatForm:
+        """Read a request.
+
+        Raises:
+            InputError: The calls cannot be enforced.
+
+        """
+        service, written = call.service, call.service.chat_format
+        parser = written.parser if written.reads_calls(use) else None
+        tools = use.tools(close=service.config.json_additional_properties == "close")
+        shown = written.shown_tokens(parser, written.reasoning)
+        form = MessageForm(
+            written.reasoning,
+            shows_reasoning=include_reasoning,
+            parser=parser,
+            tools=tools,
+            num_earlier_calls=num_calls(messages) if parser else 0,
+            parallel=use.parallel,
+            hidden=tuple(shown),
+        )
+        if shown:
+            call = replace(call, silent=written.special.difference(written.added_tokens[token] for token in shown))
+        if parser is not None:
+            with blaming("tools"):
+                wanted = _wanted(call.params.structured_outputs, use, tools, written)
+            if wanted != call.params.structured_outputs:
+                call = _kept_to(call, wanted, "tools")
+        return cls(call, form, written, budget)
+
+    async def after(self, prompt: Prompt) -> ChatForm:
+        """Return the form for a prompt, which may open the reasoning, or end it.
+
+        Raises:
+            InputError: The structured output cannot be served.
+
+        """
+        reasoning = self.message.reasoning
+        if reasoning is None:
+            return self
+        tokenizer = self.call.service.worker.tokenizer
+        tail = tokenizer.decode(prompt.plain_ids[-_TAIL:].tolist(), skip_special_tokens=False)
+        opened = reasoning.is_opened_by(tail)
+        form = replace(self, message=replace(self.message, opened=opened))
+        wanted = self.call.params.structured_outputs
+        if tail.rstrip().endswith(reasoning.end.rstrip()) or (wanted is None and self.budget is None):
+            return form
+        opening = None if opened else reasoning.start
+        if wanted is None:
+            with blaming("thinking_token_budget"):
+                wanted = _anything(self.format, opening)
+        wanted = msgspec.structs.replace(wanted, after=reasoning.end, opening=opening, reasoning_tokens=self.budget)
+        call = _kept_to(self.call, wanted, self.call.structure_field or "thinking_token_budget")
+        await call.check_structure()
+        return replace(form, call=call)
+
+
+def _kept_to(call: Call, wanted: StructuredOutputs | None, field: str) -> Call:
+    params = msgspec.structs.replace(call.params, structured_outputs=wanted)
+    with blaming(field):
+        params = params.check(call.service.worker.engine.info.vocab_size)
+    return replace(call, params=params, structure_field=field)
+
+
+def _wanted(
+    given: StructuredOutputs | None, use: ToolUse, tools: Sequence[Tool], written: ChatFormat
+) -> StructuredOutputs | None:
+    """Return the structured output of an answer with tools. `given` is the one of other fields.
+
+    A required call replaces other structured outputs, because the answer has no content. If the model decides, the
+    answer is either calls or a JSON value of the schema that is given.
+    """
+    if use.mode == "required":
+        return StructuredOutputs(grammar=_grammar(use, tools, written))
+    schema = _schema(given)
+    if given is not None and schema is None:
+        return given
+    if schema is not None:
+        called = re.sub(r"^start: ", "called: ", _grammar(use, tools, written), flags=re.MULTILINE)
+        return StructuredOutputs(grammar=f"{called}start: called | content\ncontent: {json_value(schema)}\n")
+    if use.is_strict and any(opening in written.added_tokens for opening in written.parser.openings):
+        return StructuredOutputs(grammar=_grammar(use, tools, written, with_text=True))
+    return None
+
+
+def _grammar(use: ToolUse, tools: Sequence[Tool], written: ChatFormat, *, with_text: bool = False) -> str:
+    names = use.callable_names
+    for tool in tools:
+        if tool.name in names and (kind := tool.schema["type"]) != "object":
+            raise InputError(
+                f"the parameters of the tool {tool.name!r} are of type {kind!r}; they must be of type object"
+            )
+    try:
+        grammar = written.parser.grammar(
+            tools, parallel=use.parallel, one_of=names, added_tokens=written.added_tokens, with_text=with_text
+        )
+    except RecursionError as error:
+        raise InputError("the parameters of a tool nest too deeply") from error
+    except (TypeError, AttributeError, ValueError) as error:
+        raise InputError(f"the parameters of a tool are no valid JSON schema: {error}") from error
+    if (num_bytes := len(grammar.encode(errors="replace"))) > MAX_STRUCTURE_BYTES:
+        raise InputError(
+            f"the grammar of the calls of {len(names)} tools has {num_bytes} bytes, the limit is "
+            f"{MAX_STRUCTURE_BYTES}: offer fewer tools, or let the model decide (tool_choice 'auto', without strict)"
+        )
+    return grammar
+
+
+def _schema(given: StructuredOutputs | None) -> dict[str, Any] | None:
+    """Return the JSON schema of a structured output, or None for other kinds."""
+    if given is None:
+        return None
+    if given.json_object:
+        return {"type": "object"}
+    try:
+        schema = json.loads(given.json) if given.json is not None else None
+    except (ValueError, RecursionError):  # reported with the structured output
+        return None
+    return schema if isinstance(schema, dict) else None
+
+
+def _anything(written: ChatFormat, opening: str | None) -> StructuredOutputs:
+    """Return the structured output of any text, with any added tokens but those that open a reasoning.
+
+    Raises:
+        InputError: No token opens the reasoning, so that any text may do so.
+
+    """
+    excluded = [token for token in written.added_tokens if opening and token and token in opening]
+    if opening and not excluded:
+        raise InputError(
+            f"the reasoning cannot be limited, because this vocabulary has no token for its start, {opening.strip()}"
+        )
+    ids = ",".join(str(index) for token, index in written.added_tokens.items() if token not in excluded)
+    lines = ["start: other{0,} TEXT", f"other: TEXT <[{ids}]>", "TEXT: /(?s:.*)/"] if ids else ["start: /(?s:.*)/"]
+    return StructuredOutputs(grammar="\n".join(lines))

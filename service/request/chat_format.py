@@ -1,0 +1,145 @@
+"""The format in which the served checkpoint writes calls and reasoning, and prompts for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import template_variables
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import ServiceConfig
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
+from mindie_mm.tool_calls.described import with_described_tools
+from mindie_mm.tool_calls.formats.hermes import HermesParser
+from mindie_mm.tool_calls.history import with_own_ids
+from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.reasoning import ReasoningFormat, reasoning_for, reasoning_named
+from mindie_mm.tool_calls.registry import parser_for, parser_named
+from mindie_mm.worker.worker import Worker
+from service.schemas.tool_types import ToolUse
+
+_log = logging.getLogger(__name__)
+_NO_REASONING = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """Calls and reasoning of the served checkpoint."""
+
+    parser: type[ToolCallParser]
+    """Format of the calls."""
+    reasoning: ReasoningFormat | None
+    """Format of the reasoning, or None if the checkpoint does not reason."""
+    traits: ChatTraits
+    """Traits of the chat template."""
+    without_template: Literal["describe", "ignore", "refuse"]
+    """How tools are served if the template has no place for them."""
+    added_tokens: Mapping[str, int]
+    """Ids of the tokenizer's added tokens."""
+    special: frozenset[int]
+    """Ids of those that answers do not show."""
+
+    @classmethod
+    def of(cls, worker: Worker, config: ServiceConfig) -> ChatFormat:
+        """Find the formats by the settings, or else by the chat template.
+
+        Raises:
+            InputError: No format has the name in a setting, or the checkpoint's `response_template` cannot be read.
+
+        """
+        traits = worker.tokenizer_stage.chat_traits
+        added = worker.tokenizer.get_added_tokens_decoder()
+        vocabulary = {token.content: index for index, token in added.items()}
+        parser: type[ToolCallParser] | None = None
+        if traits.names("tools"):
+            stated = Checkpoint.open(worker.config.model).json("tokenizer_config.json").get("response_template")
+            given = config.tool_call_parser
+            parser = parser_named(given) if given else parser_for(traits.template, vocabulary, stated)
+        reasoning = reasoning_of(config) if config.reasoning_parser else reasoning_for(traits.template)
+        found = cls(
+            parser or HermesParser,
+            reasoning,
+            traits,
+            config.tools_without_template,
+            vocabulary,
+            frozenset(index for index, token in added.items() if token.special),
+        )
+        _log.info("tool calls are read by %s, reasoning by %s", found.parser.__name__, reasoning and reasoning.end)
+        return found
+
+    def request(
+        self,
+        messages: Sequence[Any],
+        use: ToolUse,
+        variables: Mapping[str, Any] | None,
+        reasoning_effort: str | None,
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the messages and the variables for the chat template.
+
+        Raises:
+            InputError: A variable is wrong, or a required call cannot be described.
+
+        """
+        given, tools = dict(variables or {}), use.offered
+        if reasoning_effort and not self.traits.names("reasoning_effort") and self.traits.names("enable_thinking"):
+            given.setdefault("enable_thinking", reasoning_effort != "none")
+            reasoning_effort = None
+        if not self.traits.template or self.without_template == "refuse" or self.traits.names("tools"):
+            messages = with_own_ids(messages, self.parser)
+        else:
+            if tools and self.without_template == "ignore":
+                self._ignore(use)
+                tools = ()
+            try:
+                messages = with_described_tools(messages, tools, takes_system=self.traits.takes_system)
+            except RecursionError as error:
+                raise InputError("a tool or a message nests too deeply") from error
+            tools = ()
+        return list(messages), template_variables(given, tools, None, reasoning_effort)
+
+    def reads_calls(self, use: ToolUse) -> bool:
+        """Return whether the answer to a request may have calls."""
+        return bool(use.offered) and (self.without_template != "ignore" or self.traits.names("tools"))
+
+    def shown_tokens(self, parser: type[ToolCallParser] | None, reasoning: ReasoningFormat | None) -> Collection[str]:
+        """Return the special tokens that parsers need in the text."""
+        texts = [*(parser.markers if parser else ()), *([reasoning.start, reasoning.end] if reasoning else [])]
+        if not texts:
+            return ()
+        return [
+            token
+            for token, index in self.added_tokens.items()
+            if index in self.special and any(token in text for text in texts)
+        ]
+
+    def _ignore(self, use: ToolUse) -> None:
+        if use.mode == "required":
+            raise InputError(
+                "tool_choice requires a call, and this service ignores tools: start it with "
+                "--tools-without-template describe",
+                param="tool_choice",
+            )
+        if not _warned:
+            _warned.append(True)
+            _log.warning(
+                "ignoring tools, because the chat template has no place for them; this warning is not repeated"
+            )
+
+
+_warned: list[bool] = []
+
+
+def reasoning_of(config: ServiceConfig) -> ReasoningFormat | None:
+    """Return the format of reasoning in the settings. Raise InputError if no format has its name."""
+    name = config.reasoning_parser
+    return None if name in (None, _NO_REASONING) else reasoning_named(name)
+
+
+def require_formats(config: ServiceConfig) -> None:
+    """Raise InputError if a setting names an unknown format."""
+    if config.tool_call_parser is not None:
+        parser_named(config.tool_call_parser)
+    reasoning_of(config)

@@ -1,0 +1,180 @@
+"""The text of one choice as the parts of a message: reasoning, content and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from mindie_mm.tokenize.text.detokenizer import TextStream
+from mindie_mm.tool_calls.events import Answer, CallArguments, CallEnd, CallStart, Content, Event, Reasoning
+from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.reasoning import ReasoningFormat, ReasoningParser
+from mindie_mm.tool_calls.tool import Tool
+from service.schemas.openai_answers import ChatDelta, ChatFinishReason, ChatMessage, FunctionDelta
+
+Part = Reasoning | Event
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """How the text of a request's choices becomes a message."""
+
+    reasoning: ReasoningFormat | None = None
+    """Format of the reasoning. None: the text has none."""
+    opened: bool = False
+    """Whether the prompt ends with the start of the reasoning."""
+    shows_reasoning: bool = True
+    """Whether the message has the reasoning."""
+    parser: type[ToolCallParser] | None = None
+    """Format of the calls. None: calls are not read."""
+    tools: Sequence[Tool] = ()
+    num_earlier_calls: int = 0
+    """Number of calls in the history."""
+    parallel: bool = True
+    """Whether the message may have several calls."""
+
+    hidden: Sequence[str] = ()
+    """Special tokens that the text holds for the parsers. The content never has them."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the content is the whole text."""
+        return self.reasoning is None and self.parser is None
+
+
+class MessageReader:
+    """A reader of one choice. The pieces in which the text arrives do not change the message."""
+
+    def __init__(self, form: MessageForm) -> None:
+        self._form = form
+        self._reasoning = (
+            ReasoningParser(form.reasoning, opened=form.opened, parser=form.parser) if form.reasoning else None
+        )
+        self._calls = form.parser(form.tools, form.num_earlier_calls) if form.parser else None
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that follow from the next piece of the text."""
+        return self._read(self._reasoning.push(text) if self._reasoning else [Content(text)] if text else [])
+
+    def finish(self) -> list[Part]:
+        """Return the last parts. No text may follow."""
+        parts = self._read(self._reasoning.finish() if self._reasoning else [])
+        return parts + self._kept(self._calls.finish() if self._calls else [])
+
+    def _read(self, parts: Iterable[Reasoning | Content]) -> list[Part]:
+        read: list[Part] = []
+        for part in parts:
+            if isinstance(part, Content):
+                read += self._kept(self._calls.push(part.text) if self._calls else [part])
+            elif self._form.shows_reasoning:
+                read.append(part)
+        return read
+
+    def _kept(self, events: Sequence[Event]) -> list[Part]:
+        """Return the events without hidden tokens, and without further calls if there may be only one."""
+        kept: list[Part] = []
+        for event in events:
+            if not isinstance(event, Content):
+                if self._form.parallel or event.index == 0:
+                    kept.append(event)
+            elif text := self._without_hidden(event.text):
+                kept.append(Content(text))
+        return kept
+
+    def _without_hidden(self, text: str) -> str:
+        for token in self._form.hidden:
+            text = text.replace(token, "")
+        return text
+
+
+@dataclass(slots=True)
+class MessageParts:
+    """The parts of one choice so far."""
+
+    reasoning: str = ""
+    answer: Answer = field(default_factory=Answer)
+
+    def add(self, parts: Iterable[Part]) -> None:
+        """Append parts."""
+        for part in parts:
+            if isinstance(part, Reasoning):
+                self.reasoning += part.text
+            else:
+                self.answer.add([part])
+
+    def finish_reason(self, reason: ChatFinishReason | None) -> ChatFinishReason | None:
+        """Return the reason for the end of the choice. A choice that the output limit cuts keeps its reason."""
+        has_call = any(call.complete for call in self.answer.calls)
+        return "tool_calls" if reason == "stop" and has_call else reason
+
+    def message(self, form: MessageForm) -> ChatMessage:
+        """Return the message of a whole answer."""
+        calls = self.answer.calls
+        content = self.answer.content
+        message: ChatMessage = {
+            "role": "assistant",
+            "content": content or None if calls else content,
+            "refusal": None,
+        }
+        if form.reasoning and form.shows_reasoning:
+            message["reasoning_content"] = message["reasoning"] = self.reasoning or None
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        return message
+
+
+def delta_of(part: Part) -> ChatDelta | None:
+    """Return the delta of a streamed answer for a part, or None for the end of a call."""
+    match part:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallStart(index, call_id, name):
+            function: FunctionDelta = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case CallEnd():
+            return None
+
+
+class ReasoningCount:
+    """The number of tokens of one choice before the end of its reasoning."""
+
+    def __init__(self, tokenizer: Tokenizer, form: MessageForm, silent: Collection[int] | None) -> None:
+        """Start a choice. `silent` is as in `TextStream`."""
+        self._form = form.reasoning
+        self._stream = TextStream(tokenizer, silent=silent)
+        self._text = ""
+        self._begun = form.opened
+        self._is_over = form.reasoning is None
+        self.num_tokens = 0
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        """Count the next tokens."""
+        for token_id in token_ids:
+            if self._is_over or self._form is None:
+                return
+            self._text += self._stream.push(token_id)
+            self.num_tokens += 1
+            if not self._begun:
+                self._begin(self._form.start.rstrip())
+            if self._begun and self._form.end in self._text:
+                self._is_over = True
+                self.num_tokens -= 1  # the token of the end
+            if self._begun:
+                self._text = self._text[-len(self._form.end) :]
+
+    def _begin(self, start: str) -> None:
+        head = self._text.lstrip()
+        if head.startswith(start):
+            self._begun = True
+        elif not start.startswith(head):  # the answer begins with other text
+            self._is_over = True
+            self.num_tokens = 0

@@ -1,0 +1,138 @@
+"""Tools that a chat offers, and the choice among them, in the forms that clients send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import require_tools
+from mindie_mm.tool_calls.scanner import MAX_NAME
+from mindie_mm.tool_calls.tool import Tool
+from service.schemas.closed_objects import closed
+
+_MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
+"""Words for a choice. Mistral and Anthropic have `any`."""
+_FORMS = '\'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}'
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request, and how the model may call them."""
+
+    offered: Sequence[Mapping[str, Any]] = ()
+    """Tools that the model may call, as the client sent them. Empty if it may call none."""
+    mode: Literal["none", "auto", "required"] = "none"
+    """Whether the model calls no tool, decides itself, or has to call one."""
+    name: str | None = None
+    """Name of the only tool that may be called. The others are only described."""
+    parallel: bool = True
+    """Whether the answer may have several calls. By default, a call of a named tool is alone."""
+
+    @classmethod
+    def of(cls, tools: Sequence[Any] | None, tool_choice: Any, parallel: bool | None) -> ToolUse:
+        """Read the fields of a request.
+
+        Raises:
+            InputError: A tool or the choice is wrong, or the choice needs tools.
+
+        """
+        require_tools(tools)
+        names = [tool["function"]["name"] for tool in tools or ()]
+        _require_names(names)
+        mode, name, allowed = _choice(tool_choice)
+        if not tools and mode == "required":
+            raise InputError(f"tool_choice is {_shown(tool_choice)} and there are no tools", param="tool_choice")
+        for one in allowed if allowed is not None else filter(None, [name]):
+            if one not in names:
+                message = f"tool_choice names {one[:MAX_NAME]!r}, which is none of the tools"
+                raise InputError(message, param="tool_choice")
+        if mode == "none" or not tools:
+            return cls()
+        offered = [tool for tool in tools if allowed is None or tool["function"]["name"] in allowed]
+        return cls(offered, mode, name, parallel is not False and (name is None or parallel is True))
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the arguments of a tool must be valid, even if the model decides whether to call it."""
+        return any(tool["function"].get("strict") for tool in self.offered)
+
+    @property
+    def callable_names(self) -> list[str]:
+        """Names of the tools that may be called."""
+        return [self.name] if self.name is not None else [tool["function"]["name"] for tool in self.offered]
+
+    def tools(self, *, close: bool) -> list[Tool]:
+        """Return the tools for a parser. `close` is as in `StructureFields.structure`."""
+        functions = [tool["function"] for tool in self.offered]
+        try:
+            return [
+                Tool(
+                    function["name"],
+                    closed(schema)
+                    if (schema := function.get("parameters")) and (close or function.get("strict"))
+                    else schema,
+                )
+                for function in functions
+            ]
+        except RecursionError as error:
+            raise InputError("the parameters of a tool nest too deeply", param="tools") from error
+
+
+def _require_names(names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for index, name in enumerate(names):
+        where = f"tools[{index}].function.name"
+        if not name or len(name) > MAX_NAME:
+            raise InputError(f"{where} has {len(name)} characters; give 1 to {MAX_NAME}", param="tools")
+        if not name.isprintable():
+            raise InputError(f"{where} is {name!r}, which has characters that cannot be printed", param="tools")
+        if name in seen:
+            raise InputError(f"{where} is {name!r}, which another tool has", param="tools")
+        seen.add(name)
+
+
+def _choice(given: Any) -> tuple[Literal["none", "auto", "required"], str | None, Sequence[str] | None]:
+    """Return the mode, the name of the only tool to call, and the names of the tools to offer (None: all)."""
+    error = InputError(f"tool_choice is {_shown(given)}; it must be {_FORMS}", param="tool_choice")
+    if given is None:
+        return "auto", None, None
+    if isinstance(given, str):
+        mode = _MODES.get(given)
+        if mode is None:
+            raise error
+        return mode, None, None  # type: ignore[return-value]
+    if not isinstance(given, Mapping):
+        raise error
+    kind = given.get("type", "function")
+    if isinstance(kind, str) and kind in _MODES:
+        return _MODES[kind], None, None  # type: ignore[return-value]
+    if kind == "allowed_tools":
+        return _allowed(given.get("allowed_tools", given), error)
+    if kind not in ("function", "tool"):
+        raise error
+    return "required", _name_of(given, error), None
+
+
+def _allowed(
+    given: Any, error: InputError
+) -> tuple[Literal["none", "auto", "required"], str | None, Sequence[str] | None]:
+    """Read OpenAI's choice among some of the tools."""
+    mode = given.get("mode") if isinstance(given, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(tools := given.get("tools"), list) or not tools:
+        raise error
+    return mode, None, [_name_of(tool, error) for tool in tools]
+
+
+def _name_of(given: Any, error: InputError) -> str:
+    """Return the name in `{"function": {"name": ...}}`, or in `{"name": ...}` as in Anthropic's and later forms."""
+    function = given.get("function", given) if isinstance(given, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise error
+    return name
+
+
+def _shown(given: Any) -> str:
+    return repr(given) if given is None or isinstance(given, str | int | float) else f"of type {type(given).__name__}"

@@ -1,0 +1,143 @@
+"""Tests of messages that are read from the text of a model, in any pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from mindie_mm.tool_calls.reasoning import reasoning_named
+from mindie_mm.tool_calls.registry import parser_named
+from mindie_mm.tool_calls.tool import Tool
+from service.request.message import MessageForm, MessageParts, MessageReader, ReasoningCount, delta_of
+from tests.service.conftest import TINY
+
+TOOLS = [
+    Tool("get_weather", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}),
+    Tool("now"),
+]
+THOUGHT = "The user wants <tool_call>\nno, just a plan.\n"
+HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln </tool_call>", "days": 2}}\n</tool_call>'
+TEXTS: dict[str, tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = {
+    "reasoning, content and two calls": (
+        {"reasoning": "qwen3", "parser": "hermes"},
+        f'<think>\n{THOUGHT}</think>\n\nI look it up.\n\n{HERMES}\n<tool_call>\n{{"name": "now"}}\n</tool_call>',
+        THOUGHT.strip(),
+        "I look it up.",
+        [("get_weather", {"city": "Köln </tool_call>", "days": 2}), ("now", {})],
+    ),
+    "reasoning that the prompt opened": (
+        {"reasoning": "deepseek_r1", "opened": True},
+        f"{THOUGHT}</think>\n\nFine.",
+        THOUGHT.strip(),
+        "Fine.",
+        [],
+    ),
+    "no reasoning": ({"reasoning": "qwen3"}, "<thin ice> and </think>?", "", "<thin ice> and </think>?", []),
+    "reasoning that is cut": ({"reasoning": "mistral"}, "[THINK]I wonder", "I wonder", "", []),
+    "one call of several": (
+        {"parser": "mistral", "parallel": False},
+        'Two.[TOOL_CALLS]get_weather[ARGS]{"city": "x"}[TOOL_CALLS]now[ARGS]{}',
+        "",
+        "Two.",
+        [("get_weather", {"city": "x"})],
+    ),
+    "typed text": (
+        {"parser": "qwen3_coder"},
+        "<tool_call><function=get_weather><parameter=days>\n3\n</parameter></function></tool_call>",
+        "",
+        "",
+        [("get_weather", {"days": 3})],
+    ),
+    "a marker without a call": (
+        {"parser": "mistral", "hidden": ("[TOOL_CALLS]",)},
+        "a [TOOL_CALLS]? b",
+        "",
+        "a ? b",
+        [],
+    ),
+}
+
+
+def form_of(given: dict[str, Any]) -> MessageForm:
+    made = dict(given)
+    for key, named in (("reasoning", reasoning_named), ("parser", parser_named)):
+        if key in made:
+            made[key] = named(made[key])  # type: ignore[operator]
+    return MessageForm(tools=TOOLS, **made)
+
+
+def read(form: MessageForm, pieces: list[str]) -> MessageParts:
+    reader, parts = MessageReader(form), MessageParts()
+    for piece in pieces:
+        parts.add(reader.push(piece))
+    parts.add(reader.finish())
+    return parts
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_split_of_a_text_changes_its_message(name: str) -> None:
+    given, text, reasoning, content, calls = TEXTS[name]
+    form, rng = form_of(given), random.Random(name)
+    for attempt in range(200):
+        cuts = sorted(rng.randrange(len(text) + 1) for _ in range(attempt % 12)) if attempt else range(len(text))
+        pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        parts = read(form, pieces)
+        found = [(call.name, json.loads(call.arguments)) for call in parts.answer.calls]
+        assert (parts.reasoning, parts.answer.content, found) == (reasoning, content, calls), pieces
+    message = parts.message(form)
+    assert ("tool_calls" in message, "reasoning" in message) == (bool(calls), form.reasoning is not None)
+    assert parts.finish_reason("stop") == ("tool_calls" if calls else "stop")
+    assert parts.finish_reason("length") == "length"
+
+
+def test_a_call_that_is_cut_is_not_finished() -> None:
+    form = form_of({"parser": "hermes"})
+    for stop in range(len("<tool_call>"), len(HERMES)):
+        parts = read(form, [HERMES[:stop]])
+        assert "tool_call" not in parts.answer.content, HERMES[:stop]
+        for call in parts.answer.calls:
+            assert HERMES.find(call.arguments) > 0
+        complete = any(call.complete for call in parts.answer.calls)
+        assert complete is ("}}" in HERMES[:stop])
+        assert (parts.finish_reason("stop") == "tool_calls") is complete
+
+
+def test_the_deltas_of_a_call_have_its_id_and_name_once() -> None:
+    form = form_of({"parser": "hermes"})
+    reader = MessageReader(form)
+    parts = [part for character in HERMES for part in reader.push(character)] + reader.finish()
+    deltas: list[Any] = [made for part in parts if (made := delta_of(part))]
+    (first,) = deltas[0]["tool_calls"]
+    assert (first["index"], first["type"], first["function"]) == (
+        0,
+        "function",
+        {"name": "get_weather", "arguments": ""},
+    )
+    assert all(delta["tool_calls"][0].keys() == {"index", "function"} for delta in deltas[1:])
+    sent = "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas)
+    assert json.loads(sent) == {"city": "Köln </tool_call>", "days": 2}
+
+
+@pytest.mark.parametrize(
+    ("opened", "text", "tokens"),
+    [
+        (False, "<think>seven</think>blue", "<think>seven"),
+        (True, "seven</think>blue", "seven"),
+        (True, "seven", "seven"),
+        (False, "blue</think>", ""),
+        (False, "<thin", "<thin"),
+    ],
+)
+def test_the_tokens_of_the_reasoning_are_counted(opened: bool, text: str, tokens: str) -> None:
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    tokenizer.add_tokens(["</think>"])
+    form = MessageForm(reasoning_named("qwen3"), opened=opened)
+    for step in (1, 3, 100):
+        count, ids = ReasoningCount(tokenizer, form, None), tokenizer.encode(text, add_special_tokens=False).ids
+        for start in range(0, len(ids), step):
+            count.push(ids[start : start + step])
+        assert count.num_tokens == len(tokenizer.encode(tokens, add_special_tokens=False).ids)

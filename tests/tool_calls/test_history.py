@@ -1,0 +1,117 @@
+"""Tests of earlier calls in the forms that chat templates expect, and of tools as text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from mindie_mm.tool_calls.described import with_described_tools
+from mindie_mm.tool_calls.history import num_calls, with_own_ids
+from mindie_mm.tool_calls.registry import parser_named
+
+TOOL = {"type": "function", "function": {"name": "weigh"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
+
+
+def call(call_id: str | None, name: str = "weigh", arguments: Any = "{}") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+HISTORY: list[Any] = [
+    {"role": "user", "content": "Hello!"},
+    {"role": "assistant", "tool_calls": [call("call_1"), call("abcDEF123", "lift")]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "7 kg"},
+    {"role": "tool", "tool_call_id": "abcDEF123", "content": "done"},
+    {"role": "assistant", "tool_calls": [call("call_1", "lift")]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+]
+
+
+def ids(messages: list[Any]) -> list[tuple[list[str], str | None]]:
+    return [([one["id"] for one in m.get("tool_calls", ())], m.get("tool_call_id")) for m in messages]
+
+
+def test_ids_take_the_form_that_the_template_demands() -> None:
+    assert with_own_ids(HISTORY, parser_named("hermes")) == HISTORY
+    for name in ("mistral", "mistral_v3"):
+        found = ids(with_own_ids(HISTORY, parser_named(name)))
+        first = found[1][0][0]
+        assert re.fullmatch("[a-zA-Z0-9]{9}", first)
+        assert found == [
+            ([], None),
+            ([first, "abcDEF123"], None),
+            ([], first),
+            ([], "abcDEF123"),
+            ([first], None),
+            ([], first),
+        ]
+    kimi = ids(with_own_ids(HISTORY, parser_named("kimi_k2")))
+    assert kimi[1] == (["functions.weigh:0", "functions.lift:1"], None)
+    assert [one for _, one in kimi[2:4]] == ["functions.weigh:0", "functions.lift:1"]
+    assert kimi[4:] == [(["functions.lift:2"], None), ([], "functions.lift:2")]
+    assert num_calls(HISTORY) == 3
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        5,
+        {},
+        {"role": 5, "content": 5},
+        {"role": "assistant", "tool_calls": 5},
+        {"role": "assistant", "tool_calls": [5, {"function": 5}, {"function": {"name": 5}}]},
+        {"role": "assistant", "function_call": 5},
+        {"role": "tool", "tool_call_id": [], "content": 5},
+        {"role": "user", "content": [5]},
+    ],
+    ids=str,
+)
+def test_messages_of_a_wrong_form_are_left_to_the_check_of_messages(message: Any) -> None:
+    for name in ("mistral", "kimi_k2", "hermes"):
+        assert with_own_ids([message], parser_named(name)) == [message]
+    for takes_system in (True, False):
+        with_described_tools([*HISTORY, message, message], [TOOL], takes_system=takes_system)
+
+
+def test_calls_and_results_become_text_in_alternating_turns() -> None:
+    assert with_described_tools(HISTORY[:1], [], takes_system=True) == HISTORY[:1]
+    written = '<tool_call>\n{"name": "weigh", "arguments": {}}\n</tool_call>\n'
+    written += '<tool_call>\n{"name": "lift", "arguments": {}}\n</tool_call>'
+    found = with_described_tools([*HISTORY, {"role": "user", "content": [IMAGE]}], [], takes_system=True)
+    assert [message["role"] for message in found] == ["user", "assistant", "user", "assistant", "user"]
+    assert found[1]["content"] == written
+    both = "<tool_response>\n7 kg\n</tool_response>\n<tool_response>\ndone\n</tool_response>"
+    assert found[2]["content"] == both
+    assert found[4]["content"] == [text("<tool_response>\ndone\n</tool_response>\n"), IMAGE]
+    # Arguments that are no JSON, an object, and the older form.
+    odd = [call("a", arguments='{"a": '), call("b", arguments={"é": 1}), call("c", arguments=None)]
+    (made,) = with_described_tools(
+        [{"role": "assistant", "content": [text("Well.")], "tool_calls": odd}], [], takes_system=True
+    )
+    (part,) = made["content"]
+    assert part["text"].split("\n")[2::3] == [
+        '{"name": "weigh", "arguments": {"a": }',
+        '{"name": "weigh", "arguments": {"é": 1}}',
+        '{"name": "weigh", "arguments": {}}',
+    ]
+    older = {"role": "assistant", "content": None, "function_call": {"name": "weigh", "arguments": "{}"}}
+    assert "function_call" not in with_described_tools([older], [], takes_system=True)[0]
+
+
+def test_the_description_stands_where_the_template_shows_it() -> None:
+    user = {"role": "user", "content": [IMAGE, text("Hello!")]}
+    system, same = with_described_tools([user], [TOOL], takes_system=True)
+    assert (system["role"], same) == ("system", user)
+    assert json.dumps(TOOL) in system["content"]
+    (longer, _) = with_described_tools([{"role": "developer", "content": "Be kind."}, user], [TOOL], takes_system=True)
+    assert longer == {"role": "developer", "content": f"Be kind.\n\n{system['content']}"}
+    (without,) = with_described_tools([user], [TOOL], takes_system=False)
+    assert without["content"] == [text(f"{system['content']}\n\n"), IMAGE, text("Hello!")]
+    assert with_described_tools([], [TOOL], takes_system=False)[0]["role"] == "user"
