@@ -1,4 +1,4 @@
-"""The tokenizer process and its decoders, compared with a script's tokenizer that decodes in its own process.
+"""Benchmark of the tokenizer process with its decoders, compared with a tokenizer that decodes in its own process.
 
 The images are different JPEGs of 1420x720 pixels. The contestants take turns, and the results are medians.
 """
@@ -80,7 +80,7 @@ async def measure(folder: Path) -> dict[str, Any]:
 
 
 async def _hop(script: Tokenizer, one: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
-    """Measure one image, decoded in the script's process and by a decoder."""
+    """Measure the time for one image, decoded in the script's process and by a decoder process."""
     alone: list[float] = []
     decoded: list[float] = []
     for turn in range(ROUNDS + 2):

@@ -1,7 +1,7 @@
-"""The engine compared with `generate` of transformers, on a random checkpoint of 37M parameters, fp32 on the CPU.
+"""Benchmark of the engine compared with `generate` of transformers, in float32 on the CPU.
 
-Both run the same prompts for the same number of tokens. They take turns for several rounds, and the results are
-medians.
+The checkpoint has 37 million random parameters. Both run the same prompts for the same number of tokens. They take
+turns for several rounds, and the results are medians.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Reference:
 
 
 async def ours(engine: AsyncEngine, batch: list[np.ndarray], tokens: int) -> tuple[float, list[Timings]]:
-    """Run all requests concurrently. Return the wall seconds for all, and the timings of each."""
+    """Run all requests concurrently. Return the wall time in seconds, and the timings of each request."""
     params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
 
     async def one(i: int, ids: np.ndarray) -> Timings:
@@ -100,7 +100,7 @@ async def measure(path: Path) -> dict[str, Any]:
 
 
 async def measure_prefix(path: Path, folder: Path) -> dict[str, Any]:
-    """Return the times to the first token for an image and a question, and for their repetition."""
+    """Return the time to the first token for an image and a question, and the time if both are repeated."""
     engine = await AsyncEngine.start(path, EngineConfig(device="cpu"))
     path_file = folder / "shm_name.txt"
     seconds: tuple[list[float], list[float]] = ([], [])

@@ -1,7 +1,7 @@
-"""Requests beside four long answers about images, with an arena that has room for only four images.
+"""Benchmark of requests during four long answers about images, with an arena that has room for only four images.
 
-The figures are times of whole requests in seconds: text alone, text beside the four answers, and two further images
-beside them.
+It measures the time in seconds of a text request alone, of a text request during the four answers, and of a request
+with two further images during the four answers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,17 @@
-"""Each family beside transformers: preprocessing of an item, the tower over it, prefill of text, a request for a token.
+"""Benchmark of each family compared with transformers: preprocessing, towers, prefill, and a request for one token.
 
-The checkpoints are those of the tests, of random weights and a few layers, made again with the published ones' sizes of
-pictures, patches and tiles, and their settings of sound. A photograph comes as a JPEG's bytes; transformers gets its
-pixels from libjpeg-turbo, as torchvision's decoder gives them, and has its arithmetic from tests/stubs; the same
-photograph comes once more as pixels to both, since one decoder takes most of the time of a small picture. Frames and
-samples come decoded to both. Ours ends with a published block in shared memory. The towers here begin with bytes,
-transformers' with normalised floats: so the sum of both steps counts, too. Prefill is the layers over the cache's pages
-beside a call of the model that keeps its cache; a request goes through the engine's queue, pages and sampler, beside
-`generate` for one token. Where the reference is golden data there is nothing to take turns with.
+The checkpoints are the test checkpoints, with random weights and few layers. They have the published checkpoints' sizes
+of pictures, patches and tiles, and their audio settings.
+
+Preprocessing begins with the bytes of a JPEG, decoded video frames or audio samples. For transformers, libjpeg-turbo
+decodes the JPEG, as in torchvision's decoder, and tests/stubs does torchvision's arithmetic. The same photograph is
+also preprocessed from decoded pixels, because decoding takes most of the time of a small picture. mindie_mm's
+preprocessing ends with a published block in shared memory.
+
+The towers of mindie_mm read bytes, but the towers of transformers read normalized floats. The table therefore also
+contains the sum of both steps. Prefill compares the layers over KV blocks with a call of transformers' model that keeps
+its cache. A request passes through the engine's queue, KV blocks and sampler, and is compared with `generate` for one
+token. Families whose reference is golden data are measured without a comparison.
 """
 
 from __future__ import annotations
@@ -333,7 +337,7 @@ def text_steps(contract: type[FamilyContract], model: Any, reference: Any, lengt
 
 
 def layers(model: Any, ids: torch.Tensor) -> Callable[[], object]:
-    """Return a function that computes the KV cache of `ids` and the logits of the last one."""
+    """Return a function that computes the KV cache of `ids` and the logits of the last token."""
     if isinstance(model, Seq2SeqModel):
         return lambda: model.decode(model.encode_prompt(ids, []), [model.rules.start_token_id])
     cache = model.spec.allocate_cache(len(ids) // BLOCK + 1, BLOCK)
@@ -351,8 +355,8 @@ def milliseconds(
 ) -> dict[str, float]:
     """Return the milliseconds of each contestant. They take turns in random order.
 
-    With CPU time the result is the median. With wall time, which other load increases, it is the minimum. The blocks in
-    `path_file` are released after each turn.
+    For CPU time, return the median. For wall time, return the minimum, because other load increases wall time. The
+    blocks in `path_file` are released after each turn.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for entry in contestants.values():  # warm-up
@@ -382,7 +386,8 @@ def figures_of(ms: Mapping[str, float], scale: float = 1.0) -> dict[str, float]:
 def threads(count: int) -> Iterator[Callable[[], float]]:
     """Set the number of PyTorch threads, and yield the clock to use.
 
-    For one thread it is CPU time, which depends little on other load. For several it is wall time.
+    For one thread, the clock measures CPU time, which depends little on other load. For several threads, it measures
+    wall time.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -428,7 +433,10 @@ def measure(contract: type[FamilyContract], arena: Arena, folder: Path, cores: S
 
 
 def table(families: Mapping[str, Any], count: int) -> str:
-    """Return a Markdown table of our milliseconds and the ratio of transformers' time to ours, with a row per kind."""
+    """Return a Markdown table of mindie_mm's times in milliseconds, and of the ratios of transformers' times to them.
+
+    The table has a row per kind of media.
+    """
 
     def cell(figures: Mapping[str, float]) -> str:
         return f"{figures[OURS]:.1f} ({figures['ratio']:.2f}x)" if "ratio" in figures else f"{figures[OURS]:.1f} (-)"

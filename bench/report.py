@@ -34,7 +34,7 @@ def write(name: str, figures: dict[str, Any]) -> None:
 
 
 def plot(name: str, draw: Callable[[Any], None]) -> None:
-    """Write bench/results/<name>.png. `draw` draws on a matplotlib axes."""
+    """Write bench/results/<name>.png. `draw` draws on a matplotlib `Axes`."""
     import matplotlib as mpl
 
     mpl.use("Agg")

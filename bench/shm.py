@@ -1,20 +1,23 @@
-"""Handing an array from one process to another: the arena beside what others do; and what the arena's own steps cost.
+"""Benchmark of handing an array from one process to another, through an arena and by other methods.
+
+It also measures the cost of each step of an arena.
 
     python -m bench shm
 
 Every method repeats the same cycle between two processes:
 
     result    The producer computes its result into memory that is faulted in. Here it copies a source array. With
-              "arena, in place", the memory is the block itself. Otherwise it is an array that the producer reuses.
-    hand over The producer sends words, a segment's name, or the array itself. A fresh segment, and the block of "arena,
-              copied in", are allocated and filled from the producer's array first.
-    read      The consumer copies the array once, into a buffer that it reuses. A copy to a device reads as much.
-    free      The consumer answers, and the producer frees the block or unlinks the segment.
+              "arena, in place", this memory is the block itself. Otherwise it is an array that the producer reuses.
+    hand over The producer sends handle words, a segment's name, or the array itself. If the method is a fresh segment
+              or "arena, copied in", the producer first allocates the memory and copies its array there.
+    read      The consumer copies the array once, into a buffer that it reuses. A copy to a device would read
+              the same amount.
+    free      The consumer replies, and the producer frees the block or unlinks the segment.
 
-Two times are measured. Both exclude the computation of the result, which costs the same for every method, and include
-the allocation of a block in place. `hand over` ends when the consumer has an array, and includes the wake-up of the
-consumer. `whole` ends when the producer can hand over the next array, and cannot be less than one memcpy. Ray is
-measured if it is installed.
+Two times are measured. Both exclude the computation of the result, which costs the same for every method. With "arena,
+in place", both include the allocation of the block. `hand over` ends when the consumer has an array, and includes the
+wake-up of the consumer. `whole` ends when the producer can hand over the next array, and cannot be less than one
+memcpy. Ray is measured if it is installed.
 """
 
 from __future__ import annotations
@@ -115,7 +118,7 @@ def measure(method_class: type[Method], size_mb: float, repeats: int) -> Timing:
 
 
 def measure_ray(size_mb: float, repeats: int) -> Timing:
-    """Measure Ray's object store. This process puts an array, and an actor gets it by the reference in a call."""
+    """Measure Ray's object store. This process puts an array into the store, and passes its reference to an actor."""
     import ray
 
     @ray.remote
@@ -196,7 +199,7 @@ def run(repeats: int) -> dict[str, Any]:
 
 
 def ratios(size_mb: float, memcpy_ms: float, timings: list[Timing]) -> dict[str, Any]:
-    """Return ratios at one size: "arena, copied in" to one memcpy, and every other method to the arena."""
+    """Return ratios of times: of "arena, copied in" to one memcpy, and of every other method to the arena."""
     here = {timing.method: timing.hand_over_ms for timing in timings if timing.size_mb == size_mb}
     copied_in, in_place = here.pop("arena, copied in"), here.pop("arena, in place")
     return {

@@ -1,4 +1,4 @@
-"""Costs of the arena's steps in microseconds of one process, and the memory of its readers."""
+"""Measurement of the microseconds that each step of an arena takes in one process, and of the readers' memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def costs() -> dict[str, float | dict[str, float]]:
 
 
 def per_call(call: Callable[[], object]) -> float:
-    """Return the microseconds of a call, as a median of rounds. CPU time excludes other programs."""
+    """Return the microseconds of a call, as the median over several rounds. CPU time excludes other programs."""
     times = []
     for _ in range(ROUNDS):
         start = time.process_time()
@@ -66,7 +66,7 @@ def cycle(arena: Arena) -> None:
 def reference_us(arena: Arena, size: int) -> float:
     """Return the time to send a reference through a pipe and get its array, within one process.
 
-    It includes encoding, both ends of the pipe, decoding and attaching, but no wake-up.
+    The time includes encoding, writing, reading, decoding and attaching, but no wake-up.
     """
     with arena.allocate({"x": ArraySpec((size,), "uint8")}, path_file=None) as block:
         ref = block.publish()
@@ -100,7 +100,7 @@ def fstat_us(arena: Arena) -> float:
 
 
 def waking_us() -> float:
-    """Return the time from a write to a pipe until a process that sleeps on its other end has read."""
+    """Return the time from a write to a pipe until a process that waits at the other end has read the data."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     sleeper = context.Process(target=_sleep, args=(theirs,), daemon=True)
@@ -122,7 +122,7 @@ def _sleep(pipe: Connection) -> None:
 
 
 def readers_pss_mb(arena: Arena, count: int) -> float:
-    """Return the megabytes of an arena that its owner and `count` readers of an 80 MB block hold together.
+    """Return the megabytes of an arena that its owner and `count` readers of an 80 MB block map in total.
 
     Each page counts once.
     """

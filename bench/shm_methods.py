@@ -131,7 +131,7 @@ class Queued(Method):
 
 
 class UnixSocket(Method):
-    """Raw bytes after their length, received into an array that the consumer reuses."""
+    """A message of the array's length and its raw bytes, received into an array that the consumer reuses."""
 
     name = "unix socket"
 

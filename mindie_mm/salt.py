@@ -1,7 +1,7 @@
 """Salted digests of contents.
 
-Requests with different salts share no cache entries. A client therefore cannot use a cache to learn what other clients
-have sent.
+Requests with different salts do not share cache entries. A client therefore cannot use a cache to learn what other
+clients have sent.
 """
 
 from __future__ import annotations

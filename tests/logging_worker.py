@@ -1,4 +1,4 @@
-"""A worker that logs, beside a library with its own log handler."""
+"""A worker that logs, and that uses a library with its own log handler."""
 
 from __future__ import annotations
 

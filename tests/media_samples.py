@@ -144,7 +144,7 @@ def jpeg_variants() -> Sequence[tuple[str, bytes]]:
 
 
 def _resampled(image: Image.Image, across: int, down: int) -> bytes:
-    """Return a JPEG with `across` by `down` luma blocks per colour block, changed from a file with two by two."""
+    """Return a JPEG with `across` by `down` luma blocks per color block, changed from a file with two by two."""
     data = encoded(image.resize((16, 16)), quality=85, subsampling=2)
     at = data.index(b"\xff\xc0") + 5  # the frame: height, width, count, and of each component id, sampling, table
     size = struct.pack(">HH", 8 * down, 8 * across)

@@ -1,6 +1,6 @@
 """A separate /dev/shm for each parallel pytest process.
 
-Tests inspect all of /dev/shm, kill owners of arenas and reclaim their memory, so two tests at once must not share it.
+Tests inspect all of /dev/shm, kill owners of arenas and reclaim their memory, so concurrent tests must not share it.
 Root may mount another /dev/shm. Other users may if the kernel permits user namespaces.
 """
 

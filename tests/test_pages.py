@@ -27,7 +27,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives the headings of `page`."""
+    """Return the anchors that GitHub generates for the headings of `page`."""
     found: dict[str, int] = {}
     for heading in re.findall(r"^#{1,6} (.*)$", prose(page), re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()

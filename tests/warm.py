@@ -3,8 +3,8 @@
 To the kernel and to observers, the copies look like processes that a shell starts: in pids, parents, command lines,
 descriptors, signals and exit statuses.
 
-The copies skip the start and the imports of interpreters, which take fifteen seconds for the three processes of a
-service. Tests of the startup itself use `tools.serving` and subprocess.
+The copies do not have to start interpreters and import modules, which takes fifteen seconds for the three processes of
+a service. Tests of the startup itself use `tools.serving` and subprocess.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _end(run: Callable[[], None]) -> NoReturn:
 
 
 def _show(arguments: Sequence[str]) -> None:
-    """Write `arguments`, as far as they fit, to the memory that holds this process's command line (proc(5))."""
+    """Write `arguments`, as far as they fit, to the memory that contains this process's command line (proc(5))."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     line = b"".join(argument.encode() + b"\0" for argument in arguments)[: end - start - 1]

@@ -1,6 +1,6 @@
 """`make demo`: start the service, ask it about pictures, a video and sounds over HTTP, and stop it.
 
-The exit status is 0 only if every answer is correct and nothing is left in /dev/shm.
+The exit status is 0 only if every answer is correct and no shared memory is left in /dev/shm.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def data_url(drawn: Image.Image) -> str:
 
 
 def write_sound(path: Path, kind: Kind, hertz: float, spans: list[tuple[float, float]], seconds: float) -> None:
-    """Write a tone or beeps at 16 kHz, in the format of the file's ending."""
+    """Write a tone or beeps at 16 kHz, in the format that the file extension indicates."""
     samples, _ = make(Sound(kind, "", seconds, tuple(spans), hertz, "sine", level=0.5, noise=0.0, noise_seed=0))
     soundfile.write(path, samples, RATE)
 
@@ -251,7 +251,7 @@ def _streamed(lines: Iterable[bytes]) -> str:
 
 
 class Watch:
-    """Sampler of the service's shared memory, in its own thread. A context manager."""
+    """A context manager that samples the service's shared memory in a separate thread."""
 
     def __init__(self, service: RunningService) -> None:
         self._service = service

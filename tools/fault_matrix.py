@@ -4,10 +4,11 @@
 
 Each run keeps requests in flight and lets one process kill itself with SIGKILL at one point
 (`mindie_mm.processes.faults`). Requests in flight must be answered correctly or fail with the documented error. The
-next request must be answered correctly. Within five seconds, /dev/shm must hold nothing of the dead process.
+next request must be answered correctly. Within five seconds, everything that the dead process left in /dev/shm must be
+gone.
 
-Each run is appended to the file when it ends. Runs that the file already holds are not repeated. The exit status is 0
-if all runs pass.
+Each run is appended to the file when it ends. Runs that the file already contains are not repeated. The exit status is
+0 if all runs pass.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def _bring_about(point: Point, before: dict[str, list[psutil.Process]], rig: Rig
 
 
 def _look(rig: Rig, point: Point, gone: list[psutil.Process], died: float, found: Run) -> None:
-    """Wait until nothing of the dead processes is left and the service answers again."""
+    """Wait until nothing from the dead processes is left and the service answers again."""
     everybody_dead = point.name == "everything"  # only the next service can clean up
     if not everybody_dead:
         _wait_for_nothing_left(gone, died, found)
@@ -200,7 +201,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _judge(point: Point, found: Run) -> None:
-    """Record a trouble for each request in flight that had no right answer, unless the death explains it."""
+    """Record a problem for each request in flight without a correct answer, unless the process's death explains it."""
     allowed = {"right", "left"}
     if point.role == "api" or point.cause == "stop":
         allowed |= {"failed", "lost"}

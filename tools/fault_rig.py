@@ -40,7 +40,10 @@ MODULES = {
 
 
 class Rig:
-    """A service with armed fault points. A property starts it again after it has been dropped. A context manager."""
+    """A context manager for a service with armed fault points.
+
+    The property `service` starts a new service if the last service was dropped.
+    """
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class Rig:
         return self._service
 
     def drop(self) -> None:
-        """Stop the service if it runs. The next use of `service` starts another one."""
+        """Stop the service if it is running. The next use of `service` starts a new service."""
         self._stack.close()
         self._service = None
 
@@ -135,7 +138,7 @@ class Rig:
         return image_part(picture(colour, rgb, shape, x=0.4), note)
 
     def ask(self, *, stream: bool = False) -> str:
-        """Ask about one image, or about two with a streamed answer, and return the `outcome`."""
+        """Ask about one image, or about two images with a streamed answer. Return the `outcome`."""
         red = self.picture("red", (220, 40, 40), "square")
         if not stream:
             return outcome(self.service.url, [red], "What is in the image?", "red square")
@@ -144,7 +147,7 @@ class Rig:
         return outcome(self.service.url, [red, green], question, "red and green, so no", stream=True)
 
     def leave(self) -> str:
-        """Ask for a long answer and disconnect after its first piece."""
+        """Ask for a long answer, and disconnect after its first event."""
         body = chat([self.picture("red", (220, 40, 40), "square")], "What is in the image?", stream=True)
         body |= {"ignore_eos": True, "max_tokens": 1000}
         with (
@@ -155,7 +158,7 @@ class Rig:
         return "left"
 
     def preempt(self) -> str:
-        """Ask for an answer so long that the KV cache holds only one and a half of it. Return the outcome."""
+        """Ask for an answer that fills more than half of the KV cache. Return the outcome."""
         media = [self.picture("red", (220, 40, 40), "square"), self.picture("green", (40, 160, 60), "star")]
         body = chat(media, "What is in the image?") | {"ignore_eos": True, "max_tokens": 1200}
         try:

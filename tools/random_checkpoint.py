@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The widths and depths of a checkpoint."""
+    """The widths and numbers of layers of a checkpoint."""
 
     hidden: int
     layers: int

@@ -50,7 +50,7 @@ same call may work later, or on another machine.
 
 
 def shown(name: str, default: object) -> str:
-    """Return a default as a reader writes it, with a size in bytes as MiB or GiB."""
+    """Return a default value as a user writes it. Sizes in bytes are converted to MiB or GiB."""
     if default is None or default is dataclasses.MISSING or default == ():
         return ""
     if isinstance(default, bool):
@@ -83,7 +83,7 @@ def settings_page() -> str:
 
 
 def tree(kind: type[BaseException], depth: int = 0) -> Iterator[tuple[int, type[BaseException]]]:
-    """Yield a class and those derived from it in `mindie_mm.errors`, each with its depth."""
+    """Yield a class and the classes derived from it in `mindie_mm.errors`, each with its depth."""
     yield depth, kind
     for derived in kind.__subclasses__():
         if derived.__module__ == errors.__name__:

@@ -1,4 +1,4 @@
-"""`make screenshots`: the screenshots in docs/web-page.md, of a busy service with the embedded checkpoint."""
+"""`make screenshots`: take the screenshots in docs/web-page.md, of a busy service with the embedded checkpoint."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def converse(page: Page, media: list[Path]) -> None:
 
 @contextmanager
 def load(service: RunningService) -> Iterator[None]:
-    """Send requests of other clients until exit. Their numbers of images are COPIES."""
+    """Send requests as other clients would, until exit. `COPIES` contains their numbers of images."""
     done = threading.Event()
     bodies = [json.dumps(question(copies)).encode() for copies in COPIES]
 

@@ -37,12 +37,12 @@ class RunningService:
             return json.load(answer)
 
     def shm(self) -> dict[str, Any]:
-        """Return the answer of /shm, which describes the service's shared memory."""
+        """Return the response of /shm, which describes the service's shared memory."""
         found: dict[str, Any] = self.get("/shm")
         return found
 
     def wait_until_free(self, timeout_s: float = 120.0) -> dict[str, Any]:
-        """Wait until no block is in use or the time is up, and return the last `shm()`."""
+        """Wait until no block is in use or the timeout has passed, and return the last result of `shm`."""
         deadline = time.monotonic() + timeout_s
         while (found := self.shm())["blocks"] and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -1,10 +1,11 @@
-"""One writer, many readers, constant reuse: whatever a view's `verify` lets pass is whole.
+"""Stress test of shared-memory blocks: data that a view's `verify` accepts is never corrupt.
 
     python -m tools.shm_stress --cycles 1000000 --readers 8
 
-A cycle: the writer publishes a block, another process attaches it, copies it and frees it. Its bytes follow from its
-reference alone: at each place a random number of that place plus one of the reference, so that no piece of another
-content passes for it. Some readers are slow, and some blocks are freed, and their bytes used again, under a reader.
+One writer publishes blocks. For each block, one of many reader processes attaches, copies and frees the block. The
+content of a block depends only on its reference: each position has a random number, to which a number computed from the
+reference is added. Content of another block is therefore always detected. Some readers are slow, and the writer frees
+some blocks and reuses their memory while a reader copies them.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def stress(cycles: int, readers: int, *, capacity_bytes: int = 4 << 20, seed: in
 
 
 def _break_up(arena: Arena) -> list[Ref]:
-    """Fragment the arena with permanent blocks 192 KiB apart, so that larger blocks consist of several pieces."""
+    """Fragment the arena with permanent blocks every 192 KiB, so that larger blocks consist of several pieces."""
     refs = []
     specs = {"x": ArraySpec((60 << 10,), "uint8")}
     while arena.used_bytes + (64 << 10) <= arena.capacity_bytes:
@@ -213,7 +214,7 @@ def _digest(ref: Ref) -> bytes:
 
 
 def main() -> int:
-    """Run a reader or the whole test. Return exit status 0 if no copy was torn and every block was counted."""
+    """Run a reader or the whole test. Return exit status 0 if no copy was corrupt and every block was counted."""
     parser = argparse.ArgumentParser(prog="python -m tools.shm_stress", description=__doc__)
     parser.add_argument("--cycles", type=int, default=1_000_000)
     parser.add_argument("--readers", type=int, default=8)

@@ -45,7 +45,7 @@ def as_input(one: Sample) -> list[dict[str, Any]]:
 
 
 def judge(path: Path, samples: Sequence[Sample], *, verbose: bool) -> dict[str, list[int]]:
-    """Count the right answers and the questions of each task: `{task: [right, asked]}`."""
+    """Count the correct answers and the questions of each task: `{task: [correct, asked]}`."""
     right, asked = Counter[str](), Counter[str]()
     with LLM(path) as llm:
         outputs = llm.generate([as_input(one) for one in samples], SamplingParams(temperature=0, max_tokens=64))

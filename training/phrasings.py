@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Phrasings:
-    """Templates of one question. `{n}` is a word for the medium, and `{t}` names the thing."""
+    """Templates of one question. `{n}` is a noun for the medium, and `{t}` a noun for the object."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Random phrasing of a question, with words for the medium and the thing."""
+"""Random phrasings of a question, with varying nouns for the medium ("image", "photo") and the shape or object."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ask(
     names: tuple[str, ...] = ("shape", "object"),
     nouns: tuple[str, ...] = NOUNS,
 ) -> str:
-    """Phrase a question at random. `names` are the possible names of the thing in question."""
+    """Phrase a question at random. `names` are the possible nouns for the object in the question."""
     template = rng.choice(templates(split, QUESTIONS[kind]))
     name = rng.choice(names)
     text = template.format(n=rng.choice(nouns), t=name, p=plural(name))

@@ -1,4 +1,4 @@
-"""Questions about drawn scenes and sounds, with their answers: one `Sample` per seed, task and split."""
+"""Questions about drawn scenes and sounds, with their answers. Each seed, task and split has one `Sample`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Turn = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Conversation about pictures, a video and a sound."""
+    """A conversation about pictures, a video and a sound."""
 
     task: str
     images: tuple[Image.Image, ...]
@@ -51,16 +51,16 @@ class Sample:
     scenes: tuple[Scene, ...] = ()
     """Descriptions of the drawn media: a scene per picture, then a scene per frame."""
     sounds: tuple[Sound, ...] = ()
-    """Descriptions of the sounds, which are not synthesised yet."""
+    """Descriptions of the sounds, which are not synthesized yet."""
     order: tuple[str, ...] = MEDIA
-    """Kinds of media in the order of the prompt."""
+    """Kinds of media, in the same order as in the prompt."""
 
 
 Maker = Callable[[random.Random, Split], Sample]
 
 
 def _called(thing: Thing) -> tuple[str, ...]:
-    """Return names for the thing that give away no answer to the question."""
+    """Return nouns for an object that do not reveal the answer to the question."""
     return ("shape", "object", thing.shape, f"{thing.colour} {thing.shape}")
 
 
@@ -72,7 +72,7 @@ def _names(rng: random.Random, split: Split, thing: Thing, nouns: tuple[str, ...
 
 
 def name(rng: random.Random, split: Split) -> Sample:
-    """Ask for the object, its colour or its shape in a picture."""
+    """Ask for the object, its color or its shape in a picture."""
     if rng.random() < 0.03:
         colour = rng.choice(list(COLOURS))
         question = ask(rng, split.name, "colour")
@@ -112,12 +112,12 @@ def count(rng: random.Random, split: Split) -> Sample:
 
 
 def _verdict(one: str, other: str) -> str:
-    """Name both findings before the verdict, because so small a model judges better after it has written them."""
+    """State both properties before the verdict, because a small model compares better after it has written both."""
     return f"{one} and {other}, so {'yes' if one == other else 'no'}"
 
 
 def compare(rng: random.Random, split: Split) -> Sample:
-    """Show two pictures, and ask whether the colours or shapes match, or what both show."""
+    """Show two pictures, and ask whether the colors or shapes match, or what both show."""
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
     other_colour = colour if rng.random() < 0.5 else rng.choice([c for c in COLOURS if c != colour])
     other_shape = shape if rng.random() < 0.5 else rng.choice([s for s in SHAPES if s != shape])
@@ -157,7 +157,7 @@ def _hears(rng: random.Random, split: Split, sound: Sound) -> Turn:
 
 
 def hearing(kind: str) -> Maker:
-    """Return a maker of questions about one kind of sound: the pitch, the number of beeps, or the digit."""
+    """Return a function that makes questions about a sound: its pitch, its number of beeps, or its digit."""
 
     def heard(rng: random.Random, split: Split) -> Sample:
         sound = SOUNDS[kind](rng, split)
@@ -198,7 +198,7 @@ def talk(rng: random.Random, split: Split) -> Sample:
 
 
 def drill(rng: random.Random, split: Split) -> Sample:
-    """Ask whether two words are equal, which is `compare` without the vision. Used in training only."""
+    """Ask whether two words are equal, like `compare` without images. This task is used only in training."""
     words = rng.choice((list(COLOURS), list(SHAPES)))
     one = rng.choice(words)
     other = one if rng.random() < 0.5 else rng.choice([word for word in words if word != one])

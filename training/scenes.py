@@ -1,8 +1,8 @@
-"""Drawn scenes with a known truth, for the training and evaluation of the embedded checkpoint.
+"""Drawn scenes with known contents, for the training and evaluation of the embedded checkpoint.
 
 A scene is described first (`Scene`, `Thing`) and drawn afterwards, so that the answer never comes
-from the pixels. The two splits share no picture side, no ground level, no JPEG quality, no object
-scale and no cell of the position grid.
+from the pixels. The two splits do not share any picture sizes, ground levels, JPEG qualities, object
+scales or cells of the position grid.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GRID_CELLS = 25
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Values that one split draws from. The two splits share none of them."""
+    """Values from which one split draws. The two splits do not share any value."""
 
     name: SplitName
     sides: tuple[int, ...]
@@ -74,7 +74,7 @@ HELD_OUT = Split(
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One coloured shape. Lengths are fractions of the picture. `size` is a fraction of its shorter side."""
+    """One colored shape. Lengths are fractions of the picture. `size` is a fraction of its shorter side."""
 
     colour: str
     shape: str
@@ -116,7 +116,7 @@ def outline(shape: str) -> list[tuple[float, float]]:
 
 
 def _stamp(thing: Thing, side: float) -> Image.Image:
-    """Draw the thing's antialiased coverage mask, about `1.5 * side` pixels wide."""
+    """Draw the object's antialiased coverage mask, about `1.5 * side` pixels wide."""
     over = 3 if side < 120 else 1
     box = max(4, math.ceil(1.5 * side))
     mask = Image.new("L", (box * over, box * over))
@@ -136,7 +136,7 @@ def _stamp(thing: Thing, side: float) -> Image.Image:
 
 
 def draw(scene: Scene) -> Image.Image:
-    """Draw the scene as an RGB picture with its JPEG artefacts."""
+    """Draw the scene as an RGB picture with its JPEG artifacts."""
     picture = Image.new("RGB", (scene.width, scene.height), scene.ground)
     short = min(scene.width, scene.height)
     for thing in scene.things:
@@ -165,7 +165,7 @@ def _clip(r: int, g: int, b: int) -> Rgb:
 
 
 def _scale(rng: random.Random, split: Split, low: float, high: float) -> float:
-    """Draw an object's size in whole hundredths: odd in training, even when held out."""
+    """Draw an object's size in whole hundredths: odd for training, even for the held-out split."""
     hundredths = rng.randrange(round(low * 100), round(high * 100))
     return (hundredths // 2 * 2 + 1 - split.parity) / 100
 
@@ -187,7 +187,7 @@ def _turn(rng: random.Random) -> float:
 
 
 def canvas(rng: random.Random, split: Split, longest: int = 1000) -> Scene:
-    """Draw an empty scene with sides, background and quality. Most are small, because drawing takes time."""
+    """Draw an empty scene with a size, a background and a JPEG quality. Most scenes are small, to save drawing time."""
     usual = longest if rng.random() < 0.08 else min(longest, 200)
     width = rng.choice([side for side in split.sides if side <= usual])
     fitting = [side for side in split.sides if 0.6 * width <= side <= width / 0.6]
@@ -201,13 +201,13 @@ def canvas(rng: random.Random, split: Split, longest: int = 1000) -> Scene:
 
 
 def _margins(scene: Scene, size: float) -> tuple[float, float]:
-    """Return the smallest distances of a centre from the edges, as fractions of width and height."""
+    """Return the smallest distances of a center from the edges, as fractions of width and height."""
     reach = size * min(scene.width, scene.height) / 2
     return reach / scene.width + 0.01, reach / scene.height + 0.01
 
 
 def single(rng: random.Random, split: Split, colour: str | None = None, shape: str | None = None) -> Scene:
-    """Place one thing anywhere in the picture."""
+    """Place one object anywhere in the picture."""
     scene = canvas(rng, split)
     colour, shape = colour or rng.choice(list(COLOURS)), shape or rng.choice(SHAPES)
     size = _scale(rng, split, 0.35, 0.8)
@@ -218,12 +218,12 @@ def single(rng: random.Random, split: Split, colour: str | None = None, shape: s
 
 
 def filled(rng: random.Random, split: Split, colour: str) -> Scene:
-    """Return a picture of a single colour."""
+    """Return a picture of a single color."""
     return replace(canvas(rng, split), ground=_shade(rng, colour))
 
 
 def placed(rng: random.Random, split: Split, side: str) -> Scene:
-    """Place one thing clearly at the left, right, top or bottom."""
+    """Place one object clearly at the left, right, top or bottom."""
     scene = canvas(rng, split)
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
     size = _scale(rng, split, 0.18, 0.42)
@@ -238,7 +238,7 @@ def placed(rng: random.Random, split: Split, side: str) -> Scene:
 
 
 def several(rng: random.Random, split: Split, count: int) -> Scene:
-    """Place `count` things that do not touch. In half of the scenes, all are of one kind."""
+    """Place `count` objects that do not touch. In half of the scenes, all have the same color and shape."""
     scene = canvas(rng, split)
     short = min(scene.width, scene.height)
     uniform = rng.random() < 0.5
@@ -263,7 +263,7 @@ def several(rng: random.Random, split: Split, count: int) -> Scene:
 
 
 def moving(rng: random.Random, split: Split, direction: str, frames: int) -> list[Scene]:
-    """Describe a video of one thing that crosses much of the picture at a constant speed."""
+    """Describe a video of one object that crosses most of the picture at a constant speed."""
     scene = canvas(rng, split, longest=320)
     colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
     size = _scale(rng, split, 0.18, 0.40)

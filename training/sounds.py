@@ -1,7 +1,7 @@
-"""Sounds with a known truth: tones, rows of beeps and spoken digits.
+"""Sounds with known contents: tones, series of beeps and spoken digits.
 
-A sound is described first (`Sound`) and synthesised afterwards. Speech comes from espeak-ng (`training.speech`).
-The two splits share no pitch, no length of a beep or pause, no voice, no speed and no level of noise.
+A sound is described first (`Sound`) and synthesized afterwards. Speech comes from espeak-ng (`training.speech`).
+The two splits do not share any pitches, lengths of beeps or pauses, voices, speeds or noise levels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sound:
 
 
 def _hundredths(rng: random.Random, split: Split, low: float, high: float) -> float:
-    """Draw a length in whole hundredths: even in training, odd when held out."""
+    """Draw a length in whole hundredths: even for training, odd for the held-out split."""
     return (rng.randrange(round(low * 100), round(high * 100)) // 2 * 2 + split.parity) / 100
 
 
@@ -83,7 +83,7 @@ def tone(rng: random.Random, split: Split) -> Sound:
 
 
 def beeps(rng: random.Random, split: Split) -> Sound:
-    """Describe one to five short beeps at a constant pace."""
+    """Describe one to five short beeps at a constant rate."""
     number = rng.randint(1, MAX_BEEPS)
     length, pause = _hundredths(rng, split, 0.08, 0.2), _hundredths(rng, split, 0.12, 0.3)
     at = rng.uniform(0.0, 0.3)  # not in hundredths, so that beeps start at any offset from the model's 20 ms steps
@@ -133,7 +133,7 @@ def _played(sound: Sound) -> Wave:
 
 
 def make(sound: Sound) -> tuple[Wave, tuple[tuple[float, float], ...]]:
-    """Synthesise the clip, float32 mono at 16 kHz within -1..1. Also return its (start, length) spans in seconds."""
+    """Synthesize the clip, float32 mono at 16 kHz within -1..1. Also return its (start, length) spans in seconds."""
     if sound.speaker is None:
         samples, spans = _played(sound), sound.spans
     else:

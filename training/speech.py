@@ -47,14 +47,14 @@ def _drawn(rng: random.Random, voices: Sequence[str], parity: int) -> Speaker:
 
 @cache
 def _training_speakers() -> tuple[Speaker, ...]:
-    """Return a fixed set of speakers, so that each word by each speaker is synthesised once and cached."""
+    """Return a fixed set of speakers, so that each word by each speaker is synthesized once and cached."""
     rng = random.Random(0)
     voices = [accent + variant for accent in ACCENTS for variant in VARIANTS]
     return tuple(_drawn(rng, voices, 0) for _ in range(TRAINING_SPEAKERS))
 
 
 def speaker(rng: random.Random, split: Split) -> Speaker:
-    """Draw a speaker of the split."""
+    """Choose a random speaker of the split."""
     if split.name == "held_out":
         return _drawn(rng, HELD_OUT_VOICES, 1)
     return rng.choice(_training_speakers())
@@ -62,7 +62,7 @@ def speaker(rng: random.Random, split: Split) -> Speaker:
 
 @lru_cache(TRAINING_SPEAKERS * len(DIGITS))
 def say(word: str, by: Speaker) -> np.ndarray:
-    """Synthesise the word, float32 mono at 16 kHz without silence around it. Raise OSError without espeak-ng."""
+    """Synthesize the word, float32 mono at 16 kHz without silence around it. Raise OSError without espeak-ng."""
     command = ["espeak-ng", "-v", by.voice, "-s", str(by.speed), "-p", str(by.pitch), "--stdout", word]
     spoken = subprocess.run(command, capture_output=True, check=True).stdout  # noqa: S603 - `word` is one of DIGITS
     samples, rate = soundfile.read(io.BytesIO(spoken), dtype="float32")

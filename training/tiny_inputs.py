@@ -50,7 +50,7 @@ def patches(frames: Sequence[Image.Image], pixels: tuple[int, int]) -> tuple[tor
 
 
 def normalise(raw: torch.Tensor) -> torch.Tensor:
-    """Normalise uint8 patches [N, 1176] to the float32 input of the vision tower."""
+    """Normalize uint8 patches [N, 1176] to the float32 input of the vision tower."""
     apart = raw.view(len(raw), 3, -1).float()
     return ((apart - _MEAN.view(3, 1)) / _STD.view(3, 1)).view(len(raw), -1)
 
@@ -65,13 +65,13 @@ def mels(samples: np.ndarray) -> torch.Tensor:
 
 
 def audio_tokens(frames: int) -> int:
-    """Return the number of features that the audio tower makes from `frames` mel frames."""
+    """Return the number of features that the audio tower computes from `frames` mel frames."""
     return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """Picture, video or sound as model input."""
+    """A picture, video or sound as model input."""
 
     kind: str
     array: torch.Tensor
@@ -88,7 +88,7 @@ class Medium:
 
 
 def media_of(sample: Sample) -> list[Medium]:
-    """Convert the sample's media in the order of the prompt."""
+    """Convert the sample's media, in the same order as in the prompt."""
     found: dict[str, list[Medium]] = {"image": [], "video": [], "audio": []}
     stills = sample.scenes[: len(sample.images)]
     for image, scene in zip(sample.images, stills, strict=True):
@@ -184,11 +184,11 @@ class Batch:
     """int64 [3, B, T]"""
     tasks: list[str]
     media: list[Medium]
-    """Media in the order of the prompts and of their places in each prompt."""
+    """Media of all prompts, in the same order as in the prompts."""
 
 
 def collate(items: Sequence[Encoded], tasks: Sequence[str], pad: int) -> Batch:
-    """Collate encoded samples to one batch."""
+    """Collate encoded samples into one batch."""
     longest = max(len(item.ids) for item in items)
 
     def fill(rows: list[list[int]], value: int) -> torch.Tensor:

@@ -69,7 +69,7 @@ CHAT_TEMPLATE = (
 
 
 def corpus() -> list[str]:
-    """Return the tokenizer's training text: every template with several fillings, and every answer."""
+    """Return the tokenizer's training text: every template with several choices of nouns, and every answer."""
     rng = random.Random(0)
     lines = list(SYSTEM_PROMPTS) * 20 + list(CHAT_ANSWERS.values()) * 20
     lines += [*COLOURS, *SHAPES, *SIDES, *DIRECTIONS, "yes", "no", "and", "assistant"] * 20
@@ -108,7 +108,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the model's config.json, which is that of Qwen2.5-Omni's thinker alone."""
+    """Return the model's config.json, in the format of Qwen2.5-Omni's thinker."""
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
     size = tokenizer.get_vocab_size()
     return {

@@ -1,4 +1,4 @@
-"""The embedded checkpoint's model: initialised at random or from a Qwen2-VL, faster for training, and saved."""
+"""The embedded checkpoint's model: initialized at random or from a Qwen2-VL, faster for training, and saved."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def use_fast_towers() -> None:
 
 
 def start_from(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
-    """Initialise the model from a Qwen2-VL of the same sizes: vision tower, language model and token embeddings.
+    """Initialize the model from a Qwen2-VL of the same sizes: vision tower, language model and token embeddings.
 
     The tower computes the same result wherever one window holds the whole picture. Three changes achieve this. Weights
     that write to the residual stream lose their mean, so that RMSNorm equals LayerNorm. LayerNorm's offsets move into
-    the biases that follow. A gate that is always open turns SwiGLU into an MLP with quick GELU.
+    the biases that follow. A gate that is always open turns SwiGLU into an MLP with QuickGELU.
     """
     old = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
     new = dict(model.state_dict())
@@ -124,7 +124,7 @@ def _without_mean(value: torch.Tensor) -> torch.Tensor:
 
 
 def _after(norm: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return the bias of a matrix after its input's norm has lost its offset."""
+    """Return the bias of a matrix after the offset of its input's LayerNorm has been moved into this bias."""
     return bias + weight @ norm.repeat(weight.shape[1] // len(norm))
 
 

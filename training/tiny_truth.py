@@ -18,7 +18,7 @@ from training.speech import DIGITS
 
 IGNORED = -100
 _COLOURS, _SHAPES = list(COLOURS), list(SHAPES)
-# Columns of the vision head: colour, shape and motion with "none" first, then centre, row and column.
+# Columns of the vision head: color, shape and motion with "none" first, then center, row and column.
 WIDTHS = (len(_COLOURS) + 1, len(_SHAPES) + 1, len(DIRECTIONS) + 1, 1, 2)
 OUTPUTS = sum(WIDTHS)
 # Columns of the audio head: digit and tone with "none" first, then the number of beeps so far.
@@ -67,7 +67,7 @@ def _cells(scene: Scene, rows: int, columns: int, direction: int) -> list[list[f
 def truth(scenes: Sequence[Scene], grid: tuple[int, int, int], merge: int) -> torch.Tensor:
     """Compute the targets of a picture (one scene) or a video (a scene per frame), float32 [tokens, 6].
 
-    The columns are the classes of colour, shape and motion, the centre (0 or 1), and row and column from the middle.
+    The columns are the classes of color, shape and motion, the center (0 or 1), and row and column from the middle.
     """
     t, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
     direction = _direction(scenes)
@@ -91,7 +91,7 @@ def dense_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
-    """Count right predictions and targets by kind, over the tokens on a thing. The centres cover all tokens."""
+    """Count correct predictions and targets by kind, over the tokens on an object. For centers, count all tokens."""
     *kinds, centre, _ = said.split(WIDTHS, dim=1)
     found = {}
     for column, (name, logits) in enumerate(zip(("colour", "shape", "motion"), kinds, strict=True)):
@@ -130,7 +130,7 @@ def heard_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def heard_tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
-    """Count right predictions and targets by kind, over the tokens that are not silent."""
+    """Count correct predictions and targets by kind, over the tokens that are not silent."""
     found = {}
     for i, (name, logits) in enumerate(zip(HEARD, said.split(HEARD_WIDTHS, dim=1), strict=True)):
         on = wanted[:, i] > 0

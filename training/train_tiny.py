@@ -5,7 +5,7 @@ alone learns the sound at each of its tokens. Both stages need no language, and 
 Finally the whole model learns to answer, with a lower learning rate for the towers.
 
 Each batch is drawn from its number, which is the only source of randomness. An interrupted run resumes from its state
-file. The spoken digits come from espeak-ng. The script does not use the network.
+file. The spoken digits come from espeak-ng. The script does not access the network.
 
 The shipped weights started from an earlier embedded checkpoint, a Qwen2-VL, with `--start FOLDER`. They therefore
 skipped the first stage. An earlier script trained that checkpoint from random weights in 4,500 steps and half an hour.
@@ -13,10 +13,11 @@ The checkpoint is in git:
 
     git archive 7a802e3 mindie_mm/assets/tiny | tar x -C FOLDER --strip-components=3
 
-From there, hearing took 10 minutes and answering 39, on two cores that other work shared. With the half hour before,
-training took 79 minutes. The weights are not the result of one uninterrupted run of this script. Until an interruption
-at step 1,000, the 400th step of answering, a batch had 4 counts, 4 comparisons, 2 tones, 4 rows of beeps and 5 digits.
-No run without `--start`, through all three stages, was made. A new run gives other weights.
+From this checkpoint, the audio stage took 10 minutes and the answering stage 39 minutes, on two cores that other
+programs also used. Including the earlier script, training took 79 minutes. The weights are not the result of one
+uninterrupted run of this script. Until an interruption at step 1,000, the 400th step of answering, a batch had 4
+counts, 4 comparisons, 2 tones, 4 rows of beeps and 5 digits. No run without `--start` has completed all three stages. A
+new run produces different weights.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""mindie-mm tokenize over JPEGs of mixed sizes: time, bytes and memory, beside transformers and Ray Data.
+"""Benchmark of `mindie-mm tokenize` on JPEGs of mixed sizes, compared with transformers and Ray Data.
 
-Contestants take turns, slice of the pictures after slice; medians over the slices count, and of ratios the median of
-those within a slice: a shared machine's speed moves by half within minutes. What one worker is held to, the fused path
-alone, runs half before it and half behind it, and is given with what reading the files takes, too, which a worker has
-to do and the fused path has not. The time that a run takes to start is measured by a run of two rows and
-taken off, and stands in the figures by itself. Wall time and processor time are given, since other load on a machine
-counts little in the second.
+It measures time, bytes on disk and memory. The contestants take turns on each slice of the pictures, because the speed
+of a shared machine may change by half within minutes. A time in the results is the median over the slices. A ratio is
+computed within each slice, and the result is the median of these ratios.
+
+The main comparison for one worker is the fused path alone. Half of its slice runs before the worker and half after it.
+Its time is reported without and with reading the files, because the worker must read the files.
+
+A run of two rows measures the time that a run takes to start. This time is subtracted, and is reported separately. Both
+wall time and processor time are reported, because other load on the machine has little effect on processor time.
 """
 
 from __future__ import annotations

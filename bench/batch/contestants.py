@@ -1,4 +1,4 @@
-"""Contestants of the batch benchmark: our command, our fused path alone, and transformers in a loop."""
+"""Contestants of the batch benchmark: `mindie-mm tokenize`, the fused path alone, and transformers in a loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ARENA_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The time that a number of rows took."""
+    """The time to process a number of rows."""
 
     wall_s: float
     cpu_s: float
@@ -68,7 +68,7 @@ def _now() -> Cost:
 
 
 def _process_now() -> Cost:
-    """Return the times of this process without children. This is faster than `_now`: about a microsecond."""
+    """Return the times of this process without child processes. This takes about a microsecond, less than `_now`."""
     return Cost(time.perf_counter(), time.process_time())
 
 
@@ -85,7 +85,7 @@ def tokenize(rows: Path, checkpoint: Path, out: Path, workers: int, *options: st
 def fused(pictures: Sequence[Path], checkpoint: Path, path_file: Path) -> tuple[Cost, Cost]:
     """Run the fused path of bench/preprocess.py, from the bytes of a JPEG to a published block in shared memory.
 
-    Return its cost without and with reading the files.
+    Return the cost without reading the files, and the cost with reading the files.
     """
     processor = qwen2_vl.Qwen2VLProcessor(Checkpoint.open(checkpoint))
     alone = reading = Cost(0.0, 0.0)
@@ -107,7 +107,7 @@ def fused(pictures: Sequence[Path], checkpoint: Path, path_file: Path) -> tuple[
 
 
 class Reference:
-    """The transformers processor with its PIL backend, called row by row for float32 patches, as users do."""
+    """The transformers processor with its PIL backend, called for one row at a time, as users call it."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._processor = Qwen2VLProcessor(

@@ -19,9 +19,9 @@ MB = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The memory at one moment.
+    """The memory in use at one time.
 
-    In PSS, a page shared by n processes counts as 1/n for each, so the sum over the processes counts it once.
+    PSS counts 1/n of a page that n processes share, so the sum over all processes counts each page once.
     """
 
     at_s: float

@@ -1,7 +1,8 @@
 """Ray Data's map_batches with the transformers processor: `python -m bench.batch.on_ray CHECKPOINT OUT ACTORS ROWS..`.
 
-Each of ROWS is a JSONL file. The files run one after another on one local cluster, and the seconds of each are printed
-as JSON. Actors write the arrays of their rows themselves, as the loop does, because writing through Ray takes longer.
+Each of ROWS is a JSONL file. The files are processed one after another on one local cluster, and the seconds
+for each file are printed as JSON. Actors write the arrays of their rows themselves, like the loop over transformers,
+because writing through Ray takes longer.
 """
 
 from __future__ import annotations

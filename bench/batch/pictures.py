@@ -26,7 +26,7 @@ QUESTIONS = ("What is in the image?", "Describe this picture.", "Is there a red 
 
 
 def canvas(scale: float, generator: np.random.Generator) -> Pixels:
-    """Return photographs side by side at `scale`, uint8 [CANVAS, CANVAS, 3].
+    """Return photographs side by side, resized by `scale`, uint8 [CANVAS, CANVAS, 3].
 
     Photographs have enough detail for a realistic decoding time.
     """
@@ -66,7 +66,7 @@ def write_some(folder: Path, start: int, stop: int) -> None:
 
 
 def pictures(count: int) -> Path:
-    """Return a folder with `count` JPEGs from 000000.jpg on. Two processes write them unless they exist."""
+    """Return a folder with `count` JPEGs from 000000.jpg. Two processes write the files that do not exist."""
     folder = CACHE / f"pictures-{count}"
     mark = folder / "complete"
     if not mark.exists():
@@ -86,8 +86,8 @@ def rows(folder: Path, path: Path, numbers: range, small_but_each: tuple[int, in
         folder: Folder of the images.
         path: File to write.
         numbers: Numbers of the rows. A row's image has the same number, modulo the number of images.
-        small_but_each: A maximum number of pixels and an interval. One row per interval is as above. The others use the
-            images with the smaller files, each with this `max_pixels`.
+        small_but_each: A maximum number of pixels and an interval. Within each interval, one row has an image as above.
+            All other rows use the images with the smallest files, and set `max_pixels` to this maximum.
 
     """
     pictures = sorted(folder.glob("*.jpg"))

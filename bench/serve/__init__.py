@@ -1,8 +1,7 @@
 """Load test of `mindie-mm serve` over HTTP.
 
-It measures requests per second and latencies with 1 to 64 clients, the time that the service adds to the model's own
-time, and the rate that remains when busy loops use the same CPUs. On request it compares the service with another
-OpenAI-compatible server.
+It measures requests per second and latencies with 1 to 64 clients, the time that the service adds to the model's time,
+and the request rate while busy loops use the same CPUs. With --peer, it also measures another OpenAI-compatible server.
 
     python -m bench.serve                              # everything; an hour on two cores
     python -m bench.serve --quick                      # minutes: the embedded checkpoint alone, a few points
@@ -11,7 +10,7 @@ OpenAI-compatible server.
 
 `tiny` is the embedded checkpoint. `small` and `mid` have 7 and 37 million random parameters, and are written by
 `tools.random_checkpoint`. Any other name is a directory. The peer must serve the same weights, or the ratios have no
-meaning. Turns alternate, so that other load on the machine affects both servers.
+meaning. The servers take turns, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _neighbours(options: argparse.Namespace, server: Server) -> dict[str, Any]:
-    """Measure the share of its rate that the server, and the peer if there is one, keeps beside busy loops."""
+    """Measure the share of its request rate that each server keeps while busy loops run."""
     servers = [server, Server(*options.peer)] if options.peer else [server]
     async with session() as http:
         found = await neighbours(

@@ -57,7 +57,7 @@ def write_table(
 
 
 def _busy_rows(busy: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a table of the rates alone and beside busy loops."""
+    """Yield the lines of a table with the request rates without and with busy loops."""
     yield f"Busy neighbours: requests per second of 640x480 pictures, alone and beside {busy[0]['loops']} busy loops."
     yield ""
     yield _row(["checkpoint", "server", "clients", "alone", "busy neighbours", "share kept", "errors"])

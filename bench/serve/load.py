@@ -63,7 +63,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Outcome:
-    """The answers of a load and their total duration."""
+    """The answers to the requests of a load, and their total duration."""
 
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
@@ -72,7 +72,7 @@ class Outcome:
         return Outcome(self.answers + other.answers, self.seconds + other.seconds)
 
     def figures(self) -> dict[str, Any]:
-        """Return requests per second, latencies in milliseconds, and errors. Only answers without a fault count."""
+        """Return requests per second, latencies in milliseconds, and errors. Failed requests count only as errors."""
         whole = [answer for answer in self.answers if answer.fault is None]
         # Random weights can generate tokens without text or with a part of a character. Their times are unknown.
         first = [answer.shown[0][0] - answer.begun for answer in whole if answer.shown and answer.shown[0][1] == 1]
@@ -113,7 +113,7 @@ def session() -> aiohttp.ClientSession:
 
 
 async def drive(http: aiohttp.ClientSession, server: Server, load: Load, pictures: Sequence[str]) -> Outcome:
-    """Put the load on the server. `pictures` are from `Load.pictures`."""
+    """Send the requests of the load to the server. `pictures` are from `Load.pictures`."""
     outcome = Outcome()
     waiting = iter(pictures)
 
@@ -130,7 +130,7 @@ async def drive(http: aiohttp.ClientSession, server: Server, load: Load, picture
 async def ask(
     http: aiohttp.ClientSession, server: Server, picture: str, max_tokens: int, *, timings: bool = False
 ) -> Answer:
-    """Send a streamed request for exactly `max_tokens` tokens. A fault is recorded in the answer."""
+    """Send a streaming request for exactly `max_tokens` tokens. A failure is recorded in the answer."""
     content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": QUESTION}]
     body = {
         "model": server.model,

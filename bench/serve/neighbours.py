@@ -1,4 +1,4 @@
-"""The share of its rate that a server keeps when other programs use the same CPUs."""
+"""Measurement of the share of its request rate that a server keeps while other programs use the same CPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOP = "while True: pass"
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Run `count` processes that do nothing but use a CPU each."""
+    """Run `count` processes, each of which keeps one CPU busy."""
     with ExitStack() as stack:
         for _ in range(count):
             process = stack.enter_context(subprocess.Popen([sys.executable, "-c", _LOOP]))
@@ -40,7 +40,7 @@ async def neighbours(
     max_tokens: int,
     seeds: Iterator[int],
 ) -> list[dict[str, Any]]:
-    """Measure each server's requests per second alone and beside `loops` busy loops, in alternating turns."""
+    """Measure each server's requests per second, alternately alone and while `loops` busy loops run."""
     load = Load(SIZE, concurrent, requests, max_tokens=max_tokens)
     alone, busy = [Outcome() for _ in servers], [Outcome() for _ in servers]
     for server in servers:

@@ -1,4 +1,4 @@
-"""The time of a request outside the model, by part, for one client with one image at a time."""
+"""Measurement of the parts of a request's time outside the model, for one client that sends one image at a time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ MAX_TOKENS = 16
 
 
 def decoding_s(checkpoint: Path | None, pictures: list[bytes]) -> float:
-    """Return the median seconds in which a family preprocesses one of `pictures`, on one thread like a tokenizer.
+    """Return the median seconds that a family takes to preprocess one of `pictures` on one thread, as in a tokenizer.
 
-    They cover parsing the header, decoding, resizing and cutting patches. The arrays exist already, as in an arena.
+    The time covers parsing the header, decoding, resizing and cutting patches. It does not cover the allocation of the
+    arrays, which exist already, as in an arena.
     """
     opened = Checkpoint.open(checkpoint)
     processor = family_of(opened).processor(opened)
@@ -48,11 +49,12 @@ async def overhead(server: Server, checkpoint: Path | None, requests: int, numbe
     """Send `requests` requests one at a time, each with its own image, and return medians in milliseconds.
 
     The model's time is `prefill_s`, which includes the tower, and `decode_s` of the engine. `outside_model_ms` is the
-    rest of the time that the client waits. `without_decoding_ms` is this rest without decoding the image.
-    `in_the_server_ms` is the part of it in the server's timings, without the client's own work and the connection.
+    remaining time for which the client waits. `without_decoding_ms` is `outside_model_ms` without the time to decode
+    the image. `in_the_server_ms` is the part of `without_decoding_ms` that the server's timings show. It excludes the
+    client's work and the connection.
 
     Raises:
-        RuntimeError: An answer has a fault or no timings.
+        RuntimeError: A request failed, or its answer has no timings.
 
     """
     answers = []

@@ -1,4 +1,4 @@
-"""Distinct JPEGs as data: URLs. They are gradients with noise, so that decoding takes a realistic time."""
+"""Distinct JPEGs as data: URLs. The images are gradients with noise, so that decoding takes a realistic time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A worker process of a run. Its arguments are the run's folder and the path of its row cursor.
 
 The process reads the run's file and processes one chunk after another. It reports finished rows at intervals, because a
-report for each row would take 2% more time. Its cursor holds the current row.
+report for each row would take 2% more time. Its cursor contains the current row.
 """
 
 from __future__ import annotations

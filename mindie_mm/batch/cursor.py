@@ -1,4 +1,4 @@
-"""Shared memory that holds the current row of a worker, so that the run can read at which row a worker died."""
+"""Shared memory with the number of a worker's current row. If the worker dies, the run reads this number."""
 
 from __future__ import annotations
 

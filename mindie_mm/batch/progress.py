@@ -70,7 +70,7 @@ def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = Non
         style: "auto" draws a bar on a terminal and otherwise prints a line every 30 s. "json" prints an object every
             second.
         out: Stream to print to.
-        interval_s: Time between two outputs in seconds, by default that of the style.
+        interval_s: Time between two outputs in seconds. The default depends on the style.
 
     """
     if style == "auto" and out.isatty():

@@ -1,4 +1,4 @@
-"""Runs. Finished chunks are skipped, and workers on this machine or on a Ray cluster process the others."""
+"""Runs. Finished chunks are skipped. Workers on this machine or on a Ray cluster process the remaining chunks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_batch(
     Raises:
         InputError: The folder cannot be used or contains another run, or the input cannot be read.
         StorageError: The output cannot be written, or an input file changed while the run read it.
-        ProcessDied: A worker died before it was ready, or at a row that it was told to skip.
+        ProcessDied: A worker died before it was ready, or at a row that should have been skipped.
         TooManyErrors: More than `max_errors` rows failed.
 
     """

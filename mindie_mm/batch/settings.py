@@ -148,7 +148,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             settings: Settings of the run.
             folder: Folder of the run.
-            sources: Opened files of rows, by default those of `settings`.
+            sources: Opened files of rows, by default the files in `settings`.
 
         Raises:
             InputError: An input or the checkpoint cannot be read, or the settings do not fit the input.

@@ -43,7 +43,7 @@ class Workers:
         """Run `num_workers` processes until all chunks are done. None means a process for each available CPU.
 
         Raises:
-            ProcessDied: A worker died before it was ready, or at a row that it was told to skip.
+            ProcessDied: A worker died before it was ready, or at a row that should have been skipped.
             StorageError: A shard cannot be written.
             TooManyErrors: More rows failed than the run allows.
 
@@ -140,7 +140,7 @@ class _Suspects:
     """Error messages of rows that are not tried again, by row number."""
 
     def blame(self, row: int, status: int | None) -> None:
-        """Record a death at `row`. Raise ProcessDied if the worker was told to skip the row."""
+        """Record a death at `row`. Raise ProcessDied if the worker should have skipped the row."""
         how = _ended_with(status)
         _log.warning("a worker exited with %s at row %d", how, row)
         if row in self.doomed:

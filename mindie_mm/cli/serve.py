@@ -25,8 +25,8 @@ def command(path: Path | None, **flags: Any) -> None:
 
     When the service is ready, it prints one line with its URL. Ctrl-C stops it.
 
-    You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. At the start,
-    the log shows all settings and where each setting comes from.
+    You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. When the service
+    starts, it logs all settings and where each setting comes from.
     """
     configuration = configured(path, flags)
     with stderr_without_waiting():

@@ -39,7 +39,7 @@ class Item(msgspec.Struct, frozen=True):
     parts: tuple[Part, ...]
     """Contents of the file, as in `Parcel`."""
     is_list: bool
-    """As in `Parcel`."""
+    """See `Parcel`."""
     decodes_to_count: bool
     """True to count the frames of a video by decoding them, False to count packets."""
     page: int | None = None

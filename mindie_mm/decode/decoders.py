@@ -47,7 +47,7 @@ class Decoders:
     """Pool of decoder processes. If a decoder dies, the pool starts a new one.
 
     If a decoder dies while it works on an item, another decoder tries the item once more. Canceling `plan` or `write`
-    kills the item's decoder at once.
+    kills the item's decoder immediately.
     """
 
     def __init__(self, setup: DecoderSetup, max_item_bytes: int) -> None:

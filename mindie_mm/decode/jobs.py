@@ -22,7 +22,7 @@ _FAULTS_OF_THE_ITEM = {
     signal.SIGSYS,
     signal.SIGTRAP,
 }
-"""Signals that indicate a fault in the decoder. Other signals, such as that of the OOM killer, have other causes."""
+"""Signals that indicate a fault in the decoder. Signals from other causes, such as the OOM killer, are not listed."""
 
 
 @dataclass(slots=True, eq=False)

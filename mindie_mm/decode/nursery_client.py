@@ -23,7 +23,7 @@ from mindie_mm.settings.environment import single_threaded
 _log = logging.getLogger(__name__)
 
 ANSWER_LIMIT_S = 30.0
-"""Maximum time in seconds to wait for an answer of the nursery. After that, the nursery is killed. It normally answers
+"""Maximum time in seconds to wait for a reply from the nursery. After that, the nursery is killed. It normally answers
 within milliseconds."""
 
 

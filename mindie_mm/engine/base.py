@@ -64,7 +64,7 @@ Draw = tuple[int, list[TokenLogprob] | None]
 
 
 class BaseEngine(ABC):
-    """An engine, which runs requests in steps. A request that fails does not affect the others."""
+    """An engine, which runs requests in steps. A request that fails does not affect other requests."""
 
     _scheduler: BaseScheduler
 

@@ -1,4 +1,4 @@
-"""The ranks of an engine. Each rank is a process that holds a share of the text model's weights.
+"""The ranks of an engine. Each rank is a process with a share of the text model's weights.
 
 All ranks run the same steps. Each rank receives the same messages, maps the same shared memory and does the same
 scheduling. This module synchronizes only values that may differ between ranks: results of rank 0, failures of a single

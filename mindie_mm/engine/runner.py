@@ -24,7 +24,10 @@ PROMPT_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Hidden states for computing a prompt's log-probabilities in pieces. All logits at once would take gigabytes."""
+    """Hidden states for computing a prompt's log-probabilities in pieces.
+
+    Computing all logits at the same time would need gigabytes of memory.
+    """
 
     sequence: Sequence
     start: int

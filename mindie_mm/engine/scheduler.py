@@ -1,9 +1,9 @@
 """The scheduler, which selects the sequences and tokens of the next step.
 
 Each sequence has tokens that are not in the cache yet: one token for a decode, and many tokens for a prefill. The same
-rule applies to both. A step contains as many tokens of each sequence as the step's budgets allow. Decodes come first,
-then prompts that have begun, then new prompts. This is continuous batching with chunked prefill (Yu et al., Orca, 2022;
-Agrawal et al., Sarathi, 2023).
+rule applies to both. A step contains as many tokens of each sequence as the step's budgets allow. Decodes are scheduled
+first, then prompts that have begun, then new prompts. This is continuous batching with chunked prefill (Yu et al.,
+Orca, 2022; Agrawal et al., Sarathi, 2023).
 """
 
 from __future__ import annotations

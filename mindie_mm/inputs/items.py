@@ -42,7 +42,7 @@ class MediaOptions:
     num_frames: int | None = None
     """Number of evenly spaced frames to sample. Cannot be combined with `fps`."""
     min_frames: int | None = None
-    """Minimum number of frames to sample. A shorter video gives fewer frames."""
+    """Minimum number of frames to sample. A shorter video has fewer frames."""
     max_frames: int | None = None
     """Maximum number of frames to sample."""
     sample_fps: float | None = None

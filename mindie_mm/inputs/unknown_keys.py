@@ -103,7 +103,7 @@ def _letters(name: str) -> str:
 
 
 def _shortened(letters: str) -> list[str]:
-    """Return `letters` with each letter left out in turn.
+    """Return all strings that result from removing one letter from `letters`.
 
     Return an empty list for short names, because too many keys resemble them.
     """

@@ -127,8 +127,8 @@ def _nearest(model_type: str) -> str:
 def _candidates(model_type: str, entries: Collection[str]) -> list[str]:
     """Return the names of all families in the order in which `family_of` tries them for `model_type`.
 
-    The family with exactly that name comes first, then the other families of this package, then families of other
-    packages. Within each group, names that are a prefix of `model_type` come first.
+    The first family is the family with exactly this name. The other families of this package follow, and then families
+    of other packages. Within each group, names that are a prefix of `model_type` precede other names.
     """
     own = _own_names()
     return sorted(
@@ -192,7 +192,7 @@ def load_model(
         path: Checkpoint directory. None loads the embedded checkpoint.
         device: Device that runs the model, or "auto".
         dtype: A torch dtype, its name, or "auto".
-        family: Name of the family, as in `family_of`.
+        family: Name of the family, or None to find the family as `family_of` does.
         vision: Placement of the vision tower. By default, it runs with the rest of the model.
         projector: Placement of the projector, with the same default.
         end_token_ids: Token ids that replace eos_token_id of generation_config.json.

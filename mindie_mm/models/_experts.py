@@ -135,7 +135,7 @@ class Experts(nn.Module):
         return sorted_back.view(*chosen.shape, -1)
 
     def gathered(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """Multiply each row by copies of the weights of its own experts."""
+        """Multiply each row by copies of its experts' weights."""
         assert self._joined is not None
         first, second = (weight.index_select(0, chosen.flatten()) for weight in self._joined)
         rows = hidden.unsqueeze(1).expand(-1, chosen.shape[1], -1).reshape(-1, hidden.shape[1], 1)

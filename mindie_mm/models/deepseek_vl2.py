@@ -375,7 +375,7 @@ class _LatentAttention(nn.Module):
 
 
 def _by_halves(values: Tensor) -> Tensor:
-    """Reorder interleaved pairs on the last axis, so that the first elements of all pairs come first."""
+    """Reorder interleaved pairs on the last axis: first elements of all pairs, then second elements."""
     return torch.cat([values[..., ::2], values[..., 1::2]], dim=-1)
 
 

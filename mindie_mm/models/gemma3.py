@@ -43,7 +43,7 @@ _TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
 class Gemma3Processor(Processor):
     """Processor of Gemma 3.
 
-    A block contains `pixel_values`, uint8 [1 + crops, side, side, 3]. The whole image comes before its crops. The grid
+    A block contains `pixel_values`, uint8 [1 + crops, side, side, 3]. The whole image precedes its crops. The grid
     is (crops,), or empty if there are no crops.
     """
 

@@ -311,7 +311,7 @@ class Molmo2Model(PretrainedModel):
     def _pooled(self, patches: Tensor, windows: Tensor) -> Tensor:
         """Pool patches [n, patches, values] to features [features, hidden].
 
-        `windows` is an int64 tensor [features, patches of a window] on the host. The computation is that of
+        `windows` is an int64 tensor [features, patches of a window] on the host. The computation is the same as in
         `Molmo2Model.get_image_features`, but does not wait for the device. The reference waits twice: to learn whether
         windows lack patches, which the host can tell here, and whether a window is empty, which never happens.
         """

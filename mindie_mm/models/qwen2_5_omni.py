@@ -1,8 +1,8 @@
 """The thinker of Qwen2.5-Omni: images, videos, audio and text in, text out.
 
-Source: arXiv 2503.20215. Token ids, grids, pixels and spectrograms match transformers' `qwen2_5_omni`. The
-talker, which speaks the answer, is not supported. The sound track of a video is ignored, but it can be sent as an audio
-item of its own.
+Source: arXiv 2503.20215. Token ids, grids, pixels and spectrograms match transformers' `qwen2_5_omni`. The talker,
+which speaks the answer, is not supported. The sound track of a video is ignored, but it can be sent as a separate audio
+item.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class Spelling:
     runs: Sequence[Sequence[int]] | None = None
     """Ids that replace each placeholder token of the text.
 
-    Among these ids, each placeholder id takes a feature, and other ids keep their own embedding. None means that a
-    single token is replaced by one placeholder id per feature.
+    The embedding of each placeholder id among them is replaced by a feature. Other ids keep their embeddings. None
+    means that a single token is replaced by one placeholder id per feature.
     """
 
 
@@ -282,7 +282,7 @@ class PretrainedFamily(Family):
     """A family whose network is a transformers class. A subclass sets `module_name`, `processor` and `model_class`."""
 
     module_name: ClassVar[str]
-    """Name of the transformers class of the whole model."""
+    """Name of the transformers class of the complete model."""
     model_class: ClassVar[type[Any]]
     """The `Model` subclass. It is constructed with the loaded module, its `ModelSpec` and the processor."""
     unused_weights: ClassVar[tuple[str, ...]] = ()

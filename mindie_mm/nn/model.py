@@ -129,7 +129,7 @@ class MediaModel(ABC):
         """Copy the items' arrays to the device and run the tower on them.
 
         Returns:
-            Features of each item, [num_features, hidden_size + extra_width], in the order of its placeholders.
+            Features of each item, [num_features, hidden_size + extra_width], in the order of the item's placeholders.
 
         """
 

@@ -245,7 +245,7 @@ def _prefill_of(chunk: Chunk, row: int, device: torch.device) -> Prefill:
 
 
 def _span_ids(chunk: Chunk, device: torch.device) -> Tensor | None:
-    """Return the span ids of the chunk's context and rows. None if all rows are causal, as in decode steps."""
+    """Return the span ids of the chunk's context and rows. None if all rows are causal, for example in decode steps."""
     if chunk.span_ids is None or not _is_in_span(chunk):
         return None
     missing = max(0, chunk.stop - len(chunk.span_ids))  # output tokens of a preempted sequence that is recomputed

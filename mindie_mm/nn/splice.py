@@ -66,7 +66,7 @@ class MediaItem:
     """A media item in the ids of one sequence."""
 
     slots: NDArray[np.int64]
-    """Token indices that take the features, int64 [num_features], ascending. Ids between them keep their embeddings."""
+    """Token indices whose embeddings are replaced by features, int64 [num_features], ascending."""
     view: ItemView
     """Arrays of the item. Attached arrays stay readable after their file is unlinked."""
     shape: MediaShape
@@ -80,7 +80,7 @@ class MediaItem:
 
     @property
     def stop(self) -> int:
-        """One more than the last index in `slots`."""
+        """Last index in `slots`, plus one."""
         return int(self.slots[-1]) + 1
 
     def features_in(self, start: int, stop: int) -> tuple[int, int]:

@@ -14,11 +14,11 @@ class Traits:
     """The traits of a family. `Processor` and `Model` each declare the traits that concern them."""
 
     chat_template: str | None = None
-    """Processor: Jinja source for a checkpoint that has no template of its own."""
+    """Processor: Jinja source of the chat template for a checkpoint without a template."""
     inserted_at: int | None = None
     """Processor: index in the result of `frame` at which all items are inserted, in order.
 
-    None if markers in the text give the places of the items.
+    None if markers in the text define the positions of the items.
     """
     bounds_pixels: bool = False
     """Processor: whether `min_pixels` and `max_pixels` are supported for images and frames.

@@ -1,4 +1,4 @@
-"""Points at which a test can kill a process. They are not meant for users.
+"""Points at which a test can kill a process. These points are not intended for users.
 
 MINDIE_MM_FAULTS is the path of a folder with trigger files. A process that reaches a point unlinks the file
 `<role>.<point>`, if it exists, and kills itself with SIGKILL. If several processes reach the point, only the process

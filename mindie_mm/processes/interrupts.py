@@ -1,7 +1,7 @@
-"""Exit at once with status 130, as shells report SIGINT, if a command is interrupted while it imports its modules.
+"""Exit immediately with status 130, as shells report SIGINT, if a command is interrupted while it imports its modules.
 
 During an import, a library may turn a KeyboardInterrupt into another error, or a callback may swallow it. The process
-has not acquired any resources yet, so it can exit at once. This module itself imports only modules that load fast.
+has not acquired any resources yet, so it can exit immediately. This module itself imports only modules that load fast.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def end_at_once(*_: object) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Exit the process at once if SIGINT arrives inside the `with` block. The block must not acquire resources.
+    """Exit the process immediately if SIGINT arrives inside the `with` block. The block must not acquire resources.
 
-    If SIGINT is ignored or has another handler than Python's default, nothing changes.
+    Do nothing if SIGINT is ignored, or has a handler other than Python's default.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():

@@ -261,7 +261,7 @@ class Child:
         return reply
 
     def kill(self) -> None:
-        """Kill the worker at once. `recv` then raises EOFError. Reap the process with `end`."""
+        """Kill the worker immediately. `recv` then raises EOFError. Reap the process with `end`."""
         self._process.kill()
 
     async def end(self) -> None:
@@ -312,8 +312,8 @@ class ChildChannel:
 class Lifeline:
     """A thread that exits this process as soon as its parent is gone or has closed the channel.
 
-    Without this thread, a worker might need minutes until it reads the channel again, although nobody needs its answer
-    any more. If there are several channels, the thread exits the process when any of them is closed.
+    Without this thread, a worker might continue for minutes before it reads the channel again, although its answer is
+    no longer needed. If there are several channels, the thread exits the process when any of them is closed.
     """
 
     def __init__(self, *channels: ChildChannel) -> None:

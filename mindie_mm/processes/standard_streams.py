@@ -74,10 +74,10 @@ def stderr_without_waiting() -> Iterator[None]:
 class _DrainedStderr:
     """A pipe in place of standard error. One thread reads the pipe, and another writes to the original standard error.
 
-    A stopped terminal or a log driver that hangs blocks only the second thread. Up to MAX_WAITING_BYTES of lines then
-    wait in memory. Further lines are dropped and counted, and their number is logged when lines can be written again.
-    Output that libraries print directly to descriptor 2, in this process or in its children, also goes through the
-    pipe.
+    If the terminal is stopped or the log driver hangs, only the second thread blocks. Up to MAX_WAITING_BYTES of
+    lines then wait in memory. Further lines are dropped and counted, and their number is logged when lines can be
+    written again. Output that libraries print directly to descriptor 2, in this process or in its children, also
+    goes through the pipe.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Helpers for concurrent tasks and threads. After a cancellation, no task keeps running."""
+"""Helpers for concurrent tasks and threads. After a cancellation, no task continues to run."""
 
 from __future__ import annotations
 

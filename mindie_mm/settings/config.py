@@ -73,7 +73,8 @@ class EngineConfig:
     kv_block_size: Count | None = None
     """Number of tokens in one block of the KV cache. Default: 128 on an NPU, else 16."""
     encoder_cache_bytes: CountOrNone = 256 * MiB
-    """Memory in bytes for a cache of media features. If the same item comes again, the tower does not run again."""
+    """Memory in bytes for a cache of media features. The tower does not run again for an item in
+    this cache."""
     prefix_caching: bool = True
     """Reuse the KV cache for prompts that begin with the same tokens and media."""
     enforce_eager: bool = False
@@ -88,7 +89,7 @@ class EngineConfig:
     """Number of devices, or of processes on the CPU, that share the weights of the text model."""
     tower_parallel: TowerParallel = "replicate"
     """How ranks encode media. replicate: every rank encodes every item. items: each rank encodes a share of the items,
-    which is faster for many pictures at once."""
+    which is faster for many concurrent pictures."""
     vision_device: str | None = None
     """Device that runs the vision tower. Default: the same as the model."""
     vision_bits: int | None = None
@@ -178,8 +179,8 @@ class WorkerConfig:
     arena_wait_s: Seconds = 60.0
     """Maximum time in seconds that a request waits for room in the arena. After that, the request gets status 503."""
     preprocessed_cache_bytes: CountOrNone = 256 * MiB
-    """Size in bytes of the tokenizer process's cache of preprocessed media. Media that are sent again, as in every turn
-    of a chat, are copied from the cache. 0 turns off the cache."""
+    """Size in bytes of the tokenizer process's cache of preprocessed media. Media that are sent again, for example in
+    every turn of a chat, are copied from the cache. 0 turns off the cache."""
     truncate: bool = False
     """If a prompt is too long, remove its oldest text and media items instead of refusing the request."""
     chat_template_content_format: ContentFormat = "auto"
@@ -231,8 +232,8 @@ class ServiceConfig:
     send_timeout_s: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0
     """Maximum time in seconds for which a client may stop reading its answer. After that, the connection is closed."""
     grace_s: Annotated[float, Meta(ge=0)] = 5.0
-    """Maximum time in seconds for running requests to finish after a stop signal. A second signal ends this time at
-    once."""
+    """Maximum time in seconds for running requests to finish after a stop signal. A second signal ends this time
+    immediately."""
     log_format: Literal["text", "json"] = "text"
     """Format of the log: text, or json for one JSON object per line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -209,7 +209,7 @@ class SegmentsRef:
 
 
 class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
-    """Read-only arrays of one item in MindIE's format. Each array shares the pages of its own segment.
+    """Read-only arrays of one item in MindIE's format. Each array is a view of the pages of its segment.
 
     This class is the counterpart of `View`. The arrays stay readable after the segments' files are removed. `verify`
     detects a truncated segment. Segments have no generations, so `verify` cannot detect that a writer has overwritten

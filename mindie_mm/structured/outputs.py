@@ -13,7 +13,7 @@ MAX_STRUCTURE_BYTES = 32768
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """A constraint on an output. Exactly one of the fields before `after` is set. Field names are those of vLLM."""
+    """A constraint on an output. Exactly one of the fields before `after` is set. The fields have vLLM's names."""
 
     json: str | None = None
     """JSON schema, as JSON text."""

@@ -45,7 +45,7 @@ class SchemaCheck:
     """A process that checks one description at a time, and a cache of results. The first check starts the process."""
 
     def __init__(self, model: Path, family: str | None) -> None:
-        """Prepare checks for the checkpoint directory `model`. `family` is the same as in `family_of`."""
+        """Prepare checks for the checkpoint directory `model`. `family` is passed to `family_of`."""
         self._arguments = (str(model), family or "")
         self._child: Child | None = None
         self._closed = False
@@ -74,7 +74,7 @@ class SchemaCheck:
                 message = self._known.get(wanted)  # another caller may have checked the description
                 if message is None:
                     if self._asking is not None:
-                        await asyncio.wait({self._asking})  # the reply to a caller who was cancelled must be read
+                        await asyncio.wait({self._asking})  # the reply to a caller who was canceled must be read
                     self._asking = asyncio.create_task(self._ask(wanted))
                     message = await asyncio.shield(self._asking)
         self._remember(wanted, message)
@@ -111,7 +111,7 @@ class SchemaCheck:
                 if child is not None:
                     await child.end()
                 continue
-            self._remember(wanted, message)  # remember this here, because the caller of `check` may have been cancelled
+            self._remember(wanted, message)  # remember this here, because the caller of `check` may have been canceled
             return message
         raise ProcessDied(f"{_WHAT} {'is closed' if self._closed else 'died twice'}")
 

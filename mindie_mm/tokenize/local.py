@@ -55,7 +55,7 @@ class LocalTokenizer(_InCaller):
         self._tokenizer = tokenizer
         self.chat_traits = tokenizer.chat_traits
         self.shown_tokens = tokenizer.shown_tokens
-        """Same as `Tokenizer.shown_tokens`."""
+        """See `Tokenizer.shown_tokens`."""
         self._thread = thread
 
     @classmethod
@@ -106,7 +106,7 @@ class DecodingTokenizer(_InCaller):
         self._decoders = decoders
         self.chat_traits = prompts.chat_traits
         self.shown_tokens = prompts.shown_tokens
-        """Same as `Tokenizer.shown_tokens`."""
+        """See `Tokenizer.shown_tokens`."""
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig) -> Self:

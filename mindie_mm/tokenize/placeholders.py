@@ -1,4 +1,4 @@
-"""Expansion of placeholders. A prompt has one id per media item before, and one id per feature afterwards."""
+"""Expansion of placeholders. It replaces the single id of each media item with one id per feature."""
 
 from __future__ import annotations
 

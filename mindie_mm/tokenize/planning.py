@@ -39,7 +39,7 @@ class PlannedItem:
 
     @property
     def name(self) -> str:
-        """The name that errors give to the item."""
+        """Name of the item in error messages."""
         return f"media item {self.index} ({self.expansion.kind})"
 
 

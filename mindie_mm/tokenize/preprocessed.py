@@ -1,4 +1,4 @@
-"""A cache of preprocessed media, for media that are sent again, as in every turn of a chat."""
+"""A cache of preprocessed media, for media that are sent again, for example in every turn of a chat."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     """The half-open range of ids that represents a media item.
 
     The range includes the item's placeholders and the ids between them, such as ends of rows. In some families, the
-    range begins with a start token. In this case the first placeholder comes after `start`.
+    range begins with a start token. In this case, the first placeholder is after `start`.
     """
 
     start: int
     """Index of the first id."""
     stop: int
-    """One past the index of the last id."""
+    """Index of the last id, plus one."""
     kind: Kind
     token: int
     """Placeholder id. Every position of the span that holds this id or a handle word takes a feature."""

@@ -17,7 +17,7 @@ _POLL_S = 0.002
 memory, which does not send a notification."""
 
 _LOOK_S = 1.0
-"""Interval in seconds after which the queue is served even if no block was freed, because a process may have died."""
+"""Interval in seconds at which the queue is checked even if no block was freed, because a process may have died."""
 
 
 @dataclass(slots=True, eq=False)

@@ -57,9 +57,9 @@ class Tokenizer:
             self._end_decoders = weakref.finalize(self, loop.close, decoders.close)
         self._closed = False
         self.shown_tokens = prompts.shown_tokens
-        """Same as `Prompts.shown_tokens`."""
+        """See `Prompts.shown_tokens`."""
         self.chat_traits = prompts.chat_traits
-        """Same as `Prompts.chat_traits`."""
+        """See `Prompts.chat_traits`."""
 
     @classmethod
     def from_pretrained(

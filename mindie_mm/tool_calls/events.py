@@ -1,4 +1,4 @@
-"""Events that parsers return. They are the pieces of an answer, in the order in which the model wrote the pieces."""
+"""Events that parsers return. They represent the pieces of an answer, in the order in which the model wrote them."""
 
 from __future__ import annotations
 

@@ -77,9 +77,9 @@ class AsyncEngine:
         Args:
             model: Checkpoint directory, or None for the embedded checkpoint.
             config: Settings of the engine.
-            family: Same as `WorkerConfig.family`.
+            family: See `WorkerConfig.family`.
             end_token_ids: Same as the argument of `load_model`.
-            generation_config: Same as `WorkerConfig.generation_config`.
+            generation_config: See `WorkerConfig.generation_config`.
 
         Raises:
             UnsupportedCheckpoint, DeviceError, InputError, ProcessDied: The process cannot start.
@@ -235,7 +235,7 @@ class AsyncEngine:
         self._settled.set()
 
     async def _keep(self) -> None:
-        """Watch the process, and start a successor when it ends, until this task is cancelled."""
+        """Watch the process, and start a successor when it ends, until this task is canceled."""
         while True:
             hung = ""
             with logged(f"the connection to engine process {self.pid} failed"):

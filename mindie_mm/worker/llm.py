@@ -102,7 +102,7 @@ class LLM:
         chat_template: bool = True,
         on_error: Literal["raise", "return"] = "raise",
     ) -> list[Output]:
-        """Generate an output for each input. Inputs are batched, and an input that fails does not affect the others.
+        """Generate an output for each input. Inputs are batched, and an input that fails does not affect other inputs.
 
         Args:
             inputs: Texts, or lists of items (`List[Dict]`). Tuples are treated as lists.

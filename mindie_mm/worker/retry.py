@@ -131,7 +131,7 @@ class PromptSource:
 
 
 class Use:
-    """The use of a prompt by one answer. It keeps the prompt's blocks from `take` to `release`."""
+    """One answer's hold on a prompt. It keeps the prompt's blocks from `take` until `release`."""
 
     def __init__(self, source: PromptSource) -> None:
         self._source = source
@@ -217,7 +217,8 @@ async def generated(
         source: Prompt of the request.
         generate: Function that yields the outputs for a prompt, and calls `Use.release` when the engine has read the
             blocks.
-        void: Output that tells the caller to discard all earlier outputs. If it is None, `generate` is not called again
+        void: Output after which the caller must discard all earlier outputs. If it is None, `generate` is not called
+        again
             after its first output.
 
     Raises:

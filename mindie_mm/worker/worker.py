@@ -1,4 +1,4 @@
-"""The whole pipeline of a request, from inputs to text, with the tokenizer and the engine."""
+"""The complete pipeline of a request, from inputs to text, with the tokenizer and the engine."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class Connection(HttpToolsProtocol):
     - If a request is answered before its body is complete, only a little more of the body is read. Then the connection
       ends.
     - Near the limit of open files, a new connection gets 503, and the log says which limit to raise.
-    - While a request waits for an earlier answer, uvicorn does not read. Only reading would reveal that the client has
-      disconnected, so the earlier request is answered to its end.
+    - While a request waits for an earlier answer, uvicorn does not read. A disconnect is noticed only by
+      reading, so the earlier request is answered in full even if the client has disconnected.
     """
 
     _waiting: asyncio.TimerHandle | None = None
@@ -261,7 +261,10 @@ class Connection(HttpToolsProtocol):
         raise LimitExceeded(message)
 
     def _refuse(self, status: int, message: str) -> None:
-        """End the connection. Send the refusal first if the client can recognize it as the answer."""
+        """End the connection, and send an error response first.
+
+        The response is left out if the client would take it for the response to another request, or for part of one.
+        """
         self._refused = True
         self._num_dropped_bytes = 0
         self._head_is_here()

@@ -1,4 +1,4 @@
-"""Admission of requests, and their early end by a disconnect, a deadline or the service's shutdown."""
+"""Admits requests, and ends them early if the client disconnects, the deadline passes or the service shuts down."""
 
 from __future__ import annotations
 

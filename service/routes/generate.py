@@ -64,7 +64,7 @@ class GenerateToken(TypedDict):
 
 
 class WholeDetails(GenerateDetails):
-    """Of a whole answer."""
+    """Details of an answer that is not streamed."""
 
     prefill: list[GenerateToken]
     """Tokens of the prompt, empty unless `decoder_input_details` is set."""

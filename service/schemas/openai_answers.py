@@ -217,7 +217,7 @@ class CompletionChoice(End, Tokened, Prompted, Scored):
 
 
 class Completion(Head, Used, Timed):
-    """The answer of /v1/completions, and an event of a streamed one."""
+    """A response of /v1/completions, or one event of a streamed response."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]

@@ -15,7 +15,7 @@ FAMILIES = {
     "crops": test_molmo.TestMolmo,
     "windows": test_molmo2.TestMolmo2,
 }
-"""Families whose media need several copies, or whose towers have layers of their own."""
+"""Families whose media need several copies, or whose towers have custom layers."""
 
 
 def decode(dtype: str) -> list[int]:

@@ -143,7 +143,11 @@ def test_a_lost_device_ends_the_engine():
 
 
 def failing_with_media(kind: str) -> list[str | None]:
-    """Return the outcomes for requests with pictures, where `kind` selects the parts on the device."""
+    """Return the outcomes of two requests with a picture. The first one fails in the tower; then the device is lost.
+
+    Args:
+        kind: What runs on the device: the whole model, only the tower, or an encoder-decoder.
+    """
     import tempfile
     from pathlib import Path
 

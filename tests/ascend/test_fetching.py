@@ -13,7 +13,7 @@ import pytest
 from tests.ascend.processes import call
 
 SIZES = ((84, 112), (84, 84), (112, 112))
-"""Sizes of pictures with different numbers of bytes, so that a trace tells the pictures apart."""
+"""Sizes of pictures with different numbers of bytes, so that a trace distinguishes the pictures."""
 
 
 def undisturbed(engine: Any, refs: list) -> None:

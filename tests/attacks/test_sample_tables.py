@@ -29,7 +29,7 @@ OTHER = (
     b"SA3D SAND iloc pcmC pitm evcC idat iref ispe iprp iinf amve lhvC lvcC iacb junk skip pnot pict prfl ipco "
     b"hoov gmhd rmra rmda "
 ).split()
-"""Other boxes that some version of FFmpeg knows."""
+"""Other boxes that some version of FFmpeg supports."""
 
 
 def stating() -> bytes:
@@ -192,7 +192,7 @@ def test_the_check_is_bounded_in_time_and_memory(data: bytes) -> None:
 @pytest.mark.parametrize("video_frames", [0, 40])
 @pytest.mark.parametrize(("codec", "rate"), [("pcm_s16le", 16_000), ("pcm_mulaw", 8000), ("pcm_s24le", 48_000)])
 def test_pcm_sound_whose_samples_fill_the_file_is_accepted(codec: str, rate: int, video_frames: int) -> None:
-    """Open half a minute of PCM, alone or beside a tiny video."""
+    """Open half a minute of PCM, alone or together with a tiny video."""
     file = io.BytesIO()
     with av.open(file, "w", format="mov") as container:
         sound = container.add_stream(codec, rate=rate, layout="mono")

@@ -152,7 +152,7 @@ def test_ids_outside_the_vocabulary_are_refused(attacked: Attacked, token: Any) 
 
 @pytest.mark.parametrize("pad", PADS)
 def test_a_placeholder_id_without_its_media_item_is_answered(attacked: Attacked, pad: str) -> None:
-    """Accept the id as an ordinary token that stands for no feature."""
+    """Accept the id as an ordinary token that does not represent a feature."""
     index = 784 + PADS.index(pad)
     answer = attacked.http.post("/v1/completions", json={"prompt": [5, index, 6], "max_tokens": 1})
     assert answer.status_code == 200, answer.text

@@ -60,7 +60,7 @@ def rows(media: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def lines(media: Path, rows: list[dict[str, Any]], request: pytest.FixtureRequest) -> Path:
-    """Write `rows` to a file beside the pictures, and return its path."""
+    """Write `rows` to a file in the folder of the pictures, and return its path."""
     path = media / f"{request.node.name.replace('/', '-')}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -71,7 +71,7 @@ def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: An
 
 
 def run_in_process(settings: Settings, folder: Path) -> Manifest:
-    """Make a whole run like `run`, but do its chunks in this process, which starts faster than a worker."""
+    """Complete a run like `run`, but process its chunks in this process, which starts faster than a worker."""
     folder.mkdir(exist_ok=True)
     gather(settings.inputs, folder, settings.template, io.BytesIO())
     for source in settings.sources(folder):

@@ -213,7 +213,7 @@ def test_an_output_on_a_read_only_file_system_is_refused(place: Path, tmp_path: 
 
 
 def test_an_output_without_write_permission_is_refused(place: Path, tmp_path: Path) -> None:
-    """Drop the rights of root, so that the test holds for any user."""
+    """Drop the rights of root, so that the test passes for any user."""
     (tmp_path / "closed").mkdir(mode=0o500)
     user = os.geteuid()
     os.seteuid(user or 65534)

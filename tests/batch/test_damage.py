@@ -1,4 +1,4 @@
-"""Tests of damaged, exchanged and forged shards. Reading gives an error that names the file, never a crash."""
+"""Tests of damaged, exchanged and forged shards. Reading raises an error that names the file, and never crashes."""
 
 from __future__ import annotations
 

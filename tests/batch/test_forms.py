@@ -157,7 +157,7 @@ def flat_urls(folder: Path, out: Path) -> Path:
 
 
 def tar_with_lists(folder: Path, out: Path) -> Path:
-    """Write a tar as macOS packs it, with a second JSON file beside each medium that must be ignored."""
+    """Write a tar as macOS does. It contains a second JSON file for each medium, which must be ignored."""
     return packed(
         out / "lists.tar",
         [
@@ -384,7 +384,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_rows_removed_after_counting_end_the_run(tmp_path: Path) -> None:
-    """End the run although the worker counts and reads by itself, as actors on another machine do."""
+    """End the run although the worker counts and reads its rows, as actors on another machine do."""
     rows = written(tmp_path / "rows.jsonl", [{"text": "a", "id": row} for row in range(10)])
     given = settings(rows)
     counted = [*chunks(given.sources(tmp_path), 7, None)]
@@ -398,7 +398,7 @@ def test_rows_removed_after_counting_end_the_run(tmp_path: Path) -> None:
 
 
 def test_files_without_read_permission_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drop the rights of root, so that the test holds for any user."""
+    """Drop the rights of root, so that the test passes for any user."""
     (tmp_path / "hidden").mkdir()
     hidden = [tmp_path / name for name in ("hidden/a.jsonl", "a.jsonl", "a.tar", "hidden")]
     for path in hidden:

@@ -1,4 +1,4 @@
-"""Tests of rows with media columns beside a chat, as in TRL. The media fill the chat's placeholders in order."""
+"""Tests of rows with a chat and separate media columns, as in TRL. The media fill the chat's placeholders in order."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def places() -> Iterator[Mapping[str, str]]:
 def processes(
     places: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Mapping[str, subprocess.Popen[str]]]:
-    """Start all selected cases at once, because each waits for some seconds."""
+    """Start all selected cases at the same time, because each waits for some seconds."""
     function = test_an_address_without_a_cluster_ends_the_run_with_the_reason
     items = (item for item in request.session.items if getattr(item, "function", None) is function)
     wanted = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]

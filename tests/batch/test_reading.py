@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def linked(folder: Path, tmp_path: Path) -> Path:
-    """Return a folder that holds a link to each file of the run."""
+    """Return a folder that contains a link to each file of the run."""
     (tmp_path / "linked").mkdir()
     for file in folder.iterdir():
         (tmp_path / "linked" / file.name).symlink_to(file)

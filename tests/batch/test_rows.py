@@ -163,7 +163,7 @@ def test_repeated_names_in_a_tar_are_refused(tmp_path: Path) -> None:
 
 
 def test_hidden_files_of_a_tar_are_ignored(tmp_path: Path) -> None:
-    """Ignore hidden files as macOS packs them, but not folders whose names begin with a dot."""
+    """Ignore the hidden files that macOS adds to archives (`._*`, `.DS_Store`), but not paths that begin with `./`."""
     members = [("._4.jpg", b"x"), ("4.jpg", PICTURE), ("._4.txt", b"x"), ("4.txt", b"a"), (".DS_Store", b"x")]
     rows = rows_of(packed(tmp_path / "t.tar", [("./.DS_Store", b"x"), *members, ("./5.jpg", PICTURE)]))
     assert rows == [("4", Row([Media("image", PICTURE), Text("a")])), ("./5", Row([Media("image", PICTURE)]))]

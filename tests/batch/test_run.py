@@ -345,7 +345,7 @@ def test_an_internal_error_exits_with_status_3_and_a_traceback(capsys):
 
 
 class KilledStarts(threading.Thread):
-    """A thread that kills `deaths` workers while they start, which takes them seconds."""
+    """A thread that kills `deaths` workers while they start. A start takes seconds."""
 
     def __init__(self, deaths):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Decoder processes with a small checkpoint and an arena, and the arrays that the caller's own process gives."""
+"""Decoder processes with a small checkpoint and an arena, and the arrays that the caller's process would compute."""
 
 from __future__ import annotations
 

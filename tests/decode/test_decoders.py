@@ -321,7 +321,7 @@ async def test_a_decoder_that_breaks_the_protocol_is_replaced(bench: Bench, mess
 async def test_items_fail_at_once_while_decoders_cannot_be_started(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fail waiting and new items at once while the checkpoint is missing."""
+    """Fail waiting and new items immediately while the checkpoint is missing."""
     gone = DecoderSetup(str(tmp_path / "gone"), None, MediaCaps())
     with stopped(*await bench.whole()):
         waiting = [asyncio.create_task(bench.plan(SMALL)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Tests of layers that run fewer operators on the CPU against those of transformers."""
+"""Tests that compare transformers' layers with layers that run fewer operators on the CPU."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_nothing_is_wrapped_twice(source: ModuleType) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rotation_of_another_kind_is_kept(source: ModuleType, name: str) -> None:
     def neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate pairs of neighbours."""
+        """Rotate pairs of neighbors."""
         turned = [torch.stack([-one[..., 1::2], one[..., ::2]], -1).flatten(-2) for one in (q, k)]
         angles = (cos.unsqueeze(1), sin.unsqueeze(1))
         return q * angles[0] + turned[0] * angles[1], k * angles[0] + turned[1] * angles[1]

@@ -1,4 +1,4 @@
-"""Tests of work that a device records and launches again as a whole. Devices that cannot record are skipped."""
+"""Tests of work that a device records and replays. Devices that cannot record are skipped."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests of the rules that every docker/Dockerfile.* follows, including those of hadolint."""
+"""Tests of the rules that every docker/Dockerfile.* follows, including hadolint's rules."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.docker.test_compose import FOUND, plain
 
 LAST = last_stage(read("cpu"))
 DEFAULT_SHM_BYTES = 64 * 2**20
-"""Size of /dev/shm that Docker gives by default."""
+"""Docker's default size of /dev/shm."""
 
 
 def environment(port: int) -> dict[str, str]:

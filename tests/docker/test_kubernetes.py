@@ -19,7 +19,7 @@ from tests.docker.settings import VARIABLES, nbytes, shm_bytes
 
 MANIFESTS = FOLDER / "kubernetes"
 VERSIONS = ("1.25", "1.31", "1.37")
-"""Kubernetes versions, from the oldest to the newest that `kubernetes_validate` knows."""
+"""Kubernetes versions, from the oldest to the newest version that `kubernetes_validate` supports."""
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 RESOURCES = {"cpu": {}, "cuda": {"nvidia.com/gpu": "1"}, "npu": {"huawei.com/Ascend910": "1"}}
 GRACE_PLUS_S = 5

@@ -1,9 +1,9 @@
 """Worker code of tests with several ranks, in float32. Each rank's process calls `run_rank`.
 
-`cases` is a folder with one folder per checkpoint. Each holds the checkpoint's `path` and prompts <name>.npy, which are
-token ids with reference words. Each rank writes <name>.<rank>.logits.npy, and <way>.<rank>.json with the greedy tokens
-of all prompts in one batch, for each value of `TowerParallel`. If the checkpoint is refused, the rank writes the error
-to refused.<rank>.txt.
+`cases` is a folder with one folder per checkpoint. Each contains the checkpoint's `path` and prompts <name>.npy, which
+are token ids with reference words. Each rank writes <name>.<rank>.logits.npy, and <way>.<rank>.json with the greedy
+tokens of all prompts in one batch, for each value of `TowerParallel`. If the checkpoint is refused, the rank writes the
+error to refused.<rank>.txt.
 """
 
 import json
@@ -41,7 +41,7 @@ def main(case: Path, device: str, ranks: Ranks) -> None:
 
 
 def run_rank(number: int, count: int, cases: Path, device: str) -> None:
-    """Run all checkpoints. The caller gives each rank its own process."""
+    """Run all checkpoints. The caller runs each rank in a separate process."""
     torch.set_num_threads(1)
     ranks = join(number, count, str(cases / "store"), device)
     for case in sorted(path for path in cases.iterdir() if path.is_dir()):

@@ -115,7 +115,7 @@ def test_the_test_recorder_refuses_operators_that_synchronize_a_gpu(waiting):
 
 
 def test_the_first_error_of_a_recording_is_logged(model, prompts, monkeypatch, recorded, caplog):
-    """Log the first of two errors. The second error of CUDA says only that the capture was invalidated."""
+    """Log the first of two errors. CUDA's second error only reports that the capture was invalidated."""
 
     def spoiled(work):
         try:

@@ -94,7 +94,7 @@ def desk(tokenizer, tmp_path):
 
 
 def small(model, **settings):
-    """Return an engine whose KV cache holds one and a half answers. The encoder cache holds no features."""
+    """Return an engine whose KV cache has room for one and a half answers. The encoder cache cannot store features."""
     blocks = BLOCKS
     return Engine(
         model,

@@ -159,7 +159,7 @@ async def test_a_running_request_ends_normally_when_its_arena_is_removed(engine,
 
 
 async def test_requests_fail_at_once_while_the_engine_cannot_restart(engine, tmp_path, monkeypatch):
-    """Fail waiting and new requests at once while the checkpoint is missing. Serve requests when it is back."""
+    """Fail waiting and new requests immediately while the checkpoint is missing. Serve requests when it is back."""
     start = engine._start
     monkeypatch.setattr(engine, "_start", msgspec.structs.replace(start, model=str(tmp_path / "gone")))
     os.kill(engine.pid, signal.SIGKILL)

@@ -54,7 +54,7 @@ class Recording(Sized):
 
 
 class Weightless(Recording):
-    """A device whose work takes no memory. Only the extrapolated bytes remain, exactly."""
+    """A device whose work does not use memory. Only the extrapolated bytes remain, exactly."""
 
     def peak_bytes(self, work):
         super().peak_bytes(work)

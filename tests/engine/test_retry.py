@@ -268,7 +268,7 @@ async def test_a_restarted_answer_gets_its_freed_blocks_rebuilt(arena):
 
 
 async def test_one_prompt_of_a_request_is_rebuilt_alone(arena):
-    """Leave the other prompts unchanged, whether their blocks are held or freed."""
+    """Leave the other prompts unchanged, whether their blocks are kept or freed."""
     stage, texts = Stage(arena), ["a", "b", "c"]
     sources = await tokenized(stage, [TokenizeRequest(text=text) for text in texts])
     assert stage.seen == texts

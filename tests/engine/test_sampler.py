@@ -160,7 +160,7 @@ def preferring(count: int) -> list[Sequence]:
 
 
 def test_penalties_in_a_batch_equal_penalties_alone():
-    """Change each row bit for bit as without its neighbours."""
+    """Change each row bit for bit as without its neighbors."""
     count = 2 * len(PREFERENCES)
     rows = torch.randn(count, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 5
     together = rows.clone()
@@ -232,7 +232,7 @@ def test_penalties_do_not_walk_the_whole_sequence():
 
 
 def test_prompt_ids_beyond_the_logits_are_skipped():
-    """Skip ids like Molmo's image tokens, which stand in prompts but have no logits."""
+    """Skip ids such as Molmo's image tokens, which appear in prompts but have no logits."""
     row = logits({5: 4.0, 7: 3.0})
     penalised = sequence(
         prompt=(VOCABULARY, 5, VOCABULARY + 3),

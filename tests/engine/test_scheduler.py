@@ -22,7 +22,7 @@ BLOCK = 4
 
 
 def picture(start: int, length: int, name: bytes = b"picture") -> MediaItem:
-    """Return a picture whose features stand on [start, start + length). Pictures of the same name are equal."""
+    """Return a picture whose features replace [start, start + length). Pictures of the same name are equal."""
     view = SimpleNamespace(nbytes=100, digest=name, ref=name)
     return MediaItem(np.arange(start, start + length), view, MediaShape("image", 5, length))
 
@@ -39,7 +39,7 @@ def sequence(
 ) -> Sequence:
     """Return a sequence with the prompt ids 0, 1, and so on.
 
-    `joined` gives spans whose first and last tokens attend to each other. If `shared`, others may share its blocks.
+    `joined` lists spans whose first and last tokens attend to each other. If `shared`, others may share its blocks.
     """
     span_ids = torch.full((length,), -1) if joined else None
     for number, (start, stop) in enumerate(joined):
@@ -185,7 +185,7 @@ def test_overlapping_spans_count_as_one():
 
 
 def test_a_span_beyond_the_budget_is_the_only_prompt_of_its_step():
-    """Let the span exceed the budget beside decode tokens only, because it cannot be cut and must run eventually."""
+    """Let the span exceed the budget only together with decode tokens. It cannot be split, and must run eventually."""
     large = sequence("large", 12, joined=((0, 12),))
     sched = scheduler(sequence("a", 3), large, sequence("b", 2), max_num_batched_tokens=5)
     assert step(sched) == [("a", 0, 3)], "the span does not come behind another prompt"

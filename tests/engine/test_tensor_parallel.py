@@ -1,4 +1,4 @@
-"""Tests of an engine with two ranks, which gives the tokens of one rank and restarts all processes together."""
+"""Tests that an engine with two ranks generates the same tokens as one rank, and restarts all processes together."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Tests of services beside neighbours, and with full, lost or damaged shared memory."""
+"""Tests of services beside neighbors, and with full, lost or damaged shared memory."""
 
 from __future__ import annotations
 

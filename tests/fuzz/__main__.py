@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: fuzzes every target, each in a process of its own."""
+"""`python -m tests.fuzz`: fuzzes every target, each in a separate process."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class World:
     """Port of a TCP listener."""
     parent: int
     channel: socket.socket
-    """Unix socket that holds a message with a descriptor."""
+    """Unix socket with a waiting message that contains a descriptor."""
     closed: int
     """Inherited descriptor of the same file, which the child does not need."""
     program: bytes

@@ -1,7 +1,7 @@
 """Preprocessing by every family's processor: `python -m tests.lockdown.families FOLDER < MEDIA > RESULTS`, pickled.
 
-FOLDER holds a checkpoint for each family. MEDIA maps kinds to files. Each file is preprocessed in this process and in
-a locked-in child.
+FOLDER contains a checkpoint for each family. MEDIA maps kinds to files. Each file is preprocessed in this process and
+in a locked-in child.
 """
 
 from __future__ import annotations

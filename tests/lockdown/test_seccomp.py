@@ -1,4 +1,4 @@
-"""Tests of the seccomp filters in a BPF interpreter. The kernel runs only the filter of its own architecture."""
+"""Tests of the seccomp filters in a BPF interpreter. The kernel runs only the filter for its architecture."""
 
 from __future__ import annotations
 

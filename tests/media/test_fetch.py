@@ -131,7 +131,7 @@ LOCATIONS = [
     (b"//HOST/echo/%7E~", "/echo/%7E~"),
     (b"http://HOST/echo/%7E~?a=b%3D", "/echo/%7E~?a=b%3D"),
 ]
-"""Location headers, in which HOST stands for the server, and the request targets that they must lead to."""
+"""Location headers, in which HOST is replaced by the server, and the request targets to which they must lead."""
 
 
 @pytest_asyncio.fixture(scope="module")

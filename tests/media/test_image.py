@@ -177,7 +177,7 @@ def test_pil_images_are_rotated_upright():
 
 
 def test_the_header_of_a_png_is_read_without_its_pixels():
-    """Decode no pixels while a prompt is planned, so that its pictures are never all in memory at once."""
+    """Decode no pixels while a prompt is planned, so that all its pictures are never in memory at the same time."""
     out = io.BytesIO()
     Image.new("RGB", (3000, 2000)).save(out, "PNG")
     opened = open_image(out.getvalue())

@@ -40,7 +40,7 @@ def clip(kind: str, container: str = "mp4", moments: list[int] | None = None) ->
 
 
 def num_sought(data: bytes, indices: list[int] = INDICES) -> int:
-    """Assert that sought frames equal those of a whole decode, and return the number of frames that seeking gives."""
+    """Assert that seeking returns the same frames as decoding the whole video. Return the number of frames."""
     video = EncodedVideo.open(data)
     indices = [index for index in indices if index < video.num_frames]
     whole = list(replace(video, keyframes=None).decode(range(video.num_frames)))

@@ -27,7 +27,7 @@ def turned(data: bytes, *entries: bytes) -> bytes:
 
 
 def scans_in(noise: int, num_bytes: int) -> bytes:
-    """Return bytes with many scan markers, as in a film or a raw picture."""
+    """Return bytes with many scan markers, like the bytes of a film or a raw picture."""
     random = np.random.default_rng(noise).integers(0, 256, num_bytes, np.uint8).tobytes()
     return b"".join(random[at : at + 1000] + SOS for at in range(0, num_bytes, 1000))
 
@@ -93,7 +93,7 @@ def test_valid_files_of_many_parts_decode_as_in_load_image(name):
     [
         struct.pack("<HHII", 0x010F, 11, 2, 40),  # the maker as two float32
         struct.pack("<HHII", 0x0110, 5, 1, 40),  # the model as a fraction
-        struct.pack("<HHII", 0x0106, 2, 30, 40),  # the colours as text
+        struct.pack("<HHII", 0x0106, 2, 30, 40),  # the colors as text
     ],
 )
 def test_a_badly_typed_exif_entry_does_not_prevent_rotation(entry):
@@ -111,7 +111,7 @@ def test_a_rotated_picture_with_valid_exif_equals_load_image():
 
 @pytest.mark.parametrize("size", [(12000, 14900), (64, 48), (4000, 3000)])
 def test_progressive_photographs_of_any_size_pass(size):
-    """Accept the most scans that encoders write: 10 by libjpeg, up to 14 by others, 18 for four colours."""
+    """Accept the most scans that encoders write: 10 by libjpeg, up to 14 by others, 18 for four colors."""
     check_scans((SOS + b"\0\x08") * 18, *size)
 
 

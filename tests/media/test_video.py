@@ -62,7 +62,7 @@ def _on_threads(num_threads: int) -> Iterator[None]:
 
 
 def _decoded(data, num_threads=1):
-    """Assert that all frames of `data` equal those of a plain decode, and return their count and rate."""
+    """Assert that all frames of `data` equal the frames of a plain decoder. Return their count and rate."""
     with _on_threads(num_threads):
         video = EncodedVideo.open(data)
         frames = np.stack(list(video.decode(range(video.num_frames))))

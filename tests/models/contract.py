@@ -86,7 +86,7 @@ PICTURES: Mapping[str, Items] = {
 
 
 def run(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) -> tuple[dict[int, list[int]], dict]:
-    """Run all prompts at once and return the output tokens and the errors by the prompt's index."""
+    """Run all prompts concurrently. Return the output tokens and the errors by the prompt's index."""
     outputs: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
     errors: dict[int, Failure] = {}
     params = SamplingParams(temperature=0, **settings)
@@ -161,7 +161,7 @@ class Reference:
         )
 
     def inputs(self, items: Items) -> Mapping[str, torch.Tensor]:
-        """Return the processor's batch of one for a `List[Dict]`. It has input_ids [1, T], among others."""
+        """Run the processor on one `List[Dict]`, and return the batch of size 1, including input_ids [1, T]."""
         images = [Image.fromarray(item["image"]) for item in items if "image" in item]
         videos = [item["video"] for item in items if "video" in item]
         given = {"images": images, "videos": videos}
@@ -282,7 +282,7 @@ class FamilyContract:
     name: ClassVar[str]
     """Name of the family, which is its file's name."""
     prompts: ClassVar[Mapping[str, Items]]
-    """Prompts by name. The one named `text` has no media."""
+    """Prompts by name. The prompt named `text` has no media."""
     tolerance: ClassVar[float] = 1e-4
     """Largest allowed difference of any float32 logit."""
     bf16_tolerance: ClassVar[float] = 0.15
@@ -295,7 +295,7 @@ class FamilyContract:
     unspelled: ClassVar[bool] = False
     """Whether the family inserts the items itself, so that the prompt's text does not mention them."""
     settings_file: ClassVar[str | None] = "preprocessor_config.json"
-    """File to name when no preprocessing settings exist. None if config.json holds them."""
+    """File to name when no preprocessing settings exist. None if they are in config.json."""
 
     @classmethod
     def write_checkpoint(cls, out: Path) -> None:
@@ -308,7 +308,7 @@ class FamilyContract:
         raise NotImplementedError
 
     def assert_arrays(self, expected: Mapping[str, torch.Tensor], items: Sequence[MediaItem], model: Model) -> None:
-        """Assert that the normalised arrays in shared memory equal the processor's output `expected`."""
+        """Assert that the normalized arrays in shared memory equal the processor's output `expected`."""
         assert torch.equal(torch.cat([model.normalized(item).cpu() for item in items]), expected["pixel_values"])
 
     def assert_refused(self, path: Path, named: str) -> None:
@@ -338,7 +338,7 @@ class FamilyContract:
         assert sorted(named) == sorted(f"{section}.widht" for section in found)
 
     def assert_same(self, path: Path, reference: Reference, path_file: Path) -> None:
-        """Assert that ids, arrays and logits of the checkpoint `path` equal those of `reference`."""
+        """Assert that the checkpoint `path` has the same ids, arrays and logits as `reference`."""
         model = load_model(path, device="cpu", dtype="float32")
         with Tokenizer.from_pretrained(path) as tokenizer:
             tokenized = {name: self.tokenize(tokenizer, name, items, path_file) for name, items in self.prompts.items()}
@@ -691,7 +691,7 @@ class FamilyContract:
                     parts = text.split(encode.convert_ids_to_tokens(span.token))
                     lead = encode.decode(prompt.ids[span.start - span.lead : span.start])
                     tail = encode.decode(prompt.ids[span.stop : span.stop + span.tail])
-                    # An item may share blanks with its neighbours.
+                    # An item may share blanks with its neighbors.
                     assert lead.strip().endswith(parts[0].strip()), (name, lead)
                     assert tail.strip().startswith(parts[-1].strip()), (name, tail)
 
@@ -841,7 +841,7 @@ class FamilyContract:
             self.assert_arrays(expected, items, model)
 
     def test_preprocessing_overwrites_every_byte_of_its_arrays(self, processor):
-        """Shared memory holds an earlier item's bytes when it is allocated."""
+        """Newly allocated shared memory contains an earlier item's bytes."""
 
         def written(media: Media, fill: int) -> dict[str, bytes]:
             plan = processor.plan(media, read_source(media), Counter([media.kind]))

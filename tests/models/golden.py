@@ -1,6 +1,6 @@
 """Golden data: a checkpoint rebuilt from its seed, prompts, and results of the original implementation.
 
-A folder holds the checkpoint's files without its weights. `weights.json` describes how the weights were drawn.
+A folder contains the checkpoint's files without its weights. `weights.json` describes how the weights were drawn.
 `cases.json` and `cases.npz` hold the prompts with their ids, last hidden states and tokens. The checkpoint's head turns
 the hidden states into logits.
 """

@@ -1,6 +1,6 @@
 """Contract of every family with its own layers: each key of the original configuration is changed in turn.
 
-A key must be honoured as in the original code, be refused by name, or have no effect.
+A key must have the same effect as in the original code, be refused by name, or have no effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small checkpoints quantised by bitsandbytes, with the same weights as plain numbers."""
+"""Small checkpoints quantized by bitsandbytes, with the same weights as plain numbers."""
 
 from __future__ import annotations
 

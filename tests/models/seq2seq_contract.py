@@ -208,7 +208,7 @@ class Seq2SeqContract(FamilyContract):
         assert engine.stats.kv_cache_usage == 0
 
     def test_a_request_that_fails_in_the_decoder_fails_alone(self, model, tokenized):
-        """Fail the request whose cache is spoilt, and generate the same tokens for the other."""
+        """Fail the request whose cache is damaged, and generate the same tokens for the other request."""
         engine, params = self.engine(model), SamplingParams(temperature=0, max_tokens=4)
         ids = tokenized["text"].numpy().tobytes()
         outputs, errors = {"spoilt": [], "sound": []}, {}

@@ -185,7 +185,7 @@ class TestBlip2T5(Seq2SeqContract):
     def test_text_makes_no_control_token(self, token, text, path, tokenizer, path_file):
         """Make no control token even where a Unigram tokenizer would.
 
-        Such a tokenizer finds control tokens among its pieces, whether or not special tokens are recognised. It also
+        Such a tokenizer finds control tokens among its pieces, whether or not special tokens are recognized. It also
         normalises wide letters into them.
         """
         reference, text = AutoTokenizer.from_pretrained(path), text.format(*[token] * 3)

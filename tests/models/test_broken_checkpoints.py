@@ -1,4 +1,4 @@
-"""Tests that checkpoints which cannot be served are refused at load with the reason."""
+"""Tests that loading an unusable checkpoint raises an error that states the reason."""
 
 from __future__ import annotations
 

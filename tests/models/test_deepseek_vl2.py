@@ -251,7 +251,7 @@ class TestGroups:
 
 
 class TestExperts:
-    """Tests that routing on a device, without the host's help, gives the same result as sorting on the host."""
+    """Tests that routing on a device, without waiting for the host, has the same result as sorting on the host."""
 
     WAYS = ("sorted", "gathered", "all")
 

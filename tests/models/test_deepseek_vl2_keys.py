@@ -52,7 +52,7 @@ def mixture(hidden, part, config):
 
 
 def paired(heads):
-    """Reorder neighbouring pairs into halves."""
+    """Reorder neighboring pairs into halves."""
     return torch.cat([heads[..., ::2], heads[..., 1::2]], -1)
 
 

@@ -67,7 +67,7 @@ def shrunk(name: str, vocab_size: int) -> dict[str, Any]:
 
 
 def published_names(config: dict[str, Any]) -> dict[str, str]:
-    """Map published weight names to those of transformers' class, as its conversion script pairs them."""
+    """Map published weight names to the names in transformers' class, as its conversion script does."""
     names: dict[str, str] = {}
     for stage, depth in enumerate(config["vision_config"]["depths"]):
         ours, theirs = f"model.vision_tower.convs.{stage}", f"vision_tower.convs.{stage}"

@@ -140,7 +140,7 @@ class Reference:
         return self.joint(text=[prompt], images=images, videos=videos, return_tensors="np")["input_ids"][0]
 
     def patches(self, kind, pixels):
-        """Return the patches of an image or video as bytes and normalised, and their grid."""
+        """Return the patches of an image or video as bytes and normalized, and their grid."""
         if kind == "image":
             process, given, name = self.image, {"images": [torch.tensor(pixels).permute(2, 0, 1)]}, "pixel_values"
         else:
@@ -164,7 +164,7 @@ def settings(random_checkpoint):
 
 
 def test_a_mindie_reader_reads_the_ids_and_patches_of_transformers(mindie, reference, settings, path_file):
-    """Compare ids outside the word slots, grids, raw and normalised patches bit for bit, and a video's seconds."""
+    """Compare ids outside the word slots, grids, raw and normalized patches bit for bit, and a video's seconds."""
     ids = mindie.tokenize(PROMPTS["mixed"], path_file).numpy()
     start, pad, end = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
     video = f"{start}<|video_pad|>{end}"

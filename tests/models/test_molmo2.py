@@ -85,7 +85,7 @@ TEMPLATE = (
 
 
 def write(out, pixels=(), frames=(), text=(), adapter=(), stated=(), **tokens):
-    """Write a checkpoint whose media tokens lie beyond the vocabulary, as in the released ones."""
+    """Write a checkpoint whose media tokens are beyond the vocabulary, as in the published checkpoints."""
     tokens = tokens or {"eos_token": "<|end|>"}
     tokenizer = save_tokenizer(out, ("<|end|>", "<s>", "<pad>"), pad_token="<pad>", chat_template=TEMPLATE, **tokens)
     size = len(tokenizer)

@@ -284,7 +284,7 @@ def logits(path, path_file):
 
 
 def whole(thinker, out):
-    """Write a checkpoint of the whole model: the thinker, and weights of a talker that is not served."""
+    """Write a checkpoint of the whole model: the thinker, and weights of a talker, which is not supported."""
     for file in thinker.iterdir():
         (out / file.name).write_bytes(file.read_bytes())
     config = Qwen2_5OmniConfig(thinker_config=json.loads((thinker / "config.json").read_text())).to_dict()

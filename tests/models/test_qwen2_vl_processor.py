@@ -49,7 +49,7 @@ def preprocess(processor, kind, data, **options):
 
 
 def assert_image_equal(processor, data, image: Image.Image, **kwargs):
-    """Assert that grid and normalised pixels equal those of transformers' torchvision backend, bit for bit."""
+    """Assert that grid and normalized pixels equal those of transformers' torchvision backend, bit for bit."""
     expected = reference.Qwen2VLImageProcessor(**kwargs)(images=[image], return_tensors="pt")
     plan, arrays = preprocess(processor, "image", data)
     settings = processor.image
@@ -103,7 +103,7 @@ def test_two_portraits_have_the_known_grids_and_lengths(tmp_path):
 
 
 def assert_video_equal(processor, data, frames, video_fps, **options):
-    """Assert that frames, grid and normalised pixels equal those of transformers for all frames and their metadata."""
+    """Assert that frames, grid and normalized pixels equal those of transformers for all frames and their metadata."""
     metadata = reference.VideoMetadata(total_num_frames=len(frames), fps=video_fps)
     sampling = options if "num_frames" in options else {"fps": 2.0, **options}
     expected = reference.Qwen2VLVideoProcessor()(

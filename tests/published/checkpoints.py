@@ -100,7 +100,7 @@ TOKENS: Mapping[str, Mapping[str, int]] = {
     "llava15": {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": 32000, "<pad>": 32001},
 }
 """Special tokens whose ids are only in vocabularies, which this folder does not have."""
-# The weights of this LLaVA-NeXT are an adapter's quantised base, so its small model has transformers' plain names.
+# The weights of this LLaVA-NeXT are an adapter's quantized base, so its small model has transformers' plain names.
 _PLAIN_NAMES = frozenset({"llava_next"})
 # Replacements that turn the names under which transformers saves weights into the published names.
 _PUBLISHED_NAMES = {

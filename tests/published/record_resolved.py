@@ -1,7 +1,7 @@
 """Print how an old release of transformers reads the published config.json files, as an entry of resolved.json.
 
-Run once with each release of transformers 4: `python record_resolved.py tests/published`. An entry holds the keys that
-shape the text model.
+Run once with each release of transformers 4: `python record_resolved.py tests/published`. An entry contains the keys
+that determine the text model.
 """
 
 from __future__ import annotations

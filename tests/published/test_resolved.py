@@ -35,7 +35,7 @@ def resolved(config: dict[str, Any], tmp_path: Path) -> Any:
 
 
 def old_rope(entry: dict[str, Any]) -> dict[str, Any]:
-    """Convert rotary settings of transformers 4 to those of transformers 5."""
+    """Convert rotary settings of transformers 4 to settings of transformers 5."""
     rope = {"rope_theta": entry["rope_theta"], "rope_type": "default", **(entry.get("rope_scaling") or {})}
     if (fraction := entry.get("partial_rotary_factor")) is not None:
         rope["partial_rotary_factor"] = fraction
@@ -45,7 +45,7 @@ def old_rope(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_old_name(rope: dict[str, Any]) -> dict[str, Any]:
-    """Drop `type`, an old name of rope_type that transformers keeps beside it."""
+    """Drop `type`, an old name of `rope_type` that transformers keeps in addition to the new name."""
     return {key: value for key, value in rope.items() if key != "type"}
 
 
@@ -86,7 +86,10 @@ QWEN3 = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"
     ids=str,
 )  # fmt: skip
 def test_the_rotary_base_is_the_stated_one_or_the_old_default(config, theta, fraction, tmp_path):
-    """Use the value that config.json states in either place and spelling, or else transformers 4's default."""
+    """Use the rotary base from the top level or `text_config`, as `rope_theta` or in `rope_parameters`.
+
+    If config.json has none, use the default of transformers 4.
+    """
     rope = resolved(config, tmp_path).rope_parameters
     assert rope["rope_theta"] == theta
     assert rope.get("partial_rotary_factor") == fraction

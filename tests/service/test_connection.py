@@ -404,7 +404,7 @@ async def test_a_missing_head_after_a_request_ends_the_connection(hasty: tuple[s
 
 
 async def test_a_half_closed_connection_ends_its_request(address: tuple[str, int]) -> None:
-    """Treat a half-closed connection as closed, as the server cannot tell the two apart."""
+    """Treat a half-closed connection as closed, because the server cannot distinguish the two."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE.replace(b"/", b"/left", 1) + b"hi")

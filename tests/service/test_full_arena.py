@@ -1,6 +1,6 @@
 """Tests of a full arena.
 
-Requests without media are not delayed. Requests that wait for memory are served eventually.
+Requests without media are not delayed. Requests that wait for memory are answered eventually.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[RunningService]:
-    """Yield a service whose arena holds four pictures."""
+    """Yield a service whose arena has room for four pictures."""
     folder = tmp_path_factory.mktemp("narrow")
     settings = SETTINGS | {"spool": folder / "spool", "device": device}
     with running_service(settings, folder / "log") as running:
@@ -106,7 +106,7 @@ def test_text_requests_overtake_pictures_that_wait_for_memory(narrow: RunningSer
 
 
 def test_the_prompts_of_a_request_are_allocated_together_or_not_at_all(narrow: RunningService) -> None:
-    """Serve two requests that each need the whole arena, although the first prompt of each would fit."""
+    """Answer two requests that each need the whole arena, although the first prompts of both would fit together."""
     assert complete(narrow, 1).status_code == 200
     waits, full = (metric(narrow, name) for name in ("shm_waits_total", "shm_full_total"))
     engine = engine_of(narrow)

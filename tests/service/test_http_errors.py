@@ -375,7 +375,7 @@ def test_another_model_is_404(client: openai.OpenAI) -> None:
 
 
 def test_every_route_answers_404_for_another_model(http: Any) -> None:
-    """Return 404 from each route. One body serves all routes, as each ignores the fields of the others."""
+    """Return 404 from each route. All routes can share one body, because routes ignore unknown fields."""
     routes = [path for path, operations in http.get("/openapi.json").json()["paths"].items() if "post" in operations]
     assert len(routes) > 6
     body = {"messages": HELLO, "prompt": "x", "inputs": [{"text": "x"}], "tokens": [1], "model": "gpt-5"}

@@ -67,7 +67,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    """Yield a service that gives a request two seconds, and disconnects a client that reads nothing for one second."""
+    """Yield a service that limits requests to two seconds, and disconnects clients that read nothing for one second."""
     folder = tmp_path_factory.mktemp("hasty")
     settings = {
         "request_timeout_s": 2.0,
@@ -304,7 +304,7 @@ def test_the_media_of_a_slow_reader_are_freed_while_it_reads(loaded: RunningServ
 
 
 def fill_up(service: RunningService, count: int) -> None:
-    """Send `count` requests at once. Raise if one is refused."""
+    """Send `count` concurrent requests. Raise if one is refused."""
     held = [post(service, CHAT, {"messages": [{"role": "user", "content": "x"}], **ENDLESS}) for _ in range(count - 1)]
     try:
         wait_until(lambda: metric(service, "num_requests_running") == count - 1)

@@ -50,9 +50,9 @@ def test_a_missing_media_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_format_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    for flag, noun in (("--tool-call-parser", "tool calls"), ("--reasoning-parser", "reasoning")):
+    for flag, noun in (("--tool-call-parser", "tool-call"), ("--reasoning-parser", "reasoning")):
         error = error_of_start("--spool", tmp_path / "spool", flag, "nothing")
-        assert error.startswith(f"Error: no format of {noun} is named 'nothing'; there are ")
+        assert error.startswith(f"Error: there is no {noun} format named 'nothing'; the formats are ")
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])

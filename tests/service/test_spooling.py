@@ -259,7 +259,7 @@ async def web_server(sent: list[int]) -> AsyncIterator[str]:
     pairs = asyncio.Barrier(2)
 
     async def crowd(_: web.Request) -> web.Response:
-        """Answer requests in pairs, with the number of requests that were open at once."""
+        """Answer requests in pairs, with the number of requests that were open at the same time."""
         nonlocal inside
         inside += 1
         body = bytes([inside])

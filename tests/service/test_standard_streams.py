@@ -43,7 +43,7 @@ def serving(settings: dict[str, object], stderr: IO[str], **given: Any) -> Itera
 
 @pytest.mark.slow
 def test_an_unread_log_pipe_does_not_block_the_service(settings: dict[str, object], tmp_path: Path) -> None:
-    """Start, answer and stop although the processes log more than the pipe holds."""
+    """Start, answer and stop although the processes log more than the pipe's capacity."""
     read, write = os.pipe()
     size = fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     given = settings | {"spool": tmp_path / "spool", "log_level": "debug"}

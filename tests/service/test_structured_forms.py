@@ -1,4 +1,4 @@
-"""Every form of a request for a structured output gives the answer of vLLM's `structured_outputs`."""
+"""Every request field for structured outputs must have the same effect as vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 

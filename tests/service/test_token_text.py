@@ -36,7 +36,7 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def byte_fallback() -> Tokenizer:
-    """Return a tokenizer with byte pieces like those of SentencePiece."""
+    """Return a tokenizer with byte pieces, like SentencePiece."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁red", "\ufffd", "a"]
     tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
@@ -96,7 +96,7 @@ async def test_offsets_continue_after_an_echoed_prompt(byte_level: Tokenizer) ->
 
 
 async def test_offsets_of_incomplete_characters_take_linear_time(byte_level: Tokenizer) -> None:
-    """Take linear time, as decoding all bytes anew for each token would block the service for minutes."""
+    """Take linear time, because decoding all bytes again for each token would block the service for minutes."""
     (part,) = [i for i in range(byte_level.get_vocab_size()) if token_bytes(byte_level, i) == b"\x80"]
     with processor_time_below(20):
         assert (await TextOffsets(byte_level).echoed([part] * 32_768))[-1] > 32_000

@@ -91,7 +91,7 @@ def pictures(draw: random.Random, pixels: float, spread: float) -> int:
 
 
 def requests(draw: random.Random, videos: float, scans: list[int]) -> Iterator[tuple[int, int, float]]:
-    """Yield (bytes, number of such blocks at once, lifetime in s) from tenants with different mixes."""
+    """Yield (bytes, number of concurrent blocks of this size, lifetime in s) from tenants with different mixes."""
     while True:
         tenant, lifetime, number = draw.random(), draw.expovariate(1 / 20), 1
         if tenant < 0.35:  # thumbnails of a feed

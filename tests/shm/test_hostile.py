@@ -298,7 +298,7 @@ def test_another_arena_with_the_same_number_is_not_taken_for_this_one(arena: Are
 @pytest.mark.parametrize("word", [8, 16], ids=["offset", "size"])
 @pytest.mark.parametrize("value", [0, 64, PAGE, 1 << 19, 1 << 40, (1 << 64) - 1])
 def test_a_damaged_table_entry_does_not_mislead_the_owner(arena: Arena, word: int, value: int) -> None:
-    """Allocate no byte twice and none outside the file, whatever the damaged entry says."""
+    """Whatever the damaged entry contains, do not allocate any byte twice, or outside the file."""
     damaged, other = publish(arena), publish(arena)
     with arena.path.open("r+b") as file:
         file.seek(PAGE + ENTRY_BYTES * damaged.block + word)

@@ -1,4 +1,4 @@
-"""Tests of arenas when a signal handler raises, the process forks, or nobody calls `close`."""
+"""Tests of arenas if a signal handler raises, the process forks, or `close` is never called."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class InterruptAt:
 
 
 def _takes_a_lock(frame: FrameType) -> bool:
-    """Return whether the line takes the arena's lock.
+    """Return whether the line acquires the arena's lock.
 
     The interpreter does not check for signals between the end of a `with` block and the release of its lock.
     """

@@ -283,7 +283,7 @@ def test_closing_a_segment_keeps_the_memory_of_its_arrays(path_file):
 
 
 def test_python_shared_memory_reads_and_writes_segments(path_file, start):
-    """Use another process, as MindIE does, because Python's resource tracker unlinks the segments it knows."""
+    """Use another process, as MindIE does, because Python's resource tracker unlinks registered segments."""
     segment, name, word = put(np.arange(10, dtype=np.float32), path_file)
     script = """
 from multiprocessing import resource_tracker
@@ -340,7 +340,7 @@ def test_a_segment_that_cannot_be_recorded_is_not_created(tmp_path):
 
 
 def test_a_line_is_removed_when_its_segment_is_not_created(path_file):
-    """Remove the line when another program takes the name before the segment is linked."""
+    """Remove the line if another program uses the name before the segment is linked."""
 
     def fail(after=b""):
         with recorded(path_file, "psm_00000002"):

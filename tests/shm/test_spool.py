@@ -259,7 +259,7 @@ def test_a_dataset_is_not_taken_for_a_dead_request(tmp_path: Path) -> None:
 
 
 def test_a_concurrent_survey_does_not_make_a_dead_file_look_alive(tmp_path: Path) -> None:
-    """Retry the lock, because a survey holds it for a few microseconds."""
+    """Retry to acquire the lock, because a survey holds the lock for a few microseconds."""
     path = tmp_path / "file"
     path.touch()
     stop = threading.Event()

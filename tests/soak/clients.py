@@ -1,4 +1,4 @@
-"""Clients of a soak: complete requests, cancelled requests, oversized bodies and slow readers."""
+"""Clients of a soak: complete requests, canceled requests, oversized bodies and slow readers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def joined(events: list[dict[str, Any]]) -> Any:
 
 
 async def ask(http: aiohttp.ClientSession, case: Case) -> tuple[int, Any]:
-    """Return status and essence of the whole answer. Repeat the request while the service is full."""
+    """Return the status and the main content of the complete answer. Repeat the request while the service is full."""
     while True:
         async with http.post(case.path, json=case.body) as response:
             if response.status == 429:

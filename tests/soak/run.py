@@ -37,7 +37,7 @@ class Report:
     kinds: Counter[str] = field(default_factory=Counter)
     """Number of requests of each kind."""
     wrong: list[str] = field(default_factory=list)
-    """Answers that differ from those of the same requests alone."""
+    """Answers that differ from the answers to the same requests without load."""
     kills: int = 0
     """Number of decoders killed."""
     samples: list[Sample] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""GBNF means what it means in llama.cpp, also where llguidance's own conversion changes its meaning."""
+"""GBNF has the same meaning as in llama.cpp, even where llguidance's own conversion would change the meaning."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_whatever_is_drawn_fits(drawn: Any, seed: int) -> None:
 
 
 def test_schemas_in_a_grammar_are_read_as_schemas_alone(takes: Takes) -> None:
-    """Numbers are exact, and white space is that of json.dumps. `%json` in texts and comments is not a schema."""
+    """Numbers are exact, and white space is as in json.dumps. `%json` in texts and comments is not a schema."""
     schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 2**53 + 3}}, "required": ["a"]}
     grammar = f'start: "%json {{" /\\/"%json/ %json\n {json.dumps(schema)} # %json {{\n'
     assert takes('%json {/"%json{"a": 9007199254740992}', grammar=grammar)

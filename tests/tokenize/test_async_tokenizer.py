@@ -1,4 +1,4 @@
-"""Tests of the tokenizer in a process of its own."""
+"""Tests of the tokenizer in a separate process."""
 
 import asyncio
 import os
@@ -170,7 +170,7 @@ async def test_a_killed_process_fails_its_requests_and_is_restarted(tokenizer, r
 
 
 async def test_no_request_waits_for_a_process_that_cannot_restart(tokenizer, tmp_path, monkeypatch):
-    """Fail waiting and new requests at once while the checkpoint is missing."""
+    """Fail waiting and new requests immediately while the checkpoint is missing."""
     await up(tokenizer)
     gone = msgspec.json.decode(tokenizer._setup) | {"model": str(tmp_path / "gone")}
     with monkeypatch.context() as patch:

@@ -93,7 +93,7 @@ def test_put_words_keeps_the_plain_ids():
 
 
 def test_refs_reads_the_words_of_each_item():
-    """Read an item whose run begins with a separate token, and an item whose only slot holds the name word."""
+    """Read an item whose run begins with a separate token, and an item whose only slot contains the name word."""
     refs = [Ref(3, 7, 1, "uint8", (4,)), Ref(3, 8, 2, "float32", (2, 3))]
     items = [item("image", IMAGE, 2, runs=([9, 6, 6, 8],)), item("image", IMAGE, 1, runs=([9, 6, 8],))]
     prompt = expand([1, 6, 2, 6], items, TOKENS)

@@ -104,7 +104,7 @@ async def test_a_request_may_take_all_of_the_arena(asking: Asking) -> None:
 
 
 async def test_a_request_whose_rounded_blocks_cannot_fit_is_refused(asking: Asking) -> None:
-    """Refuse at once, because a block of 63 pages takes 64 pages and waiting would be in vain."""
+    """Refuse immediately: a block of 63 pages needs 64 pages, so waiting would be useless."""
     with pytest.raises(LimitExceeded, match="the arena has 262144"):
         asking.at_once(63, 1)
 
@@ -143,7 +143,7 @@ async def test_requests_are_served_in_order_of_arrival(asking: Asking) -> None:
 
 
 async def test_small_requests_overtake_a_large_one_up_to_its_size(asking: Asking) -> None:
-    """Free each small request at once, so that it does not make the next one wait."""
+    """Free each small request immediately, so that the next request does not have to wait."""
     held = asking.at_once(40)
     large = asking.waiting(32)
     await turn()

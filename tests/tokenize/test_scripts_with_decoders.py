@@ -183,7 +183,7 @@ def test_a_garbage_collected_tokenizer_ends_its_decoders(random_checkpoint: Path
 
 @pytest.fixture(scope="module")
 def llms(random_checkpoint: Path) -> Iterator[tuple[LLM, LLM]]:
-    """Yield an LLM that decodes by itself and an LLM with two decoders."""
+    """Yield an LLM without decoder processes, and an LLM with two decoder processes."""
     with (
         pytest.MonkeyPatch.context() as patch,
         LLM(random_checkpoint) as alone,

@@ -157,7 +157,7 @@ def test_sources_of_the_same_bytes_have_one_digest(tokenizer, spool):
 
 
 def test_every_form_of_the_same_frames_gives_the_same_pixels(tokenizer, spool):
-    """Find the path file beside the folder of the first frame that is a file."""
+    """Find the path file next to the folder of the first frame that is a file."""
     frames = moving_frames(4, 56, 56)
     pictures = [Image.fromarray(frame) for frame in frames]
     files = [encoded(picture, "PNG") for picture in pictures]

@@ -1,4 +1,4 @@
-"""Tests that the drawn scenes are reproducible, match their description, and separate held-out from training data."""
+"""Tests that scenes are reproducible, match their descriptions, and separate held-out data from training data."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tests that generated sounds are reproducible, match their description, and separate held-out from training data."""
+"""Tests that sounds are reproducible, match their descriptions, and separate held-out data from training data."""
 
 import math
 import random

@@ -34,7 +34,7 @@ def ask_at_length(page: Page, question: str) -> Locator:
 
 
 def wait_until(page: Page, comparison: str, number: int) -> None:
-    """Wait until the comparison holds. The page's Content Security Policy blocks `wait_for_function`."""
+    """Wait until the comparison is true. The page's Content Security Policy blocks `wait_for_function`."""
     for _ in range(TIMEOUT_MS // 20):
         if page.evaluate(f"{comparison} {number}"):
             return

@@ -112,7 +112,7 @@ def test_asking_ends_and_attaches_a_running_recording(page: Page) -> None:
 
 
 def test_a_video_may_be_attached_as_sound(page: Page, tmp_path: Path) -> None:
-    """Accept a clip without pictures whose file extension is that of a video."""
+    """Accept a clip without pictures that has a video's file extension."""
     write_sound(tmp_path / "beeps.wav", "beeps", hertz=880.0, spans=[(0.1, 0.13), (0.45, 0.13)], seconds=1.2)
     with av.open(tmp_path / "beeps.wav") as source, av.open(tmp_path / "voice.mp4", "w") as clip:
         stream = clip.add_stream("aac", rate=16000)

@@ -77,7 +77,7 @@ def is_gathered(given: str) -> bool:
 
 
 def called(given: str) -> str:
-    """Return the name that messages give to an input."""
+    """Return the name of an input in messages."""
     return "standard input" if given == STDIN else given
 
 
@@ -140,7 +140,7 @@ def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
 
 
 def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
-    """Write one row per media file, in the order of names. Return the number of other files by extension."""
+    """Write one row per media file, sorted by name. Return the number of other files by extension."""
     before, _, after = template.rpartition(MEDIA_MARK)
     encoder, found, left_out = msgspec.json.Encoder(), False, Counter[str]()
     for found_path, kind in _media_files(os.fspath(root), left_out):
@@ -159,7 +159,10 @@ def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
 
 
 def _media_files(folder: str, left_out: Counter[str]) -> Iterator[tuple[str, Kind]]:
-    """Yield media files in the order of names. Count all other files by extension in `left_out`."""
+    """Yield the media files of a folder and its subfolders, sorted by name.
+
+    Count all other files by extension in `left_out`.
+    """
     with os_errors_as(InputError, f"{folder} cannot be listed"):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     for entry in entries:

@@ -69,7 +69,7 @@ class Row:
 
 
 def row_id(record: Record) -> str | None:
-    """Return the id that the input gives a row, or None if there is no id.
+    """Return the id of a row in the input, or None if there is no id.
 
     If a row is not valid JSON, its id is returned if it can still be read. Unpaired surrogates in an id are escaped.
     """
@@ -118,7 +118,7 @@ def _id(value: Any) -> str | None:
 
 
 def _number(value: Decimal) -> int | float:
-    """Convert a decimal to a JSON number. Whole values, as in a column of type decimal(20, 0), become integers."""
+    """Convert a decimal to a JSON number. Integral values, for example of type decimal(20, 0), become integers."""
     return int(value) if value == value.to_integral_value() else float(value)
 
 
@@ -136,12 +136,12 @@ def parse(record: Record, folder: Path, template: str) -> Row:
 
     A record is a list of items, or an object with one of these: `inputs` (a list of items), `messages`, or text and
     media under the keys `text` (or `prompt`), `image`, `video_url`, `audio`, `images` and so on. In an object with text
-    and media, the media come first in the prompt, in the order of the keys. In an object with `messages` and media, the
-    media replace parts such as `{"type": "image"}`.
+    and media, the media precede the text in the prompt, in the order of the keys. In an object with `messages` and
+    media, the media replace parts such as `{"type": "image"}`.
 
     `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt` may be added, as in the body of a chat
     request. A null at any depth counts as a missing key, because a table has a column for each key of any row. A media
-    object in which all values are null also counts as missing. Other keys are ignored, unless one of them seems to
+    object in which all values are null also counts as missing. All other keys are ignored, unless a key seems to
     contain half of the prompt.
 
     Args:

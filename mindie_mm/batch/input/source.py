@@ -48,7 +48,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def stop_row(self) -> int:
-        """One past the last row of the chunk."""
+        """Number of the chunk's last row, plus one."""
         return self.first_row + self.num_rows
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a finished run, with its counts, settings and digests. The same input gives the same manifest."""
+"""The manifest of a finished run, with its counts, settings and digests. The same input produces the same manifest."""
 
 from __future__ import annotations
 

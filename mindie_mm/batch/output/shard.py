@@ -71,7 +71,7 @@ class ShardInfo(msgspec.Struct, frozen=True):
 
     @property
     def stop_row(self) -> int:
-        """One past the last row of the shard."""
+        """Number of the shard's last row, plus one."""
         return self.first_row + self.num_rows
 
 

@@ -96,9 +96,9 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
 
 
 def received(channel: ChildChannel, engine: BaseEngine, decoder: msgspec.msgpack.Decoder[ToEngine]) -> list[bytes]:
-    """Return the messages that have arrived, up to the first message that delays the next step.
+    """Return the messages that have arrived. An idle engine waits `REST_S` seconds for a message.
 
-    An idle engine waits `REST_S` seconds for a message.
+    Stop after a request whose structured output must be compiled, because compiling may take longer than a step.
     """
     messages: list[bytes] = []
     while channel.poll(0 if messages or engine.has_work() else REST_S):

@@ -22,11 +22,11 @@ class Start(msgspec.Struct, frozen=True):
     """Checkpoint directory, or None for the embedded checkpoint."""
     config: EngineConfig
     family: str | None = None
-    """Same as `WorkerConfig.family`."""
+    """See `WorkerConfig.family`."""
     end_token_ids: tuple[int, ...] | None = None
     """Same as the argument of `load_model`."""
     generation_config: str = "vllm"
-    """Same as `WorkerConfig.generation_config`."""
+    """See `WorkerConfig.generation_config`."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

@@ -61,7 +61,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities at positions 1.. of the prompt, as far as they have been computed."""
     asked_s: float = field(default_factory=time.monotonic)
-    """Same as `Add.asked_s`."""
+    """See `Add.asked_s`."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     tower_s: float = 0.0
@@ -75,7 +75,7 @@ class Sequence:
     _item_starts: list[int] = field(init=False)
     """Position of the first placeholder of each item, ascending."""
     _item_stops: list[int] = field(init=False)
-    """For each item, one past the last placeholder of this item and of all items before it, ascending."""
+    """For each item, the largest index of a placeholder of this item and of all earlier items, plus one, ascending."""
 
     def __post_init__(self) -> None:
         self.spans = _spans(self.span_ids)
@@ -92,7 +92,7 @@ class Sequence:
 
     @property
     def media_stop(self) -> int:
-        """One past the last placeholder of all items, or 0 without media."""
+        """Index of the last placeholder of all items, plus one, or 0 if there are no media."""
         return self._item_stops[-1] if self._item_stops else 0
 
     def consume_media(self) -> None:

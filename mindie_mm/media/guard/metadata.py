@@ -51,7 +51,7 @@ _ID3 = re.compile(rb"ID3[\2-\4].{2}([\0-\x7f]{4})", re.DOTALL)
 _ID3_CHUNKS = (b"ID3 ", b"id3 ")
 _FRAME = re.compile(rb"T[A-Z0-9]{2}|PRIV|GEO|PIC|CHAP|ULT|USLT|COM|WXX")
 _MP4_TAGS = (b"----\0", b"mdta")
-"""Beginnings of MP4 tags with arbitrary names. Other tags have one of the few names that FFmpeg knows."""
+"""Beginnings of MP4 tags with arbitrary names. FFmpeg supports only a few other tag names."""
 _FLV_SCRIPT = re.compile(rb"onMetaData|onCuePoint")
 _AMF_BYTES = {0: 8, 1: 1, 5: 0, 6: 0, 11: 10, 13: 0}
 """Size in bytes of AMF0 values with a fixed size, by type marker. Other values are strings, objects and arrays."""

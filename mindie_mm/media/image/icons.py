@@ -50,7 +50,7 @@ def _entries(data: bytes) -> Iterator[tuple[tuple[int, int], int, int]]:
 
 
 def _size_of_bitmap(bitmap: bytes) -> tuple[int, int]:
-    """Return the width and height of a bitmap. The height in the header is that of the bitmap and its mask together."""
+    """Return the width and height of a bitmap. The height in the header includes both the bitmap and its mask."""
     (head,) = struct.unpack_from("<I", bitmap)
     width, height = struct.unpack_from("<HH" if head == 12 else "<ii", bitmap, 4)
     if width <= 0 or abs(height) < 2:

@@ -67,7 +67,7 @@ class Keys:
     A null counts as an absent key unless true is supported, because the original code treats null as false.
     """
     unused: frozenset[str] = frozenset()
-    """Keys that do not change the answers, besides `HOUSEKEEPING`."""
+    """Keys that do not change the answers, in addition to `HOUSEKEEPING`."""
     sections: Mapping[str, Keys] = field(default_factory=dict)
     """Keys whose value is an object, with the keys of that object."""
 

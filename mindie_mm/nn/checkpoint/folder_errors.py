@@ -1,7 +1,7 @@
 """Errors for paths that are not checkpoint directories, and for damaged files in a checkpoint directory.
 
 A folder may be unusable for a few typical reasons. Git-LFS leaves pointers in place of large files. The Hugging Face
-cache has a folder layout of its own. Other programs use other formats. Each message names the file and says what to do.
+cache has a different folder layout. Other programs use other formats. Each message names the file and says what to do.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_pointer(file: Path) -> None:
 
 
 def check_adapter(root: Path) -> None:
-    """Raise UnsupportedCheckpoint if a checkpoint directory has an adapter beside its weights.
+    """Raise UnsupportedCheckpoint if a checkpoint directory contains an adapter in addition to its weights.
 
     Without this check, the answers would come from the base model.
     """

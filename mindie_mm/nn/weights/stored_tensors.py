@@ -58,7 +58,7 @@ def check_stored(checkpoint: Checkpoint) -> None:
 
 
 def check_scaled(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> None:
-    """Raise UnsupportedCheckpoint if the tensor `name`, which has no scales beside it, would need scales.
+    """Raise UnsupportedCheckpoint if the tensor `name` needs scales. The checkpoint contains no scales for it.
 
     Integers wider than a byte are accepted in tensors other than weights and biases. Such tensors may be integers in
     the model too, for example positions.

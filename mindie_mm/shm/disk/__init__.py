@@ -1,1 +1,1 @@
-"""Files on disk that hold blocks. A file is written once, and then read like an arena."""
+"""Files on disk that contain blocks. A file is written once, and then read like an arena."""

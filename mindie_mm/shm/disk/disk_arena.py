@@ -1,4 +1,4 @@
-"""Writer of a file on disk that holds blocks. The file is written once, and can then be mounted and read like an arena.
+"""Writer of a file of blocks on disk. The file is written once, and can then be mounted and read like an arena.
 
 Callers fill blocks in private memory, and the writer writes them to the file in batches. Filling blocks in a mapping of
 the file would take two to four times as long, because the file system allocates, clears and tracks each page.
@@ -57,8 +57,8 @@ class DiskArena:
     """Writer of a file of blocks on disk. It is a context manager and thread-safe.
 
     Blocks are allocated and published as in an `Arena`, but never freed. `close` syncs the complete file to disk and
-    gives it its name. If the context exits with an error, no file remains. Equal blocks in the same order give equal
-    files.
+    gives it its name. If the context exits with an error, no file remains. Equal blocks in the same order produce
+    equal files.
     """
 
     def __init__(self, path: Path, header: ArenaHeader, lock: LivenessLock, memory: WriteBatchMemory) -> None:

@@ -14,7 +14,7 @@ from xxhash import xxh3_128_digest
 from mindie_mm.errors import LimitExceeded, os_errors_as
 
 WRITE_BATCH_BYTES = 16 * 2**20
-"""Size of a batch's memory in bytes. Two batches are used in turn. A larger block gets its own batch."""
+"""Size of a batch's memory in bytes. Two batches are used alternately. A larger block gets its own batch."""
 
 
 class WriteBatchMemory:

@@ -31,8 +31,8 @@ SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memo
 PAGE = mmap.PAGESIZE
 """Page size of the machine: 4096, or 65,536 on some aarch64 machines. Regions of an arena are aligned to pages."""
 DISK_PAGE = 4096
-"""Page size of a file on disk, the same on every machine. Equal blocks therefore give files that are equal byte for
-byte, and every machine can read the files. A file on disk is always mapped as a whole."""
+"""Page size of a file on disk, the same on every machine. Equal blocks therefore produce equal
+files, and every machine can read the files. A file on disk is always mapped as a whole."""
 ALIGNMENT = 64
 
 MAGIC = b"mindieMM"
@@ -61,7 +61,7 @@ BYTES_PER_ENTRY = 1 << 16
 """Bytes of capacity per table entry. The name word limits the number of entries to MAX_BLOCK + 1."""
 
 DOORBELL = 0
-"""Index of the word that tells the owner to check the release words. The release word of entry n is at 1 + n."""
+"""Index of the word that requests the owner to check the release words. The release word of entry n is at 1 + n."""
 
 
 def file_name(arena: int) -> str:
@@ -104,7 +104,7 @@ def require_own(status: os.stat_result) -> None:
 
 @contextmanager
 def needing_proc() -> Iterator[None]:
-    """Raise SharedMemoryError if the `with` block fails because /proc is not mounted, as in a chroot."""
+    """Raise SharedMemoryError if the `with` block fails because /proc is not mounted, for example in a chroot."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -130,7 +130,7 @@ class Owner:
 
     @classmethod
     def nobody(cls) -> Owner:
-        """Return the owner for files on disk. It is always the same, so that equal blocks give equal files."""
+        """Return the owner for files on disk. It is always the same, so that equal blocks produce equal files."""
         return cls(0, 0, str(UUID(int=0)), 0, 0)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Memory mappings that Python's mmap module cannot make.
+"""Memory mappings that Python's mmap module cannot create.
 
 `map_pieces` maps several ranges contiguously, for a block that is stored in several pieces. `map_file` keeps no file
 descriptor open. Each mapping of the mmap module keeps a descriptor open, and a process can open only 1,024 descriptors

@@ -134,7 +134,7 @@ def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaIn
 
 
 def arena_files() -> list[tuple[int, Path]]:
-    """Return the arena number and path of every file in /dev/shm whose name is that of an arena.
+    """Return the arena number and path of every file in /dev/shm that has an arena's name.
 
     This function does not open the files. `opened` checks whether a file is an arena and belongs to this user.
     """

@@ -213,9 +213,9 @@ class _Collection:
 
 
 def _why_orphaned(block: BlockInfo, *, paths_are_ours: bool) -> Cause | None:
-    """Return the cause for reclaiming a block, or None if it must stay.
+    """Return the reason to reclaim a block, or None if the block must be kept.
 
-    A block that is being filled always stays, because it may not be recorded in its path file yet.
+    A block that is being filled is always kept, because it may not be recorded in its path file yet.
     """
     if block.state != STATE_NAMES[PUBLISHED]:
         return None

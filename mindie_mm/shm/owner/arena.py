@@ -235,7 +235,7 @@ class Arena:
                 self._line.wake()
 
     def free(self, block: Block) -> None:
-        """Free a published block at once. Do nothing if it has been reclaimed already, or if the arena is `lost`.
+        """Free a published block immediately. Do nothing if it has been reclaimed already, or if the arena is `lost`.
 
         `shm.free` with the block's reference would have the same effect, but maps the arena a second time.
         """

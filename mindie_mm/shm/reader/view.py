@@ -142,7 +142,7 @@ def release_block(ref: Ref) -> bool:
 def free(ref: Ref) -> None:
     """Free a block. Any process may call this function.
 
-    It is idempotent: it does nothing if the arena is gone or the block has been freed before.
+    The call is idempotent: it does nothing if the arena is gone or the block has been freed before.
 
     Raises:
         SharedMemoryError: The arena cannot be mapped.

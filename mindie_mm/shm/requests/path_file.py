@@ -179,9 +179,9 @@ def _parse(line: bytes) -> Ref | None:
 def release(path_file: str | Path) -> int:
     """Free every block and segment in a path file.
 
-    Any process may call this function. It is idempotent: it ignores a missing file, missing arenas and segments, and
-    blocks that have been freed before. The lines stay in the file. Remove the file afterwards. Otherwise the next call
-    processes all lines again.
+    Any process may call this function. The call is idempotent: it ignores a missing file, missing arenas and segments,
+    and blocks that have been freed before. The lines stay in the file. Remove the file afterwards. Otherwise the next
+    call processes all lines again.
 
     Args:
         path_file: The path file.

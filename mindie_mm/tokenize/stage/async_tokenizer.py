@@ -152,7 +152,7 @@ class AsyncTokenizer(TokenizerStage):
         self._settled.set()
 
     async def _keep(self) -> None:
-        """Watch the process, and start a successor when it ends, until this task is cancelled."""
+        """Watch the process, and start a successor when it ends, until this task is canceled."""
         while True:
             assert self._child is not None
             pid, hung = self._child.pid, ""
@@ -193,7 +193,7 @@ class AsyncTokenizer(TokenizerStage):
                 _hand_over(reply, self._replies.pop(reply.number))
 
     async def _reap(self, why: str, hung: str = "") -> None:
-        """End and reap the process, and fail its requests. If this call is cancelled, it may be repeated."""
+        """End and reap the process, and fail its requests. If this call is canceled, it may be repeated."""
         self._up = False
         self._settled.clear()
         self._why_down = why
@@ -207,7 +207,7 @@ class AsyncTokenizer(TokenizerStage):
             ended = hung or f"died with status {self._child.status}"
             died = ProcessDied(f"tokenizer process {self._child.pid} {ended}")
             for prompts in self._replies.values():
-                if not prompts.done():  # false if the caller was cancelled
+                if not prompts.done():  # false if the caller was canceled
                     prompts.set_exception(died)
             self._replies.clear()
         with logged("the arena of the tokenizer process cannot be reclaimed"):

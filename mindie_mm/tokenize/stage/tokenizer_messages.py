@@ -70,9 +70,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """First message from the tokenizer process: it is ready. A process that cannot start sends a Failure instead."""
 
     shown_tokens: list[str] = []
-    """Same as `Prompts.shown_tokens`."""
+    """See `Prompts.shown_tokens`."""
     chat_traits: ChatTraits = ChatTraits()
-    """Same as `Prompts.chat_traits`."""
+    """See `Prompts.chat_traits`."""
 
 
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag="tokenize"):

@@ -77,7 +77,7 @@ class Server:
                 return
             if isinstance(message, Tokenize):
                 self._requests[message.number] = asyncio.create_task(self._answer(message))
-                await asyncio.sleep(0)  # a task that is cancelled before it starts would not reply
+                await asyncio.sleep(0)  # a task that is canceled before it starts would not reply
             elif isinstance(message, Cancel):
                 if (task := self._requests.get(message.number)) is not None:
                     task.cancel()

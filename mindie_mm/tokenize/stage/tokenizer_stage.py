@@ -1,4 +1,4 @@
-"""The interface of the tokenizers that make prompts for an engine."""
+"""The interface of tokenizers that produce prompts for an engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class TokenizerStage(ABC):
     """A tokenizer for the prompts of requests, which runs in a separate process or in the caller's process."""
 
     shown_tokens: list[str]
-    """Same as `Prompts.shown_tokens`."""
+    """See `Prompts.shown_tokens`."""
     chat_traits: ChatTraits
-    """Same as `Prompts.chat_traits`."""
+    """See `Prompts.chat_traits`."""
 
     @property
     @abstractmethod
@@ -37,7 +37,7 @@ class TokenizerStage(ABC):
     async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
         """Return the prompts of `requests`. Blocks for all their media are allocated together.
 
-        All requests must have the same path file. If the call is cancelled, its blocks are freed.
+        All requests must have the same path file. If the call is canceled, its blocks are freed.
 
         Raises:
             InputError: A request is invalid.

@@ -298,7 +298,7 @@ def _named(templates: Any) -> Mapping[str, str]:
 def _joined(content: Any, mark: str) -> Any:
     """Join the parts of a message, with `mark` for each media item.
 
-    As in vLLM's "string" format, media come first, and each part is a line.
+    As in vLLM's "string" format, media precede the text, and each part is a line.
     """
     if not isinstance(content, list):
         return "" if content is None else content  # for None, a template would fail or write "None"

@@ -1,4 +1,4 @@
-"""Escaping of control tokens that a user's text spells, so that they differ from intended control tokens.
+"""Escaping of control tokens in a user's text, so that they differ from intended control tokens.
 
 Before a prompt is assembled, the first character of any such spelling is replaced with a private-use character that
 occurs nowhere else. Every control token that the prompt still spells is intended. `Rendered.restore` contains the
@@ -21,7 +21,7 @@ from typing import Any
 from mindie_mm.errors import InputError
 
 _FREE = range(0xE000, 0x110000)
-"""Code points of characters that may replace others. Private-use characters come first."""
+"""Code points of replacement characters, beginning with private-use characters."""
 _FIELDS = re.compile("[%{]")
 """Characters that may begin a field in a template's format string."""
 

@@ -47,7 +47,7 @@ class Encoded:
 
 
 class _Encoding(Protocol):
-    """An encoded text, with the attributes that the tokenizers library gives it."""
+    """An encoded text, with the attributes of an encoding of the `tokenizers` library."""
 
     @property
     def ids(self) -> Sequence[int]: ...
@@ -314,7 +314,7 @@ class TextEncoder:
         return pieces
 
     def _as_meant(self, text: str, ids: Sequence[int]) -> bool:
-        """Return whether `ids` have exactly the control tokens that `text` spells. A normalizer may produce others."""
+        """Return whether `ids` contain exactly the control tokens in `text`. A normalizer may produce other tokens."""
         if self._backend.normalizer is None:
             return True
         spelled = [self._control_ids[match[0]] for match in self._control.finditer(text)]

@@ -66,8 +66,8 @@ class DeepSeekV3Parser(ToolCallParser):
 class DeepSeekV31Parser(DeepSeekV3Parser):
     """A parser of `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`.
 
-    The markers around the calls are those of DeepSeek-V3. This format is `deepseek_v31` in vLLM and `deepseekv31` in
-    SGLang.
+    The markers around the calls are the same as in DeepSeek-V3. This format is `deepseek_v31` in vLLM and `deepseekv31`
+    in SGLang.
     """
 
     around = (_BEGIN, "", _END)

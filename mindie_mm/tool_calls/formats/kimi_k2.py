@@ -19,8 +19,8 @@ class KimiK2Parser(ToolCallParser):
     """A parser of `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>`.
 
     The calls are between `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`. `functions.f:0` is the id of
-    the call. Its number counts the calls of the whole chat. The model expects ids in this format in earlier messages.
-    This format is `kimi_k2` in vLLM and SGLang.
+    the call. The number of a call counts all calls of the chat. The model expects ids in this format in earlier
+    messages. This format is `kimi_k2` in vLLM and SGLang.
     """
 
     markers = (_BEGIN, _END, _CALL, _ARGUMENTS, _CALL_END)

@@ -34,7 +34,7 @@ class PythonicParser(ToolCallParser, LiteralScanner):
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule that matches calls of a tool. Values are JSON, but constants are those of Python."""
+        """Return a rule that matches calls of a tool. Values are JSON, but constants are Python constants."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, NAME).items():
             value = _CONSTANTS.get(schema.get("type", "")) or json_value(schema)

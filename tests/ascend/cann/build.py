@@ -1,7 +1,7 @@
 """Build a simulator of CANN's shared libraries, so that PyPI's torch_npu runs without an Ascend device.
 
-libhccl.so holds the simulator: this folder's C files, and a counted function that returns 0 for every other symbol of
-CANN that torch_npu links or looks up by name. The other libraries are empty and depend on libhccl.so.
+libhccl.so contains the simulator: this folder's C files, and a counted function that returns 0 for every other symbol
+of CANN that torch_npu links or looks up by name. The other libraries are empty and depend on libhccl.so.
 """
 
 from __future__ import annotations

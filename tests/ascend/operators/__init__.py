@@ -1,4 +1,4 @@
-"""Operators of the simulated NPU. The host computes those of the real torch_npu over the same memory."""
+"""Operators of the simulated NPU. The host computes the operators of the real torch_npu on the same memory."""
 
 from __future__ import annotations
 

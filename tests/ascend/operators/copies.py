@@ -47,7 +47,7 @@ class Copies:
         non_blocking: bool = False,
         memory_format: torch.memory_format | None = None,
     ) -> Tensor:
-        """Convert as torch_npu's ToKernelNpu.cpp (csrc/aten/common) does. A dtype alone never gives float64."""
+        """Convert as torch_npu's ToKernelNpu.cpp (csrc/aten/common) does. A dtype alone never produces float64."""
         if dtype is not None and layout is None and device is None:
             if tensor.dtype == dtype:
                 return tensor

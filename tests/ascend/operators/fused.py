@@ -53,7 +53,7 @@ _ON_TENSORS: Mapping[str, Callable[..., Any]] = {
     "npu::npu_format_cast_.acl_format": formats.npu_format_cast_,
     "npu::npu_format_cast_": formats.npu_format_cast_like_,
 }
-"""Operators made of torch's operators on device tensors."""
+"""Operators that are composed of torch's operators on device tensors."""
 
 _OLDER_WAY: Mapping[str, str] = {
     "npu_rms_norm": "aclnnRmsNorm",

@@ -1,8 +1,8 @@
 """Visibility of results: after earlier work of the same stream, and only to code that waits.
 
 A launch drains its stream, which runs its queued copies and the work that they wait for. The host computes the result
-at once. The result's bytes are queued on the stream, and the memory is poisoned until they arrive. A stream that reads
-without waiting reads 0xFF, which is NaN as a float and -1 as an integer. Results of more than DEFERRED_BYTES, and
+immediately. The result's bytes are queued on the stream, and the memory is poisoned until they arrive. A stream that
+reads without waiting reads 0xFF, which is NaN as a float and -1 as an integer. Results of more than DEFERRED_BYTES, and
 results with gaps, are written at once, because poisoning a cache of pages for one row would be too slow. A launch
 reports all its reads and writes to the simulator, which refuses memory that another stream may still write or read.
 """

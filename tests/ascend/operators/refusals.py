@@ -16,7 +16,7 @@ HALF = (torch.float16, torch.bfloat16)
 FLOAT = (torch.float32, *HALF)
 
 DOCS = "torch_npu 2.13.0, _op_plugin_docs.py"
-"""Source of torch_npu's documents of its own operators, in Chinese, by the operator's name."""
+"""Source of torch_npu's Chinese documentation of its operators, by the operator's name."""
 
 PARAMETER, TILING, KERNEL = 161002, 561002, 561103
 """Codes of aclnn: a parameter check fails, the kernel's tiling refuses a parameter, a launch fails."""

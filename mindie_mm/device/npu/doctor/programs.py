@@ -1,4 +1,4 @@
-"""Programs that query the driver and may hang with it."""
+"""Programs that query the driver and may therefore hang."""
 
 from __future__ import annotations
 
