@@ -82,7 +82,7 @@ def test_a_page_that_takes_too_much_fails_alone(strict: Tokenizer, tmp_path: Pat
     ids = strict.tokenize(good, tmp_path / "shm_name.txt")
     for pdf, error, message in (
         (NEVER_ENDS, LimitExceeded, r"more processor time than the limit of 1 s \(--max-pdf-page-s\)"),
-        (GROWS, MediaError, "it has ended two decoders"),
+        (GROWS, MediaError, "the item crashed two decoders"),
     ):
         with pytest.raises(error, match=message):
             strict.tokenize([{"document": pdf}], tmp_path / "shm_name.txt")

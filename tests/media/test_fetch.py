@@ -166,7 +166,7 @@ async def test_follows_three_redirects(server: str) -> None:
 
 
 async def test_refuses_a_fourth_redirect(server: str) -> None:
-    with pytest.raises(MediaError, match="more often than the limit of 3 times"):
+    with pytest.raises(MediaError, match="more redirects than the limit of 3"):
         await get(f"{server}/redirect/3")
 
 

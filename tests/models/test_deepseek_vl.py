@@ -87,7 +87,7 @@ class TestDeepseekVL(FamilyContract):
             ("processor_config", {"num_image_tokens": 17}, "num_image_tokens is 17"),
             ("preprocessor_config", {"do_pad": False}, "do_pad is False"),
             ("preprocessor_config", {"size": {"height": 28, "width": 56}}, "size is"),
-            ("preprocessor_config", {"min_size": 30}, "min_size 30"),
+            ("preprocessor_config", {"min_size": 30}, "min_size is 30"),
             ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
         ],
         ids=str,

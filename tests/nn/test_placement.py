@@ -93,5 +93,5 @@ def test_a_model_without_the_part_is_refused():
 def test_another_precision_for_a_quantised_part_is_refused():
     packed = nn.Linear(2, 2)
     packed.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(InputError, match="quantised"):
+    with pytest.raises(InputError, match="quantized"):
         place(Bare(visual=packed), Placement(bits=16), Placement())

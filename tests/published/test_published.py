@@ -119,7 +119,7 @@ def test_a_model_without_a_head_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for file in (FOLDER / "qwen3_vl_embedding").glob("*preprocessor_config.json"):
         shutil.copyfile(file, tmp_path / file.name)
-    with pytest.raises(UnsupportedCheckpoint, match=r"lacks 1 weights; the first is lm_head\.weight.*embeddings"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"lacks 1 weights; the first is lm_head\.weight.*embedding model"):
         load_model(tmp_path, device="cpu")
 
 

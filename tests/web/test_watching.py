@@ -171,6 +171,7 @@ def test_the_model_is_updated_when_a_service_returns(page: Page) -> None:
     expect(page.locator("#model")).to_have_text("other, 2,048 tokens of context")
 
 
+@pytest.mark.slow  # axe-core sometimes keeps Chromium busy for many minutes
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_violation(
     browser: Browser, service: RunningService, files: Path, noted: Noted, scheme: str
