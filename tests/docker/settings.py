@@ -25,5 +25,5 @@ def nbytes(size: str) -> int:
 
 def shm_bytes(arena_bytes: int) -> int:
     """Return the size that /dev/shm must have according to docs/operate.md."""
-    (room,) = re.findall(r"/dev/shm must hold\s+`--arena-bytes` and\s+(\d+) MiB", PAGE)
+    (room,) = re.findall(r"/dev/shm must have room for\s+`--arena-bytes` and for\s+(\d+) MiB", PAGE)
     return arena_bytes + int(room) * 2**20
