@@ -35,7 +35,7 @@ torch:
 	.venv-npu/bin/python -c 'import sys; print("import site; site.addsitedir(%r)" % sys.argv[1])' \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	  > "$$(.venv-npu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
-	$(BIN)/pip --python .venv-npu/bin/python install --quiet --no-compile --constraint constraints.txt --editable '.[test-npu]'
+	$(BIN)/pip --python .venv-npu/bin/python install --quiet --constraint constraints.txt --editable '.[test-npu]'
 	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || $(BIN)/pip --python .venv-npu/bin/python \
 	  install --quiet --no-deps --index-url $(CPU_INDEX) $(TORCH)  # torch_npu takes no other
 	touch $@

@@ -359,7 +359,8 @@ threading.Thread(target=work).start()
 """
 
 
-@pytest.mark.parametrize("decoders", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("decoders", [0, 2])
 def test_a_script_on_standard_input_gets_answers_until_it_ends(random_checkpoint, decoders):
     """Answer a script without a main guard that closes nothing. Workers do not import `__main__` again.
 

@@ -184,7 +184,8 @@ async def test_leaving_the_stream_early_aborts_on_all_ranks(engine):
     assert len(await tokens(engine, "next")) == NUM_TOKENS
 
 
-@pytest.mark.parametrize("which", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1, 2])
 async def test_a_killed_process_restarts_all_processes(engine, which):
     right = await tokens(engine, "before")
     processes = everything(engine)
