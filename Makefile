@@ -74,9 +74,9 @@ test: install browser proxies
 test-all: install browser proxies
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ''
 
-# On the simulated NPU: the simulator's own tests, what is fused and what is not, a family, an engine. Minutes.
+# On the simulated NPU: the simulator's own tests, what is fused and what is not, an engine. Minutes.
 NPU := .venv-npu/bin/python -m tests.ascend
-NPU_SLICE := tests/ascend tests/models/test_qwen2_vl.py
+NPU_SLICE := tests/ascend
 
 test-npu: .venv-npu/installed gcc
 	$(NPU) pytest --device npu -n auto --dist loadfile --no-loadscope-reorder $(NPU_SLICE)

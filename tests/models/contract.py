@@ -503,6 +503,7 @@ class FamilyContract:
         for i, name in enumerate(names):
             assert outputs[i] == expected[name], name
 
+    @pytest.mark.slow  # the shorter suite preempts in tests/service
     def test_preempted_sequences_generate_the_same_tokens(self, reference, model, tokenized):
         spec, longest = model.spec, max(len(ids) for ids in tokenized.values())
         blocks = -(-(longest + self.num_tokens) // 4) + 4
@@ -514,6 +515,7 @@ class FamilyContract:
         for i, items in enumerate(self.prompts.values()):
             assert outputs[i] == reference.generate(items, self.num_tokens)
 
+    @pytest.mark.slow  # the shorter suite records in tests/engine/test_decode_graphs.py
     def test_recorded_decode_steps_generate_the_same_tokens(self, device, model, tokenized, recorded, caplog):
         """Replay recorded steps without a stale value from Python, and log every step that cannot be recorded."""
         if not kind_of(model.spec.device).records:  # on the CPU the `recorded` fixture enables recording
