@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install torch demo test test-all test-npu test-npu-all test-cuda gcc lint docs format serve bench clean python3-venv browser proxies
 
-# --no-compile: most of the packages' modules are never imported, and Python compiles the others at their first import.
+#: most of the packages' modules are never imported, and Python compiles the others at their first import.
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -21,12 +21,12 @@ install: .venv/installed
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(MAKE) --no-print-directory python3-venv
 	$(PYTHON) -m venv .venv
 	@$(MAKE) --no-print-directory torch
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 torch:
-	@if $(HAS_CPU_INDEX) && $(BIN)/pip install --quiet --no-compile --index-url $(CPU_INDEX) $(TORCH); then :; \
-	else $(BIN)/pip install --quiet --no-compile $(TORCH); fi
+	@if $(HAS_CPU_INDEX) && $(BIN)/pip install --quiet --index-url $(CPU_INDEX) $(TORCH); then :; \
+	else $(BIN)/pip install --quiet $(TORCH); fi
 
 # The NPU's code on the real torch_npu, over a simulated CANN (tests/ascend): in an environment of its own, as torch_npu
 # is found and loaded by whoever imports torch or transformers beside it. All else comes from .venv, which it looks into.
@@ -128,7 +128,7 @@ families: install
 
 # 10^6 inputs for each reader of bytes; where atheris has no wheel (aarch64) by seeded mutation alone.
 fuzz: install
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[fuzz]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	$(BIN)/python -m tests.fuzz
 
 # A writer and 8 readers, 10^6 times; minutes.

@@ -45,7 +45,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", responses=streamed(ChatCompletionChunk, whole=ChatCompletion, last=DONE))
 async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
-    """Answers a chat, with images and videos in it; streamed on request."""
+    """Answer a chat, which may contain pictures, videos and sound. Stream the answer on request."""
     use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     call = incoming.call(body.model, body, prefix="chatcmpl-", n=body.n or 1)
     budget = body.thinking_token_budget
@@ -88,9 +88,10 @@ class _Chat(Form):
             choices = await form.call.choices([source])
         faults.point("answered")
         counts = [self._count(form) for _ in choices]
-        for choice, count in zip(choices, counts, strict=True):
-            async for token_ids in in_turns(choice.token_ids, 4):
-                count.push(token_ids)
+        if form.message.reasoning:
+            for choice, count in zip(choices, counts, strict=True):
+                async for token_ids in in_turns(choice.token_ids, 4):
+                    count.push(token_ids)
         return {
             "id": self.call.id,
             "object": "chat.completion",

@@ -99,7 +99,7 @@ class GenerateEvent(TypedDict):
 
 @router.post("/generate", responses=answered(GenerateAnswer))
 async def generate_text(body: GenerateBody, incoming: IncomingDep) -> Response:
-    """Answers a text, or a list of texts, images and videos, in one piece."""
+    """Answer a text or a list of texts, pictures, videos and sounds, in one response."""
     if body.stream:
         raise InputError("stream is true, which /generate does not support; use /generate_stream", param="stream")
     generation = _generation(body, incoming)
@@ -108,7 +108,7 @@ async def generate_text(body: GenerateBody, incoming: IncomingDep) -> Response:
 
 @router.post("/generate_stream", response_class=Response, responses=streamed(GenerateEvent))
 async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response:
-    """Answers the same in events, one a step."""
+    """Answer like `/generate`, as a stream with one event per step."""
     generation = _generation(body, incoming)
     if generation.parameters.decoder_input_details:
         message = "decoder_input_details is true, which is not supported in a stream"

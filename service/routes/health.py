@@ -118,20 +118,20 @@ async def health(service: ServiceDep) -> Response:
 @router.get("/health/live", response_class=Response)
 @router.get("/v2/health/live", response_class=Response)  # MindIE's
 async def live() -> Response:
-    """200 as long as the process answers."""
+    """Return 200 while the process can answer at all."""
     return Response(status_code=200)
 
 
 @router.get("/version", responses=answered(Version))
 async def own_version() -> Response:
-    """Of mindie_mm, where clients of vLLM look for its own."""
+    """Return the version of mindie_mm, at the route that clients of vLLM use."""
     found: Version = {"version": version("mindie_mm")}
     return JSONResponse(found)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: ServiceDep) -> Response:
-    """Prometheus' text format."""
+    """Return the metrics in the text format of Prometheus."""
     return Response(await asyncio.to_thread(service.metrics.text), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -183,7 +183,7 @@ class InferEvent(TypedDict):
 
 @router.post("/infer", responses=streamed(InferEvent, whole=InferAnswer))
 async def infer(body: InferBody, incoming: IncomingDep) -> Response:
-    """Answers a text, or a list of texts, images and videos; streamed on request."""
+    """Answer a text or a list of texts, pictures, videos and sounds. Stream the answer on request."""
     parameters = body.parameters or InferParameters()
     inference = _Infer(incoming.call(body.model, parameters), body, parameters)
     return incoming.answered(inference, stream=body.stream, last=None, timeout_s=parameters.timeout)

@@ -81,7 +81,7 @@ class DetokenizeAnswer(TypedDict):
 
 @router.post("/tokenize", responses=answered(TokenizeAnswer))
 async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
-    """Token ids of a text, a chat or a `List[Dict]`; a word reads as the placeholder id on which it stands."""
+    """Return the token ids of a text, a chat or a `List[Dict]`, with placeholder ids in place of handle words."""
     service = incoming.service
     service.check_model(body.model)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
