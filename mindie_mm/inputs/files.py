@@ -48,7 +48,7 @@ def parse_file(file: Any, options: MediaOptions, where: str, *, strict: bool) ->
     for key in ("file_id", "file_url", "url"):
         if key in given:
             raise InputError(
-                f"{where}.{key} is not served, because this service stores and fetches no files; {_NO_DATA}"
+                f"{where}.{key} is not supported, because this service does not store or fetch files; {_NO_DATA}"
             )
     unknown = (key for key in given if key not in {"file_data", "filename", "format", "mime_type"})
     pass_over(unknown, where, "a file takes file_data and filename", strict=strict, foreign=())
@@ -62,7 +62,7 @@ def parse_file(file: Any, options: MediaOptions, where: str, *, strict: bool) ->
     ):
         return Media("image", data, options, is_document=True)
     if len(data) - start > MAX_TEXT_FILE_BYTES * 4 // 3 + 4:
-        raise LimitExceeded(f"{where} has more than {MAX_TEXT_FILE_BYTES} bytes, the limit of a file that is no PDF")
+        raise LimitExceeded(f"{where} has more than {MAX_TEXT_FILE_BYTES} bytes, which is the limit for text files")
     text = _text(_decoded(data[start:], f"{where}.file_data"), where)
     return Text(f"File {name}:\n{text}\n" if name else f"{text}\n")
 

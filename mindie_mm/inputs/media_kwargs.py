@@ -125,4 +125,6 @@ def _of_reading(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _require_known(kwargs: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     if (unknown := next((key for key in kwargs if key not in known), None)) is not None:
-        raise InputError(f"{where} has the key {str(unknown)[:40]!r}, which is not served; it takes {', '.join(known)}")
+        raise InputError(
+            f"{where} has the key {str(unknown)[:40]!r}, which is not supported; supported: {', '.join(known)}"
+        )

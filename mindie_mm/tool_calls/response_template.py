@@ -77,18 +77,20 @@ class ResponseTemplateParser(ToolCallParser):
         with_text: bool = False,
     ) -> str:
         """Return the grammar of the known format."""
-        if cls.known is None:
-            raise InputError("tool calls cannot be required, because this checkpoint's tool-call format has no grammar")
-        return cls.known.grammar(
+        return cls._required().grammar(
             tools, parallel=parallel, one_of=one_of, added_tokens=added_tokens, with_text=with_text
         )
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
         """Return the rule of the known format."""
+        return cls._required().call_rule(tool, rules)
+
+    @classmethod
+    def _required(cls) -> type[ToolCallParser]:
         if cls.known is None:
             raise InputError("tool calls cannot be required, because this checkpoint's tool-call format has no grammar")
-        return cls.known.call_rule(tool, rules)
+        return cls.known
 
     def answer(self) -> Step[None]:
         """Read nothing, because transformers does."""

@@ -141,13 +141,13 @@ def _grammar(use: ToolUse, tools: Sequence[Tool], written: ChatFormat, *, with_t
             tools, parallel=use.parallel, one_of=names, added_tokens=written.added_tokens, with_text=with_text
         )
     except RecursionError as error:
-        raise InputError("the parameters of a tool nest too deeply") from error
+        raise InputError("the parameters of a tool are nested too deeply") from error
     except (TypeError, AttributeError, ValueError) as error:
-        raise InputError(f"the parameters of a tool are no valid JSON schema: {error}") from error
+        raise InputError(f"the parameters of a tool are not a valid JSON schema: {error}") from error
     if (num_bytes := len(grammar.encode(errors="replace"))) > MAX_STRUCTURE_BYTES:
         raise InputError(
-            f"the grammar of the calls of {len(names)} tools has {num_bytes} bytes, the limit is "
-            f"{MAX_STRUCTURE_BYTES}: offer fewer tools, or let the model decide (tool_choice 'auto', without strict)"
+            f"the grammar for calls of {len(names)} tools has {num_bytes} bytes; the limit is "
+            f"{MAX_STRUCTURE_BYTES}. Offer fewer tools, or let the model decide (tool_choice 'auto', without strict)"
         )
     return grammar
 

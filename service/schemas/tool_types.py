@@ -43,10 +43,13 @@ class ToolUse:
         _require_names(names)
         mode, name, allowed = _choice(tool_choice)
         if not tools and mode == "required":
-            raise InputError(f"tool_choice is {_shown(tool_choice)} and there are no tools", param="tool_choice")
+            raise InputError(
+                f"tool_choice is {_shown(tool_choice)}, but there are no tools; send tools or leave it out",
+                param="tool_choice",
+            )
         for one in allowed if allowed is not None else filter(None, [name]):
             if one not in names:
-                message = f"tool_choice names {one[:MAX_NAME]!r}, which is none of the tools"
+                message = f"tool_choice names {one[:MAX_NAME]!r}, which is not the name of a tool"
                 raise InputError(message, param="tool_choice")
         if mode == "none" or not tools:
             return cls()
@@ -77,7 +80,7 @@ class ToolUse:
                 for function in functions
             ]
         except RecursionError as error:
-            raise InputError("the parameters of a tool nest too deeply", param="tools") from error
+            raise InputError("the parameters of a tool are nested too deeply", param="tools") from error
 
 
 def _require_names(names: Sequence[str]) -> None:
@@ -89,7 +92,7 @@ def _require_names(names: Sequence[str]) -> None:
         if not name.isprintable():
             raise InputError(f"{where} is {name!r}, which has characters that cannot be printed", param="tools")
         if name in seen:
-            raise InputError(f"{where} is {name!r}, which another tool has", param="tools")
+            raise InputError(f"{where} is {name!r}, which is also the name of another tool", param="tools")
         seen.add(name)
 
 

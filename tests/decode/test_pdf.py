@@ -97,5 +97,5 @@ def test_the_number_and_the_size_of_pages_are_limited(strict: Tokenizer, tmp_pat
         strict.tokenize([{"document": str(pdf)}, {"document": str(pdf)}], path_file)
     with pytest.raises(InputError, match="must be a path, bytes or a URL of a PDF"):
         strict.tokenize([{"document": np.zeros((9, 9, 3), np.uint8)}], path_file)
-    with pytest.raises(MediaError, match="no readable PDF"):
+    with pytest.raises(MediaError, match="cannot be read"):
         strict.tokenize([{"document": b"no PDF"}], path_file)

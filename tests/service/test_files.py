@@ -95,7 +95,7 @@ ENCRYPTED = "/Encrypt <</Filter/Standard/V 1/R 2/P -4/O<" + "00" * 32 + ">/U<" +
             file_part(raw_pdf("/MediaBox[0 0 9 9]").replace(b"<</Root", b"<<" + ENCRYPTED.encode() + b"/Root")),
             "encrypt",
         ),
-        (file_part(b"%PDF-1.7 and nothing else"), "no readable PDF"),
+        (file_part(b"%PDF-1.7 and nothing else"), "cannot be read"),
         (file_part(raw_pdf("/MediaBox[0 0 99 99]").replace(b"/Count 1", b"/Count 99").replace(b"[3", b"[9")), "broken"),
         (file_part(b"\x89PNG\r\n\x1a\n\0\0"), "neither a PDF nor a text"),
         (file_part(b"a\0b"), "neither a PDF nor a text"),
@@ -103,7 +103,7 @@ ENCRYPTED = "/Encrypt <</Filter/Standard/V 1/R 2/P -4/O<" + "00" * 32 + ">/U<" +
         (file_part("https://example.org/a.pdf"), "send the content of the file in file_data"),
         (file_part("data:application/pdf,%25PDF"), "not of the form data:<type>;base64"),
         (file_part("not base64!"), "not valid base64"),
-        ({"type": "file", "file": {"file_id": "file-1"}}, "file_id is not served"),
+        ({"type": "file", "file": {"file_id": "file-1"}}, "file_id is not supported"),
         ({"type": "file", "file": {}}, "file_data is missing"),
         (
             {"type": "image_url", "image_url": None, "uuid": "a"},

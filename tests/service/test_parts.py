@@ -114,12 +114,15 @@ def test_options_for_all_media_are_those_of_each(
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"mm_processor_kwargs": {"num_crops": 4}}, "mm_processor_kwargs has the key 'num_crops', which is not served"),
+        (
+            {"mm_processor_kwargs": {"num_crops": 4}},
+            "mm_processor_kwargs has the key 'num_crops', which is not supported",
+        ),
         ({"mm_processor_kwargs": {"images_kwargs": {"fps": 4}}}, "images_kwargs has the key 'fps'"),
         ({"mm_processor_kwargs": {"max_pixels": "9"}}, "max_pixels is '9'"),
         ({"mm_processor_kwargs": {"max_pixels": 1, "min_pixels": 2}}, "min_pixels 2 is above max_pixels 1"),
         ({"mm_processor_kwargs": [1]}, "mm_processor_kwargs is of type list"),
-        ({"mm_processor_kwargs": {"k" * 10_000: 1}}, "which is not served"),
+        ({"mm_processor_kwargs": {"k" * 10_000: 1}}, "which is not supported"),
         ({"media_io_kwargs": {"image": {"mode": "L"}}}, "media_io_kwargs has the key 'image'"),
         ({"media_io_kwargs": {"video": {"video_backend": "x"}}}, "video has the key 'video_backend'"),
         ({"media_io_kwargs": {"video": {"num_frames": -1}}}, "num_frames is -1, which takes all frames"),

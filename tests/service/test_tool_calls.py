@@ -189,12 +189,12 @@ WIDE = {"type": "object", "properties": {f"field_{i}": {"enum": [f"{i} {j}" for 
 @pytest.mark.parametrize(
     ("tools", "param", "message"),
     [
-        ([tool(f"tool_{i}") for i in range(1000)], "tools", "offer fewer tools"),
+        ([tool(f"tool_{i}") for i in range(1000)], "tools", "Offer fewer tools"),
         ([tool("a" * 10_000)], "tools", "has 10000 characters; give 1 to 256"),
         ([tool("")], "tools", "has 0 characters"),
         ([tool("a\0b")], "tools", "cannot be printed"),
         ([tool("a\ud800")], None, ""),
-        ([tool("a"), tool("a")], "tools", "which another tool has"),
+        ([tool("a"), tool("a")], "tools", "which is also the name of another tool"),
         ([tool("a", DEEP)], None, ""),
         ([tool("a", WIDE)], "tools", "limit"),
         ([tool("a", {"$ref": "#"})], "tools", ""),
@@ -226,7 +226,7 @@ def test_tools_that_cannot_be_served_are_refused_within_a_second(
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"type": "function", "function": {"name": "other"}}, "names 'other', which is none of the tools"),
+        ({"type": "function", "function": {"name": "other"}}, "names 'other', which is not the name of a tool"),
         ("sometimes", "tool_choice is 'sometimes'; it must be"),
         ({"type": "web_search"}, "it must be"),
         ({"type": "function", "function": {"name": 5}}, "it must be"),

@@ -126,7 +126,7 @@ def _document(data: bytes) -> Iterator[Any]:
         if not document:
             if pdfium.FPDF_GetLastError() in {_PASSWORD, _SECURITY}:
                 raise MediaError("the PDF is encrypted; send it without a password")
-            raise MediaError(f"the {len(data)} bytes are no readable PDF; it may be truncated or broken")
+            raise MediaError(f"the PDF of {len(data)} bytes cannot be read; it may be truncated or damaged")
         try:
             yield document
         finally:
