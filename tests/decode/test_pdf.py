@@ -72,21 +72,34 @@ def test_a_page_shows_its_picture_and_its_text() -> None:
 @pytest.fixture(scope="module")
 def strict(random_checkpoint: Path) -> Iterator[Tokenizer]:
     """Yield a tokenizer with a decoder, and with small limits on pages."""
-    caps = MediaCaps(max_pdf_page_s=1, max_decode_bytes=128 * MiB, max_pdf_pages=2, max_pdf_page_pixels=10_000)
+    caps = MediaCaps(max_pdf_pages=2, max_pdf_page_pixels=10_000)
     with Tokenizer.from_pretrained(random_checkpoint, decoders=1, caps=caps) as tokenizer:
         yield tokenizer
 
 
-def test_a_page_that_takes_too_much_fails_alone(strict: Tokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pdf", "limits", "error", "message"),
+    [
+        (
+            NEVER_ENDS,
+            {"max_pdf_page_s": 1},
+            LimitExceeded,
+            r"processor time than the limit of 1 s \(--max-pdf-page-s\)",
+        ),
+        (GROWS, {"max_pdf_page_s": 60, "max_decode_bytes": 128 * MiB}, MediaError, "the item crashed two decoders"),
+    ],
+    ids=["never ends", "grows"],
+)
+def test_a_page_that_takes_too_much_fails_alone(
+    random_checkpoint: Path, tmp_path: Path, pdf: bytes, limits: dict[str, int], error: type[Exception], message: str
+) -> None:
     good = [{"document": two_pages()}, {"text": "What is it?"}]
-    ids = strict.tokenize(good, tmp_path / "shm_name.txt")
-    for pdf, error, message in (
-        (NEVER_ENDS, LimitExceeded, r"more processor time than the limit of 1 s \(--max-pdf-page-s\)"),
-        (GROWS, MediaError, "the item crashed two decoders"),
-    ):
+    path_file = tmp_path / "shm_name.txt"
+    with Tokenizer.from_pretrained(random_checkpoint, decoders=1, caps=MediaCaps(**limits)) as tokenizer:
+        ids = tokenizer.tokenize(good, path_file)
         with pytest.raises(error, match=message):
-            strict.tokenize([{"document": pdf}], tmp_path / "shm_name.txt")
-        assert len(strict.tokenize(good, tmp_path / "shm_name.txt")) == len(ids)
+            tokenizer.tokenize([{"document": pdf}], path_file)
+        assert len(tokenizer.tokenize(good, path_file)) == len(ids)
 
 
 def test_the_number_and_the_size_of_pages_are_limited(strict: Tokenizer, tmp_path: Path) -> None:
