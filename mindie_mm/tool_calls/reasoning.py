@@ -39,12 +39,17 @@ FORMATS: Mapping[str, ReasoningFormat] = {
 class ReasoningParser(Scanner):
     """A parser that separates reasoning from the rest of an answer while text arrives.
 
-    The reasoning is at the beginning of the answer, or begins in the prompt. Whitespace around the reasoning is
-    dropped.
+    The reasoning is at the beginning of the answer, or begins in the prompt. Its start and end texts and the whitespace
+    around them are dropped, unless the parser is `verbatim`.
     """
 
     def __init__(
-        self, known: ReasoningFormat, *, opened: bool = False, parser: type[ToolCallParser] | None = None
+        self,
+        known: ReasoningFormat,
+        *,
+        opened: bool = False,
+        parser: type[ToolCallParser] | None = None,
+        verbatim: bool = False,
     ) -> None:
         """Create a parser for one answer.
 
@@ -52,10 +57,13 @@ class ReasoningParser(Scanner):
             known: Format of the reasoning.
             opened: Whether the prompt ends with the start text of the reasoning.
             parser: Format of calls, if the model may end the reasoning with a call.
+            verbatim: Whether the events together are the whole text. The start and end texts then belong to the
+                reasoning.
 
         """
         super().__init__()
         self._format = known
+        self._verbatim = verbatim
         self._openings = parser.openings if parser and parser.ends_reasoning else ()
         self._closings = parser.closings if parser and parser.ends_reasoning else ()
         self.is_over = False
@@ -83,7 +91,7 @@ class ReasoningParser(Scanner):
         yield from self.space()
         if (yield from self.accept(self._format.start, self._format.start.rstrip(_SPACE))) or opened:
             yield from self.space()
-            self.taken()
+            self._drop()
             yield from self._reasoning()
         self.is_over = True
         while not self._ended:
@@ -104,7 +112,7 @@ class ReasoningParser(Scanner):
                 yield from self.space()
             else:
                 self._at = len(self._text)
-            self.taken()
+            self._drop()
             return
 
     def _ends_in_call(self, start: int) -> Step[bool]:
@@ -114,11 +122,18 @@ class ReasoningParser(Scanner):
             self._at = max(self._at, len(self._text) - len(end))
             yield from self.more()
         if stop < 0 and self._text.rstrip(_SPACE).endswith(self._closings):
-            self._kept = self._at = self._kept + start
+            self._at = self._kept + start
+            self._drop()
             return True
         text = self._text[self._kept : stop if stop >= 0 else None].rstrip(_SPACE)
         self._send(Reasoning, self._kept + len(text))
         return False
+
+    def _drop(self) -> None:
+        """Stop keeping the text that was read. A verbatim parser sends it."""
+        if self._verbatim:
+            self._send(Reasoning, self._at)
+        self._kept = self._at
 
     def _send(self, kind: type[Reasoning | Content], stop: int) -> None:
         if stop > self._kept:

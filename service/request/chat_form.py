@@ -43,6 +43,8 @@ class ChatForm:
         messages: Sequence[Any],
         *,
         include_reasoning: bool,
+        separate_reasoning: bool,
+        stream_reasoning: bool,
         budget: int | None,
     ) -> ChatForm:
         """Read a request.
@@ -58,6 +60,8 @@ class ChatForm:
         form = MessageForm(
             written.reasoning,
             shows_reasoning=include_reasoning,
+            separates_reasoning=separate_reasoning,
+            streams_reasoning=stream_reasoning,
             parser=parser,
             tools=tools,
             num_earlier_calls=num_calls(messages) if parser else 0,

@@ -27,6 +27,10 @@ class MessageForm:
     """Whether the prompt ends with the start of the reasoning."""
     shows_reasoning: bool = True
     """Whether the message has the reasoning."""
+    separates_reasoning: bool = True
+    """Whether the reasoning stands beside the content. False: it is part of the content, as the model writes it."""
+    streams_reasoning: bool = True
+    """Whether the reasoning is read in pieces. False: it is read at once when it ends."""
     parser: type[ToolCallParser] | None = None
     """Format of the calls. None: calls are not read."""
     tools: Sequence[Tool] = ()
@@ -43,6 +47,12 @@ class MessageForm:
         """Whether the content is the whole text."""
         return self.reasoning is None and self.parser is None
 
+    def delta(self, made: ChatDelta) -> ChatDelta:
+        """Return a delta that has the keys of the reasoning, as clients of models that reason expect."""
+        if self.reasoning is None or not self.shows_reasoning:
+            return made
+        return {"reasoning_content": None, "reasoning": None, **made}
+
 
 class MessageReader:
     """A reader of one choice. The pieces in which the text arrives do not change the message."""
@@ -50,8 +60,14 @@ class MessageReader:
     def __init__(self, form: MessageForm) -> None:
         self._form = form
         self._reasoning = (
-            ReasoningParser(form.reasoning, opened=form.opened, parser=form.parser) if form.reasoning else None
+            ReasoningParser(
+                form.reasoning, opened=form.opened, parser=form.parser, verbatim=not form.separates_reasoning
+            )
+            if form.reasoning
+            else None
         )
+        self._held = ""
+        """Reasoning that was read and not returned."""
         self._calls = form.parser(form.tools, form.num_earlier_calls) if form.parser else None
 
     def push(self, text: str) -> list[Part]:
@@ -61,16 +77,28 @@ class MessageReader:
     def finish(self) -> list[Part]:
         """Return the last parts. No text may follow."""
         parts = self._read(self._reasoning.finish() if self._reasoning else [])
-        return parts + self._kept(self._calls.finish() if self._calls else [])
+        return parts + self._released() + self._kept(self._calls.finish() if self._calls else [])
 
     def _read(self, parts: Iterable[Reasoning | Content]) -> list[Part]:
         read: list[Part] = []
         for part in parts:
             if isinstance(part, Content):
+                read += self._released()
                 read += self._kept(self._calls.push(part.text) if self._calls else [part])
-            elif self._form.shows_reasoning:
+            elif not self._form.shows_reasoning:
+                continue
+            elif not self._form.separates_reasoning:
+                read.append(Content(part.text))
+            elif self._form.streams_reasoning:
                 read.append(part)
+            else:
+                self._held += part.text
         return read
+
+    def _released(self) -> list[Part]:
+        """Return the reasoning that is held, and hold it no longer."""
+        text, self._held = self._held, ""
+        return [Reasoning(text)] if text else []
 
     def _kept(self, events: Sequence[Event]) -> list[Part]:
         """Return the events without hidden tokens, and without further calls if there may be only one."""
@@ -109,7 +137,7 @@ class MessageParts:
         has_call = any(call.complete for call in self.answer.calls)
         return "tool_calls" if reason == "stop" and has_call else reason
 
-    def message(self, form: MessageForm) -> ChatMessage:
+    def message(self) -> ChatMessage:
         """Return the message of a whole answer."""
         calls = self.answer.calls
         content = self.answer.content
@@ -117,9 +145,9 @@ class MessageParts:
             "role": "assistant",
             "content": content or None if calls else content,
             "refusal": None,
+            "reasoning_content": self.reasoning or None,
+            "reasoning": self.reasoning or None,
         }
-        if form.reasoning and form.shows_reasoning:
-            message["reasoning_content"] = message["reasoning"] = self.reasoning or None
         if calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

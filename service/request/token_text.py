@@ -241,19 +241,24 @@ async def completion_logprobs(
     weight = _weight([logprob for logprob in found[-1:] if logprob])
 
     def tops(one: TokenLogprob | None) -> Sequence[tuple[int, float]]:
-        """Return the most likely tokens and the sampled token, which may not be among them."""
-        return [] if one is None else [*one.top, (one.token_id, one.logprob)]
+        """Return the sampled token, which clients of vLLM take from the first place, and the most likely tokens."""
+        return [] if one is None else [(one.token_id, one.logprob), *one.top]
 
-    def by_text(top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        return {texts.name(token): finite(logprob) for token, logprob in top}
+    def add(by_text: dict[str, float], top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Add the log-probabilities of tokens, of which the first with a text counts."""
+        for token, logprob in top:
+            by_text.setdefault(texts.name(token), finite(logprob))
+        return by_text
 
     if weight <= _ENTRIES_A_TURN:
-        top_logprobs = await _json_list(found, lambda one: by_text(tops(one)) or None, weight)
+        top_logprobs = await _json_list(found, lambda one: add({}, tops(one)) or None, weight)
     else:
         merged: list[dict[str, float] | None] = []
         for one in found:
-            parts = [by_text(part) async for part in in_turns(tops(one), 1)]
-            merged.append({name: logprob for part in parts for name, logprob in part.items()} or None)
+            by_text: dict[str, float] = {}
+            async for part in in_turns(tops(one), 1):
+                add(by_text, part)
+            merged.append(by_text or None)
         top_logprobs = Raw(msgspec.json.encode(merged))
     return {
         "tokens": await _json_list(range(len(positions)), name, 1),

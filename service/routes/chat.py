@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from fastapi import APIRouter
+from msgspec import Raw
 from starlette.responses import Response
 
 from mindie_mm.inputs import media_defaults
@@ -33,7 +34,6 @@ from service.schemas.openai_answers import (
     ChatLogprobs,
     ChatMessage,
     Prompted,
-    Scored,
     Spanned,
     Tokened,
 )
@@ -54,6 +54,8 @@ async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
         use,
         body.messages,
         include_reasoning=body.include_reasoning is not False,
+        separate_reasoning=body.separate_reasoning is not False,
+        stream_reasoning=body.stream_reasoning is not False,
         budget=None if budget == -1 else budget,
     )
     return incoming.answered(_Chat(form.call, body, int(time.time()), use, form), stream=body.stream)
@@ -102,8 +104,8 @@ class _Chat(Form):
             "usage": usage([source.prompt], choices, num_reasoning=_total(form.message, counts)),
             **self.call.timings(choices),
             **self._spans(source.prompt),
-            **self._prompted(source.prompt),
-            **await self._scored(choices[0]),
+            "prompt_token_ids": self._prompt_ids(source.prompt),
+            "prompt_logprobs": await self._prompt_logprobs(choices[0]),
         }
 
     async def events(self) -> AsyncGenerator[ChatCompletionChunk, None]:
@@ -114,18 +116,19 @@ class _Chat(Form):
             form = await self.form.after(source.prompt)
             streams = [_Stream(form.message, self._count(form)) for _ in choices]
             spans = self._spans(source.prompt)
-            prompted = self._prompted(source.prompt)
+            ids = self._prompt_ids(source.prompt)
+            prompted: Prompted = {} if ids is None else {"prompt_token_ids": ids}
             async with aclosing(form.call.deltas([source])) as deltas:
                 async for index, delta in deltas:
                     first = not choices[index].texts
                     choices[index].add(delta)
                     if first:
                         so_far = self._so_far(source.prompt, choices, streams, len(delta.token_ids))
-                        head = _first(index, self.body.role)
+                        head = _part(index, form.message.delta({"role": self.body.role, "content": ""}))
                         yield {**self._chunk([head]), **spans, **prompted, **so_far}
                         spans, prompted = {}, {}  # only the first chunk has them
                         if echoed := self.body.echoed:
-                            yield {**self._chunk([{**head, "delta": {"content": echoed}}]), **so_far}
+                            yield {**self._chunk([_part(index, form.message.delta({"content": echoed}))]), **so_far}
                     logprobs = await self._logprobs(delta, buffers[index]) if self.body.logprobs else None
                     for chunk in streams[index].chunks(index, delta, logprobs, self._tokened(delta)):
                         yield {**self._chunk([chunk]), **self._so_far(source.prompt, choices, streams)}
@@ -168,31 +171,31 @@ class _Chat(Form):
         parts.add(reader.finish())
         return {
             "index": choice.index,
-            "message": self._message(parts, form),
+            "message": self._message(parts),
             "logprobs": await self._logprobs(choice, self._logprobs_buffer()) if self.body.logprobs else None,
             "finish_reason": parts.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
-            **self._tokened(choice),
+            "token_ids": choice.token_ids if self.body.return_token_ids else None,
         }
 
-    def _message(self, parts: MessageParts, form: MessageForm) -> ChatMessage:
-        message = parts.message(form)
+    def _message(self, parts: MessageParts) -> ChatMessage:
+        message = parts.message()
         message["role"] = self.body.role
         if echoed := self.body.echoed:
             message["content"] = echoed + (message["content"] or "")
         return message
 
-    def _prompted(self, prompt: Prompt) -> Prompted:
-        return {"prompt_token_ids": prompt.plain_ids.tolist()} if self.body.return_token_ids else {}
+    def _prompt_ids(self, prompt: Prompt) -> list[int] | None:
+        return prompt.plain_ids.tolist() if self.body.return_token_ids else None
 
-    def _tokened(self, part: Delta | Choice) -> Tokened:
+    def _tokened(self, part: Delta) -> Tokened:
         return {"token_ids": part.token_ids} if self.body.return_token_ids else {}
 
-    async def _scored(self, choice: Choice) -> Scored:
+    async def _prompt_logprobs(self, choice: Choice) -> Raw | None:
         num_top = self.body.prompt_logprobs
         if num_top is None:
-            return {}
-        return {"prompt_logprobs": await prompt_logprobs(self.call.service.tokens, choice.prompt_logprobs, num_top)}
+            return None
+        return await prompt_logprobs(self.call.service.tokens, choice.prompt_logprobs, num_top)
 
     def _logprobs_buffer(self) -> LogprobsBuffer:
         return LogprobsBuffer(self.call.service.worker.tokenizer, self.call.params, self.call.silent)
@@ -238,10 +241,7 @@ class _Stream:
             deltas = [made for part in parts if (made := delta_of(part)) is not None]
             if delta.finish_reason or (has_tokens and not deltas):
                 deltas.append({})
-        chunks: list[ChatChunkChoice] = [
-            {"index": index, "delta": made, "logprobs": None, "finish_reason": None, "stop_reason": None}
-            for made in deltas
-        ]
+        chunks: list[ChatChunkChoice] = [_part(index, self.form.delta(made)) for made in deltas]
         if chunks:
             chunks[0] = {**chunks[0], "logprobs": logprobs, **tokened}
             if delta.finish_reason:
@@ -255,11 +255,11 @@ def _total(form: MessageForm, counts: Sequence[ReasoningCount]) -> int | None:
     return sum(count.num_tokens for count in counts) if form.reasoning else None
 
 
-def _first(index: int, role: str) -> ChatChunkChoice:
-    """Return the content of a choice's first chunk, which is its role."""
+def _part(index: int, delta: ChatDelta) -> ChatChunkChoice:
+    """Return what a chunk says of a choice that has not ended."""
     return {
         "index": index,
-        "delta": {"role": role, "content": ""},
+        "delta": delta,
         "logprobs": None,
         "finish_reason": None,
         "stop_reason": None,

@@ -23,7 +23,14 @@ from service.request.text_logprobs import LogprobsBuffer
 from service.request.token_text import TextOffsets, TokensAsIds, completion_logprobs
 from service.schemas.choices import Choice, Used, usage
 from service.schemas.description import streamed
-from service.schemas.openai_answers import Completion, CompletionChoice, CompletionLogprobs
+from service.schemas.openai_answers import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Prompted,
+    Scored,
+    Tokened,
+)
 from service.schemas.openai_types import MAX_CHOICES, CompletionBody
 
 router = APIRouter()
@@ -34,6 +41,10 @@ async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
     """Complete texts or token ids. Stream the completion on request."""
     call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1)
     return incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
+
+
+class _Asked(Prompted, Scored, Tokened):
+    """Fields of a choice that are null in a whole answer unless the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +86,10 @@ class _Completion(Form):
         async with self.sources() as sources:
             choices = await self.call.choices(sources)
         prompts = [source.prompt for source in sources]
+        made = [await self._choice(choice, prompts[choice.index // self.call.n]) for choice in choices]
+        unasked: _Asked = {"prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None}
         return {
-            **self._part([await self._choice(choice, prompts[choice.index // self.call.n]) for choice in choices]),
+            **self._part([{**unasked, **choice} for choice in made]),
             "usage": usage(prompts, choices),
             **self.call.timings(choices),
         }

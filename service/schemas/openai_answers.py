@@ -1,6 +1,7 @@
 """Types of the answers of the OpenAI-compatible endpoints, for mypy and for the OpenAPI description.
 
-Answers are plain dicts. Keys that are not required are present if the request asks for them.
+Answers are plain dicts. Keys that are not required are present if the request asks for them, and some of them are
+None in whole answers otherwise, as in vLLM's, because clients read them without asking whether they are there.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ class Head(TypedDict):
 
 
 class Prompted(TypedDict):
-    """The prompt's tokens, if the request sets `return_token_ids`. In a stream, only the first chunk has them."""
+    """The prompt's tokens, or None unless the request sets `return_token_ids`. A stream has them in one chunk only."""
 
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int] | None]
 
 
 class Tokened(TypedDict):
-    """The tokens of a choice, or of a part of one, if the request sets `return_token_ids`."""
+    """The tokens of a choice, or of a part of one, or None unless the request sets `return_token_ids`."""
 
-    token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int] | None]
 
 
 class PromptToken(TypedDict):
@@ -53,9 +54,9 @@ class PromptToken(TypedDict):
 
 
 class Scored(TypedDict):
-    """Log-probabilities of the prompt, if the request sets `prompt_logprobs`."""
+    """Log-probabilities of the prompt, or None unless the request sets `prompt_logprobs`. Not in streams."""
 
-    prompt_logprobs: NotRequired[Annotated[Raw, _json_of(list[dict[str, PromptToken] | None])]]
+    prompt_logprobs: NotRequired[Annotated[Raw, _json_of(list[dict[str, PromptToken] | None])] | None]
     """One entry per token, by token id. The first token has none."""
 
 
@@ -117,9 +118,9 @@ class ChatMessage(TypedDict):
     content: str | None
     """None if there are calls and no text beside them."""
     refusal: None
-    reasoning_content: NotRequired[str | None]
-    """Reasoning before the answer. Present if the checkpoint reasons."""
-    reasoning: NotRequired[str | None]
+    reasoning_content: str | None
+    """Reasoning before the answer."""
+    reasoning: str | None
     """The same."""
     tool_calls: NotRequired[list[ToolCall]]
     """Present if the model calls a tool."""
@@ -178,8 +179,9 @@ class ChatDelta(TypedDict):
     role: NotRequired[str]
     """Present in a choice's first chunk."""
     content: NotRequired[str]
-    reasoning_content: NotRequired[str]
-    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str | None]
+    """Present if the checkpoint reasons."""
+    reasoning: NotRequired[str | None]
     """The same as `reasoning_content`."""
     tool_calls: NotRequired[list[ToolCallDelta]]
 

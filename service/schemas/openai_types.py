@@ -153,6 +153,10 @@ class ChatBody(GenerationBody):
     `enable_thinking`. "none" is accepted with any template."""
     include_reasoning: bool | None = None
     """Whether the answer has the reasoning. Default: true."""
+    separate_reasoning: bool | None = None
+    """Whether the reasoning stands beside the content. Default: true. If false, the content begins with it."""
+    stream_reasoning: bool | None = None
+    """Whether a stream has the reasoning in pieces. Default: true. If false, one chunk has all of it."""
     thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
     """Maximum number of tokens of the reasoning. The reasoning is then ended. -1: no limit."""
 

@@ -110,8 +110,16 @@ def test_token_ids_of_prompt_and_answer_are_returned(client: openai.OpenAI, http
     choices = http.post("/v1/completions", json=body).json()["choices"]
     assert [one["prompt_token_ids"] for one in choices] == [tokenizer.encode(one).ids for one in body["prompt"]]
     assert all(len(one["token_ids"]) <= 3 for one in choices)
-    plain = http.post("/v1/completions", json=body | {"return_token_ids": False}).json()["choices"]
-    assert not {"token_ids", "prompt_token_ids"} & plain[0].keys()
+
+
+def test_fields_that_a_request_does_not_ask_for_are_null_in_whole_answers(client: openai.OpenAI, http: Any) -> None:
+    """Clients of vLLM read these fields without asking whether they are there."""
+    whole = chat(client)
+    assert (whole.prompt_logprobs, whole.prompt_token_ids, whole.choices[0].token_ids) == (None, None, None)
+    assert (whole.choices[0].message.reasoning, whole.choices[0].message.reasoning_content) == (None, None)
+    body = {"prompt": "Hello", "max_tokens": 1, "return_token_ids": False}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert (choice["prompt_logprobs"], choice["prompt_token_ids"], choice["token_ids"]) == (None, None, None)
 
 
 def test_tokens_may_be_written_as_ids(client: openai.OpenAI, http: Any) -> None:

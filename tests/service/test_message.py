@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from mindie_mm.tool_calls.events import Content, Reasoning
 from mindie_mm.tool_calls.reasoning import reasoning_named
 from mindie_mm.tool_calls.registry import parser_named
 from mindie_mm.tool_calls.tool import Tool
@@ -88,10 +89,34 @@ def test_no_split_of_a_text_changes_its_message(name: str) -> None:
         parts = read(form, pieces)
         found = [(call.name, json.loads(call.arguments)) for call in parts.answer.calls]
         assert (parts.reasoning, parts.answer.content, found) == (reasoning, content, calls), pieces
-    message = parts.message(form)
-    assert ("tool_calls" in message, "reasoning" in message) == (bool(calls), form.reasoning is not None)
+    message = parts.message()
+    assert ("tool_calls" in message, message["reasoning"] or "") == (bool(calls), reasoning)
     assert parts.finish_reason("stop") == ("tool_calls" if calls else "stop")
     assert parts.finish_reason("length") == "length"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_reasoning_may_be_part_of_the_content(name: str) -> None:
+    given, text, reasoning, content, calls = TEXTS[name]
+    form = form_of(given | {"separates_reasoning": False})
+    plan = text[: text.index("</think>\n\n") + len("</think>\n\n")] if "</think>\n\n" in text else ""
+    if name == "reasoning that is cut":
+        plan = text
+    for pieces in ([text], list(text)):
+        parts = read(form, pieces)
+        found = [(call.name, json.loads(call.arguments)) for call in parts.answer.calls]
+        assert (parts.reasoning, parts.answer.content, found) == ("", plan + content, calls)
+    assert bool(plan) == bool(reasoning)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_reasoning_may_be_read_at_once(name: str) -> None:
+    given, text, reasoning, content, _ = TEXTS[name]
+    reader = MessageReader(form_of(given | {"streams_reasoning": False}))
+    found = [part for character in text for part in reader.push(character)] + reader.finish()
+    assert [part.text for part in found if isinstance(part, Reasoning)] == ([reasoning] if reasoning else [])
+    assert "".join(part.text for part in found if isinstance(part, Content)) == content
+    assert not reasoning or isinstance(found[0], Reasoning)
 
 
 def test_a_call_that_is_cut_is_not_finished() -> None:

@@ -1,6 +1,7 @@
 """Tests of tools over HTTP, with a model whose chat template renders tools."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -167,6 +168,12 @@ def test_reasoning_stands_beside_the_content(handy: RunningService, stream: bool
         assert limited.kinds == ["reasoning", "content"]
     hidden = think(5, include_reasoning=False)
     assert (hidden.reasoning, hidden.content) == ("", limited.content)
+    joined = think(5, separate_reasoning=False)
+    assert joined.reasoning == ""
+    assert re.fullmatch(rf"\s*{re.escape(limited.reasoning)}\s*</think>\s*{re.escape(limited.content)}", joined.content)
+    assert joined.usage.completion_tokens_details.reasoning_tokens == 5
+    at_once = think(5, stream_reasoning=False)
+    assert (at_once.reasoning, at_once.content) == (limited.reasoning, limited.content)
     for without in (think(5, **UNTHINKING), think(0)):
         assert without.reasoning == ""
         assert without.content
@@ -192,6 +199,21 @@ def test_structured_outputs_begin_after_the_reasoning(handy: RunningService, str
     begun = ask(handy, tools=TOOLS, logit_bias={"789": 100}, stream=stream, max_tokens=6)
     assert (begun.content, begun.calls) == ("", [])
     assert begun.usage.completion_tokens_details.reasoning_tokens == 6
+
+
+def test_deltas_of_a_model_that_reasons_say_where_they_have_no_reasoning(handy_http: httpx2.Client) -> None:
+    """Clients read `delta.reasoning_content` without asking whether it is there."""
+    body = {"messages": MESSAGES, "stream": True, "max_tokens": 16, "thinking_token_budget": 4, "temperature": 0}
+    for changes, keys in (({}, {"reasoning", "reasoning_content"}), ({"include_reasoning": False}, set())):
+        asked = body | {"chat_template_kwargs": {"enable_thinking": True}} | changes
+        events = handy_http.post("/v1/chat/completions", json=asked).text.split("\n\n")
+        deltas = [json.loads(event[6:])["choices"][0]["delta"] for event in events if event[6:7] == "{"]
+        assert all({"reasoning", "reasoning_content"} & delta.keys() == keys for delta in deltas)
+        assert any(delta.get("content") and delta.get("reasoning_content") is None for delta in deltas)
+    asked = body | {"chat_template_kwargs": {"enable_thinking": True}, "stream_reasoning": False}
+    events = handy_http.post("/v1/chat/completions", json=asked).text.split("\n\n")
+    deltas = [json.loads(event[6:])["choices"][0]["delta"] for event in events if event[6:7] == "{"]
+    assert [bool(delta["reasoning"]) for delta in deltas].count(True) == 1
 
 
 def test_a_budget_is_a_whole_number(handy_http: httpx2.Client) -> None:
