@@ -69,8 +69,8 @@ class TokenizeAnswer(TypedDict):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: NotRequired[list[str]]
-    """The vocabulary's strings for the tokens, such as `Ġred`."""
+    token_strs: list[str] | None
+    """The vocabulary's strings for the tokens, such as `Ġred`, if the request sets `return_token_strs`."""
 
 
 class DetokenizeAnswer(TypedDict):
@@ -124,14 +124,12 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     async def answer() -> TokenizeAnswer:
         async with prompts(service, [wanted], incoming.clock) as (source,):
             ids: list[int] = source.prompt.plain_ids.tolist()
-        found: TokenizeAnswer = {
+        return {
             "count": len(ids),
             "max_model_len": service.worker.engine.info.max_model_len,
             "tokens": ids,
+            "token_strs": [*map(service.tokens.piece, ids)] if body.return_token_strs else None,
         }
-        if body.return_token_strs:
-            found["token_strs"] = [*map(service.tokens.piece, ids)]
-        return found
 
     return WholeAnswer(answer, service.admission)
 
