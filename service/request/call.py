@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import msgspec
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, MAX_LOGPROBS, SamplingParams
-from mindie_mm.errors import LimitExceeded, blaming
+from mindie_mm.errors import InputError, LimitExceeded, blaming
 from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
@@ -28,6 +29,8 @@ from service.schemas.choices import Choice, Clock, Timed, timings
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+_NO_GRAMMAR = re.compile(r"the grammar is not supported: (?:at \d+\(\d+\): )?(.+)")
+"""Error about a grammar. A request with tools has none, and does not know its lines."""
 
 MAX_ANSWER_LOGPROBS = 2**20
 """Maximum number of log-probabilities in one answer, about 100 bytes each. One choice over the whole context may have
@@ -87,7 +90,12 @@ class Call:
     async def check_structure(self) -> None:
         """Raise InputError if the structured output cannot be served."""
         with blaming(self.structure_field):
-            await self.service.worker.check_schema(self.params)
+            try:
+                await self.service.worker.check_schema(self.params)
+            except InputError as error:
+                if self.structure_field == "tools" and (found := _NO_GRAMMAR.match(str(error))):
+                    raise InputError(f"the parameters of a tool are not supported: {found[1]}") from error
+                raise
 
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
         """Return all choices when they are finished."""

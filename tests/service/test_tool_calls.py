@@ -1,7 +1,6 @@
 """Tests of tool calls with a model whose chat template has no place for tools."""
 
 import json
-import time
 from typing import Any
 
 import httpx2
@@ -10,6 +9,7 @@ import openai
 import pytest
 
 from mindie_mm.tool_calls.lark import MAX_CALLS
+from tests.processor_time import processor_s
 from tests.service.chat_assembling import Assembled, assembled, whole
 from tools.serving import RunningService
 from training.questions import CHAT_ANSWERS
@@ -200,7 +200,12 @@ WIDE = {"type": "object", "properties": {f"field_{i}": {"enum": [f"{i} {j}" for 
         ([tool("a", {"$ref": "#"})], "tools", ""),
         ([tool("a", {"properties": {"b\0": {"pattern": "(x{1000}){1000}"}}, "required": ["b\0"]})], "tools", None),
         ([tool("a", {"type": "string"})], "tools", "must be of type object"),
-        ([tool("a", {"not": {}})], "tools", "not"),
+        ([tool("a", {"not": {}})], "tools", "the parameters of a tool are not supported: "),
+        (
+            [tool("a", {"properties": {"b": {"type": "c"}}})],
+            "tools",
+            "a tool are not supported: failed to compile JSON schema: Invalid type: c",
+        ),
         ([tool("a", {"properties": 3})], "tools", ""),
     ],
     ids=lambda given: str(given)[:40],
@@ -210,12 +215,13 @@ def test_tools_that_cannot_be_served_are_refused_within_a_second(
 ) -> None:
     for choice in ("required", "auto"):
         body = json.dumps({"messages": HELLO, "tools": tools, "tool_choice": choice, "max_tokens": 8})
-        started = time.perf_counter()
+        started_s = processor_s(service.process.pid)
         answer = http.post(CHAT, content=body.encode(), headers={"Content-Type": "application/json"})
-        assert time.perf_counter() - started < 1
+        assert processor_s(service.process.pid) - started_s < 1
         if choice == "required" and message is not None:
             error = answer.json()["error"]
             assert (answer.status_code, message in error["message"]) == (400, True), error
+            assert "\n" not in error["message"]
             assert param in (None, error["param"])
         else:  # other schemas are enforced lazily, or not at all
             assert answer.status_code in (200, 400)
