@@ -79,12 +79,12 @@ def _with_description(messages: list[Any], tools: Sequence[Any], *, takes_system
 def _has_calls(message: Any) -> bool:
     if not isinstance(message, Mapping) or message.get("role") != "assistant":
         return False
-    return bool(message.get("tool_calls") or message.get("function_call"))
+    return bool(message.get("tool_calls"))
 
 
 def _with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return an assistant's message with its calls at the end of its content."""
-    calls = message.get("tool_calls") or [{"function": message["function_call"]}]
+    calls = message["tool_calls"]
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
     written = []
     for function in functions:
@@ -95,7 +95,7 @@ def _with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
         name_text = json.dumps(name, ensure_ascii=False)
         written.append(f'<tool_call>\n{{"name": {name_text}, "arguments": {text}}}\n</tool_call>')
     content = message.get("content")
-    rest = {key: value for key, value in message.items() if key not in ("tool_calls", "function_call")}
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": _joined(content, "\n" if content else "", "\n".join(written))}
 
 

@@ -13,6 +13,28 @@ def num_calls(messages: Sequence[Any]) -> int:
     return sum(len(_calls(message)) for message in messages)
 
 
+def with_tool_calls(messages: Sequence[Any]) -> list[Any]:
+    """Return messages with tool calls and results in place of `function_call` and the role `function`.
+
+    These are OpenAI's deprecated form, which has no ids: a result belongs to the last call. A result without a call,
+    and a message of a wrong form, stay as they are.
+    """
+    made: list[Any] = []
+    call_id = None
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role == "assistant" and isinstance(message.get("function_call"), Mapping) and not _calls(message):
+            call_id = f"call_{number}"
+            call = {"id": call_id, "type": "function", "function": message["function_call"]}
+            rest = {key: value for key, value in message.items() if key != "function_call"}
+            made.append({**rest, "tool_calls": [call]})
+        elif role == "function" and call_id is not None:
+            made.append({**message, "role": "tool", "tool_call_id": call_id})
+        else:
+            made.append(message)
+    return made
+
+
 def with_own_ids(messages: Sequence[Any], parser: type[ToolCallParser]) -> list[Any]:
     """Return messages with the ids of calls, and of their results, in the form of a format.
 

@@ -13,7 +13,7 @@ import msgspec
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.structured.outputs import MAX_STRUCTURE_BYTES, StructuredOutputs
 from mindie_mm.tokenize.prompt import Prompt
-from mindie_mm.tool_calls.history import num_calls
+from mindie_mm.tool_calls.history import num_calls, with_tool_calls
 from mindie_mm.tool_calls.lark import json_value
 from mindie_mm.tool_calls.tool import Tool
 from service.request.call import Call
@@ -60,18 +60,19 @@ class ChatForm:
             shows_reasoning=include_reasoning,
             parser=parser,
             tools=tools,
-            num_earlier_calls=num_calls(messages) if parser else 0,
+            num_earlier_calls=num_calls(with_tool_calls(messages)) if parser else 0,
             parallel=use.parallel,
+            as_function=use.is_deprecated,
             hidden=tuple(shown),
         )
         if shown:
             without_text = written.special if call.params.skip_special_tokens else frozenset[int]()
             call = replace(call, silent=without_text.difference(written.added_tokens[token] for token in shown))
         if parser is not None:
-            with blaming("tools"):
+            with blaming(use.field):
                 wanted = _wanted(call.params.structured_outputs, use, tools, written)
             if wanted != call.params.structured_outputs:
-                call = _kept_to(call, wanted, "tools")
+                call = _kept_to(call, wanted, use.field)
         return cls(call, form, written, budget)
 
     async def after(self, prompt: Prompt) -> ChatForm:

@@ -14,7 +14,7 @@ from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tool_calls.described import with_described_tools
 from mindie_mm.tool_calls.formats.hermes import HermesParser
-from mindie_mm.tool_calls.history import with_own_ids
+from mindie_mm.tool_calls.history import with_own_ids, with_tool_calls
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.reasoning import ReasoningFormat, reasoning_for, reasoning_named
 from mindie_mm.tool_calls.registry import parser_for, parser_named
@@ -87,6 +87,8 @@ class ChatFormat:
         if reasoning_effort and not self.traits.names("reasoning_effort") and self.traits.names("enable_thinking"):
             given.setdefault("enable_thinking", reasoning_effort != "none")
             reasoning_effort = None
+        if not self.traits.names("function_call"):
+            messages = with_tool_calls(messages)
         if not self.traits.template or self.without_template == "refuse" or self.traits.names("tools"):
             messages = with_own_ids(messages, self.parser)
         else:
@@ -118,9 +120,9 @@ class ChatFormat:
     def _ignore(self, use: ToolUse) -> None:
         if use.mode == "required":
             raise InputError(
-                "tool_choice requires a call, and this service ignores tools: start it with "
+                f"{use.choice_field} requires a call, and this service ignores tools: start it with "
                 "--tools-without-template describe",
-                param="tool_choice",
+                param=use.choice_field,
             )
         if not _warned:
             _warned.append(True)

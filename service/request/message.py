@@ -12,7 +12,7 @@ from mindie_mm.tool_calls.events import Answer, CallArguments, CallEnd, CallStar
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.reasoning import ReasoningFormat, ReasoningParser
 from mindie_mm.tool_calls.tool import Tool
-from service.schemas.openai_answers import ChatDelta, ChatFinishReason, ChatMessage, FunctionDelta
+from service.schemas.openai_answers import ChatDelta, ChatFinishReason, ChatMessage, FunctionDelta, ToolCallDelta
 
 Part = Reasoning | Event
 
@@ -34,7 +34,8 @@ class MessageForm:
     """Number of calls in the history."""
     parallel: bool = True
     """Whether the message may have several calls."""
-
+    as_function: bool = False
+    """Whether the call is written as OpenAI's deprecated `function_call`."""
     hidden: Sequence[str] = ()
     """Special tokens that the text holds for the parsers. The content never has them."""
 
@@ -104,10 +105,11 @@ class MessageParts:
             else:
                 self.answer.add([part])
 
-    def finish_reason(self, reason: ChatFinishReason | None) -> ChatFinishReason | None:
+    def finish_reason(self, reason: ChatFinishReason | None, form: MessageForm) -> ChatFinishReason | None:
         """Return the reason for the end of the choice. A choice that the output limit cuts keeps its reason."""
-        has_call = any(call.complete for call in self.answer.calls)
-        return "tool_calls" if reason == "stop" and has_call else reason
+        if reason != "stop" or not any(call.complete for call in self.answer.calls):
+            return reason
+        return "function_call" if form.as_function else "tool_calls"
 
     def message(self, form: MessageForm) -> ChatMessage:
         """Return the message of a whole answer."""
@@ -120,7 +122,9 @@ class MessageParts:
         }
         if form.reasoning and form.shows_reasoning:
             message["reasoning_content"] = message["reasoning"] = self.reasoning or None
-        if calls:
+        if calls and form.as_function:
+            message["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
+        elif calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
@@ -128,7 +132,7 @@ class MessageParts:
         return message
 
 
-def delta_of(part: Part) -> ChatDelta | None:
+def delta_of(part: Part, form: MessageForm) -> ChatDelta | None:
     """Return the delta of a streamed answer for a part, or None for the end of a call."""
     match part:
         case Content(text):
@@ -136,10 +140,12 @@ def delta_of(part: Part) -> ChatDelta | None:
         case Reasoning(text):
             return {"reasoning_content": text, "reasoning": text}
         case CallStart(index, call_id, name):
-            function: FunctionDelta = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+            begun: FunctionDelta = {"name": name, "arguments": ""}
+            call: ToolCallDelta = {"index": index, "id": call_id, "type": "function", "function": begun}
+            return {"function_call": begun} if form.as_function else {"tool_calls": [call]}
         case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            more: FunctionDelta = {"arguments": text}
+            return {"function_call": more} if form.as_function else {"tool_calls": [{"index": index, "function": more}]}
         case CallEnd():
             return None
 

@@ -46,7 +46,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions", responses=streamed(ChatCompletionChunk, whole=ChatCompletion, last=DONE))
 async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     """Answer a chat, which may contain pictures, videos and sound. Stream the answer on request."""
-    use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    use = body.tool_use(body.parallel_tool_calls)
     call = incoming.call(body.model, body, prefix="chatcmpl-", n=body.n or 1)
     budget = body.thinking_token_budget
     form = ChatForm.of(
@@ -170,7 +170,7 @@ class _Chat(Form):
             "index": choice.index,
             "message": self._message(parts, form),
             "logprobs": await self._logprobs(choice, self._logprobs_buffer()) if self.body.logprobs else None,
-            "finish_reason": parts.finish_reason(choice.finish_reason),
+            "finish_reason": parts.finish_reason(choice.finish_reason, form),
             "stop_reason": choice.stop_reason,
             **self._tokened(choice),
         }
@@ -235,7 +235,7 @@ class _Stream:
             if delta.finish_reason:
                 parts += self._reader.finish()
             self._parts.add(parts)
-            deltas = [made for part in parts if (made := delta_of(part)) is not None]
+            deltas = [made for part in parts if (made := delta_of(part, self.form)) is not None]
             if delta.finish_reason or (has_tokens and not deltas):
                 deltas.append({})
         chunks: list[ChatChunkChoice] = [
@@ -245,7 +245,7 @@ class _Stream:
         if chunks:
             chunks[0] = {**chunks[0], "logprobs": logprobs, **tokened}
             if delta.finish_reason:
-                chunks[-1]["finish_reason"] = self._parts.finish_reason(delta.finish_reason)
+                chunks[-1]["finish_reason"] = self._parts.finish_reason(delta.finish_reason, self.form)
                 chunks[-1]["stop_reason"] = delta.stop_reason
         return chunks
 

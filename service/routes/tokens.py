@@ -22,12 +22,12 @@ from service.schemas.description import answered
 from service.schemas.message_types import AnyItem, AnyMessage
 from service.schemas.not_served import NOT_SERVED
 from service.schemas.openai_types import opens_turn
-from service.schemas.tool_types import ToolUse
+from service.schemas.tool_types import ToolFields
 
 router = APIRouter()
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ToolFields, Body):
     """POST /tokenize: exactly one of `prompt`, `messages` and `inputs`."""
 
     # chat_template is a boolean field that applies to `inputs`, as in /infer.
@@ -49,10 +49,8 @@ class TokenizeBody(Body):
     mm_processor_kwargs: Any = None
     """`mm_processor_kwargs` and `media_io_kwargs` are as in a chat completion, for `messages`."""
     media_io_kwargs: Any = None
-    tools: Array[dict[str, Any]] | None = None
-    """`tools`, `tool_choice` and `reasoning_effort` are as in a chat completion."""
-    tool_choice: Any = None
     reasoning_effort: str | None = None
+    """`reasoning_effort`, `tools`, `tool_choice`, `functions` and `function_call` are as in a chat completion."""
     cache_salt: CacheSalt | None = None
     return_token_strs: bool | None = None
 
@@ -96,7 +94,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     defaults = media_defaults(body.mm_processor_kwargs, body.media_io_kwargs)
     if defaults and body.messages is None:
         raise InputError("mm_processor_kwargs and media_io_kwargs need messages; give an item its own options")
-    use = ToolUse.of(body.tools, body.tool_choice, None)
+    use = body.tool_use()
     if body.messages is None:
         messages = None
         variables = template_variables(body.chat_template_kwargs, use.offered, None, body.reasoning_effort)

@@ -90,8 +90,6 @@ INSTEAD: Mapping[str, str] = {
     "min_length": "min_tokens",
     **dict.fromkeys(("enable_thinking", "thinking", "think"), "chat_template_kwargs"),
     **dict.fromkeys(("thinking_budget", "reasoning_budget"), "thinking_token_budget"),
-    "functions": "tools",
-    "function_call": "tool_choice",
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
     "random_seed": "seed",

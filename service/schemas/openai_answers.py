@@ -123,16 +123,19 @@ class ChatMessage(TypedDict):
     """The same."""
     tool_calls: NotRequired[list[ToolCall]]
     """Present if the model calls a tool."""
+    function_call: NotRequired[CalledFunction]
+    """Present in its place if the request has `functions`."""
 
 
-ChatFinishReason = FinishReason | Literal["tool_calls"]
+ChatFinishReason = FinishReason | Literal["tool_calls", "function_call"]
 
 
 class ChatEnd(TypedDict):
     """Reasons for the end of a chat's choice. Both are None until it ends."""
 
     finish_reason: ChatFinishReason | None
-    """tool_calls if the model has called a tool, unless the output limit ended the choice."""
+    """tool_calls if the model has called a tool, unless the output limit ended the choice. function_call if the request
+    has `functions`."""
     stop_reason: str | int | None
     """As in `End`."""
 
@@ -182,6 +185,7 @@ class ChatDelta(TypedDict):
     reasoning: NotRequired[str]
     """The same as `reasoning_content`."""
     tool_calls: NotRequired[list[ToolCallDelta]]
+    function_call: NotRequired[FunctionDelta]
 
 
 class ChatChunkChoice(ChatEnd, Tokened):

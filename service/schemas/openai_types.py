@@ -33,6 +33,7 @@ from service.schemas.extra_fields import ExtraFields
 from service.schemas.message_types import AnyMessage
 from service.schemas.not_served import INSTEAD, MINDIES, NOT_SERVED
 from service.schemas.structured_outputs import StructureFields
+from service.schemas.tool_types import ToolFields
 
 MAX_CHOICES = 64
 
@@ -117,7 +118,7 @@ class GenerationBody(Body, StructureFields, ExtraFields):
         return super().params(default, **(own | overrides))
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ToolFields, GenerationBody):
     """POST /v1/chat/completions."""
 
     not_served: ClassVar[NotServed] = {**NOT_SERVED, **MINDIES}
@@ -142,10 +143,6 @@ class ChatBody(GenerationBody):
     """Options of all images and videos that state none: `min_pixels`, `max_pixels`, `fps`, `num_frames`, ..."""
     media_io_kwargs: Any = None
     """`{"video": {"fps": ..., "num_frames": ...}}`: options of all videos that state none."""
-    tools: Array[dict[str, Any]] | None = None
-    """Tools that the model may call. An empty list counts as null."""
-    tool_choice: Any = None
-    """"auto" (the default), "none", "required", or an object that names a tool."""
     parallel_tool_calls: bool | None = None
     """Whether the answer may have several calls. Default: true."""
     reasoning_effort: str | None = None

@@ -95,10 +95,13 @@ SHORT = {"max_tokens": 2, "timings": True}
 ALL_OF_CHATS = {"n": 2, "logprobs": True, "top_logprobs": 2, "media_spans": True}
 TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprob_token_ids": [5, 7]}
 ALL_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+CALLED = {"messages": SEEN, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+FUNCTION = {"messages": SEEN, "functions": [{"name": "f"}], "function_call": {"name": "f"}}
 ANSWERS = [
     ("/v1/chat/completions", {"messages": SEEN, **SHORT}),
     ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS}),
     ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS, **TOKENS, "prompt_logprobs": 1}),
+    *(("/v1/chat/completions", fields) for fields in (CALLED, FUNCTION)),
     ("/v1/completions", {"prompt": "a", **SHORT}),
     ("/v1/completions", {"prompt": "a", **SHORT, "logprobs": 0, **TOKENS, "prompt_logprobs": 1}),
     ("/v1/completions", {"prompt": ["a", "b"], **SHORT, "echo": True, "logprobs": 2}),
@@ -114,6 +117,7 @@ STREAMS = [
     ("/v1/chat/completions", {"messages": SEEN, **SHORT}),
     ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS, **ALL_USAGE}),
     ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS, **TOKENS}),
+    *(("/v1/chat/completions", fields) for fields in (CALLED, FUNCTION)),
     ("/v1/completions", {"prompt": "a", **SHORT}),
     ("/v1/completions", {"prompt": "a", **SHORT, "echo": True, "logprobs": 2, **ALL_USAGE}),
     ("/infer", {"inputs": "a"}),
