@@ -31,6 +31,7 @@ from service.middleware import Middleware
 from service.request.admission import Admission
 from service.request.chat_format import ChatFormat, require_formats
 from service.request.fingerprint import fingerprint
+from service.request.kept_media import KeptMedia
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
 from service.request.state import Service
@@ -74,6 +75,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 model_names=model_names,
                 spool=spool,
                 media=MediaPolicy(config),
+                kept=KeptMedia(config.media_uuid_bytes),
                 spool_probe=SpoolProbe(spool),
                 admission=admission,
                 metrics=metrics,

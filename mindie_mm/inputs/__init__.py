@@ -27,6 +27,7 @@ from mindie_mm.inputs.items import (
     media_of,
     media_of_messages,
     messages_with_paths,
+    with_media,
     with_paths,
 )
 from mindie_mm.inputs.media_kwargs import MediaDefaults, media_defaults, with_defaults
@@ -67,5 +68,6 @@ __all__ = [
     "template_variables",
     "whole",
     "with_defaults",
+    "with_media",
     "with_paths",
 ]

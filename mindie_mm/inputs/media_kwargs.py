@@ -11,7 +11,7 @@ from typing import Any
 
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.inputs.checks import require_dict
-from mindie_mm.inputs.items import Kind, Media, MediaOptions, Message
+from mindie_mm.inputs.items import Kind, Media, MediaOptions, Message, with_media
 from mindie_mm.inputs.options import parse_options
 from mindie_mm.inputs.prompt_fields import OFF
 
@@ -63,17 +63,7 @@ def media_defaults(mm_processor_kwargs: Any, media_io_kwargs: Any) -> MediaDefau
 
 def with_defaults(messages: Sequence[Message], defaults: MediaDefaults) -> list[Message]:
     """Return `messages` whose media have `defaults` for the options that they do not state."""
-    if not defaults:
-        return [*messages]
-    return [
-        replace(
-            message,
-            content=tuple(_item(item, defaults) if isinstance(item, Media) else item for item in message.content),
-        )
-        if isinstance(message.content, tuple)
-        else message
-        for message in messages
-    ]
+    return with_media(messages, lambda media: _item(media, defaults)) if defaults else [*messages]
 
 
 def _item(media: Media, defaults: MediaDefaults) -> Media:

@@ -48,6 +48,8 @@ class Call:
     timed: bool
     """Whether the answer contains timings."""
     meter: Meter
+    owner: bytes
+    """Digest of the API key that the request carries."""
     structure_field: str | None = None
     """Field of the request that describes the structured output."""
     silent: Collection[int] | None = None
@@ -65,7 +67,7 @@ class Call:
         with self.meter.counted(len(requests) * self.n):
             await self.check_structure()
             limited = [worker.limited(request, self.params, truncate_to) for request in requests]
-            async with prompts(self.service, limited, self.clock) as sources:
+            async with prompts(self.service, limited, self.clock, self.owner) as sources:
                 yield sources
 
     @asynccontextmanager

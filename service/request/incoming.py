@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
+from service.http.access import key_digest
 from service.request.admitted import WholeAnswer
 from service.request.call import Call
 from service.request.meter import Meter
@@ -45,6 +46,8 @@ class Incoming:
     service: Service
     id: str
     clock: Clock
+    owner: bytes
+    """Digest of the API key that the request carries."""
 
     def call(self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1) -> Call:
         """Return the call for this request. `prefix` precedes the answer's id. Raise ModelNotFound or InputError."""
@@ -64,7 +67,8 @@ class Incoming:
             raise
         meter = Meter(self.service.metrics, self.clock.arrived)
         field = structure.field if structure is not None else None
-        return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), meter, field)
+        timed = bool(settings.timings)
+        return Call(self.service, params, n, prefix + self.id, self.clock, timed, meter, self.owner, field)
 
     def _require_order(self, params: SamplingParams) -> None:
         """Raise InputError if the request has a priority, and priorities are off."""
@@ -83,7 +87,7 @@ class Incoming:
 
 
 async def _incoming(request: Request, service: ServiceDep) -> Incoming:
-    return Incoming(service, request.state.request_id, Clock(request.state.arrived))
+    return Incoming(service, request.state.request_id, Clock(request.state.arrived), key_digest(request.headers))
 
 
 IncomingDep = Annotated[Incoming, Depends(_incoming)]

@@ -157,7 +157,9 @@ class MediaPolicy:
 
     async def _bring(self, what: str, source: Any, stem: Path, request: _Request) -> Path:
         with naming(what):
-            assert isinstance(source, str), "JSON has no bytes"
+            if isinstance(source, bytes):  # kept from an earlier request
+                request.spend(len(source))
+                return await in_thread(lambda: _write(source, stem))
             _require_unicode(source)
             scheme = scheme_of(source)
             if scheme in ("http", "https"):

@@ -14,6 +14,7 @@ from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.worker.worker import Worker
 from service.request.admission import Admission
 from service.request.chat_format import ChatFormat
+from service.request.kept_media import KeptMedia
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
 from service.request.token_text import TokenTexts
@@ -38,6 +39,8 @@ class Service:
     spool: Path
     """Folder with a directory per request, which contains the request's path file and its media files."""
     media: MediaPolicy
+    kept: KeptMedia
+    """Media by `uuid`."""
     admission: Admission
     metrics: Metrics
     tokens: TokenTexts

@@ -120,7 +120,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     )
 
     async def answer() -> TokenizeAnswer:
-        async with prompts(service, [wanted], incoming.clock) as (source,):
+        async with prompts(service, [wanted], incoming.clock, incoming.owner) as (source,):
             ids: list[int] = source.prompt.plain_ids.tolist()
         found: TokenizeAnswer = {
             "count": len(ids),

@@ -29,14 +29,15 @@ class ItemOptions(TypedDict, total=False):
 class Address(ItemOptions, total=False):
     """Where a medium is: http(s):, data: or file:, or a path; a list of them is a video's frames."""
 
-    url: Required[str | list[str]]
+    url: str | list[str] | None
+    """Left out only if the item has a `uuid`."""
 
 
 class InputAudio(TypedDict, total=False):
     """A sound as OpenAI has it."""
 
-    data: Required[str]
-    """Base64 or an address."""
+    data: str | None
+    """Base64 or an address. Left out only if the item has a `uuid`."""
     format: str | None
 
 
@@ -68,6 +69,8 @@ class Item(ItemOptions, total=False):
     """An address for an item whose `type` states the kind. `path` and `base64` need `type`, too."""
     path: str | list[str] | None
     base64: str | list[str] | None
+    uuid: str | None
+    """Client's name for an image, a video or a sound. Later requests may leave out the data."""
 
 
 class Message(TypedDict, total=False):

@@ -14,7 +14,8 @@ from tests.warm import running_service
 from tools.demo import data_url, picture, write_video
 from tools.serving import RunningService
 
-MiB = 2**20
+KiB, MiB = 2**10, 2**20
+MEDIA_UUID_BYTES = 64 * KiB
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
 SETTINGS = {
     "arena_bytes": 64 * MiB,
@@ -23,6 +24,7 @@ SETTINGS = {
     "max_item_bytes": 4 * MiB,
     "max_media_bytes": 5 * MiB,
     "max_media_items": 4,
+    "media_uuid_bytes": MEDIA_UUID_BYTES,
     "grace_s": 0.2,
     "reclaim_interval_s": 3600.0,  # no periodic reclaim may take the leftovers that tests look for
 }

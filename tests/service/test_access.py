@@ -41,6 +41,16 @@ def test_each_api_key_is_accepted(guarded: RunningService) -> None:
             assert client.models.list().data[0].id == "tiny"
 
 
+def test_media_by_uuid_belong_to_their_key(bare: httpx2.Client, red_square: str) -> None:
+    def status(key: str, url: str | None) -> int:
+        part = {"type": "image_url", "image_url": {"url": url}, "uuid": "a picture"}
+        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+        return bare.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}).status_code
+
+    assert [status(KEYS[0], url) for url in (red_square, None)] == [200, 200]
+    assert [status(key, None) for key in (KEYS[1], "third-key", "-")] == [400, 401, 401]
+
+
 def test_an_unknown_api_key_is_refused(guarded: RunningService) -> None:
     with (
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="third-key", max_retries=0) as client,

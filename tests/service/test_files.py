@@ -105,10 +105,6 @@ ENCRYPTED = "/Encrypt <</Filter/Standard/V 1/R 2/P -4/O<" + "00" * 32 + ">/U<" +
         (file_part("not base64!"), "not valid base64"),
         ({"type": "file", "file": {"file_id": "file-1"}}, "file_id is not supported"),
         ({"type": "file", "file": {}}, "file_data is missing"),
-        (
-            {"type": "image_url", "image_url": None, "uuid": "a"},
-            "media are not kept by uuid, so send the data each time",
-        ),
         ({"type": "file", "file": "x"}, "file is of type str"),
         (file_part(b"a", "n" * 10_000), "filename has 10000 characters; the limit is 255"),
         (file_part(b"a", fps=2), "fps"),
