@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 
 from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools.fault_matrix import run
 from tools.fault_points import POINTS, Point
-from tools.fault_rig import DEADLINE_S, Rig
+from tools.fault_rig import CHAT, DEADLINE_S, Rig
 
 SLICE = (
     "tokenizer.mid-fill",  # dies while working on the request
@@ -94,6 +95,36 @@ def test_an_answer_that_is_not_streamed_is_repeated_unchanged(rig: Rig) -> None:
         for path, answer in zip(bodies, answers, strict=True):
             parsed, numbers = undisturbed[path]
             assert answer.result() == (parsed, pytest.approx(numbers, abs=1e-4))
+    assert rig.whole()["engine"] != engine
+
+
+def test_a_streamed_call_ends_with_an_error_if_the_engine_dies(rig: Rig) -> None:
+    """End a stream of tool calls, and one of a deprecated function call, as clients expect it of an error."""
+    text = {"type": "object", "properties": {"text": {"type": "string", "minLength": 2000}}, "required": ["text"]}
+    function = {"name": "write", "parameters": text}
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
+    called = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    older = {"functions": [function], "function_call": {"name": "write"}}
+    engine = rig.whole()["engine"]
+    with (
+        httpx2.stream("POST", rig.service.url + CHAT, json=body | called, timeout=DEADLINE_S) as stream,
+        openai.OpenAI(base_url=f"{rig.service.url}/v1", api_key="-", max_retries=0, timeout=DEADLINE_S) as client,
+    ):
+        events = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+        assert any('"arguments":"{' in event for event in events)
+        chunks = client.chat.completions.create(**body | older)
+        assert any(call.arguments for chunk in chunks if (call := chunk.choices[0].delta.function_call))
+        rig.trigger(Point("engine", "mid-decode")).touch()
+        *rest, failed, last = events
+        with pytest.raises(openai.APIError, match="process") as caught:
+            list(chunks)
+    assert last == "[DONE]"
+    error = json.loads(failed)["error"]
+    assert (error["code"], error["type"]) == (503, "ServiceUnavailableError")
+    assert caught.value.body == error
+    choices = [json.loads(event)["choices"][0] for event in rest]
+    assert {choice["finish_reason"] for choice in choices} <= {None}, "a client would run the call that was cut"
+    assert all(choice["delta"]["tool_calls"] for choice in choices)
     assert rig.whole()["engine"] != engine
 
 
