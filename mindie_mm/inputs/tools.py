@@ -39,6 +39,7 @@ def _require_function(function: Any, where: str) -> None:
         ("name", str, "a string"),
         ("description", str, "a string"),
         ("parameters", Mapping, "a dict"),
+        ("strict", bool, "true or false"),
     ):
         value = function.get(name)
         if not isinstance(value, kind) and (value is not None or name == "name"):

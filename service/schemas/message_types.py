@@ -1,8 +1,8 @@
-"""Types of messages and items for the OpenAPI description. `mindie_mm.inputs` validates them."""
+"""Types of messages, items and tools for the OpenAPI description. `mindie_mm.inputs` and `ToolUse` validate them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Required
+from typing import Annotated, Any, Literal, Required
 
 from pydantic import Field, GetJsonSchemaHandler, TypeAdapter
 from pydantic.json_schema import JsonSchemaValue
@@ -10,6 +10,7 @@ from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
 from mindie_mm.inputs import CUSTOM_ROLE, Detail
+from mindie_mm.tool_calls.scanner import MAX_NAME
 
 
 class ItemOptions(TypedDict, total=False):
@@ -81,6 +82,37 @@ class Message(TypedDict, total=False):
     content: str | list[Item] | None
 
 
+class Function(TypedDict, total=False):
+    """A function that the model may call."""
+
+    name: Required[Annotated[str, Field(min_length=1, max_length=MAX_NAME)]]
+    description: str | None
+    parameters: dict[str, Any] | None
+    """JSON schema of the arguments, an object."""
+    strict: bool | None
+    """Whether the arguments must be valid even if the model decides whether to call the function."""
+
+
+class Tool(TypedDict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(TypedDict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(TypedDict, total=False):
+    """The tool that the model has to call. Some other forms are accepted, too."""
+
+    type: Literal["function", "tool"]
+    function: Required[FunctionName]
+
+
 class _DescribedAs:
     """An annotation with the type that the OpenAPI description shows for a field. Validation ignores it."""
 
@@ -92,4 +124,8 @@ class _DescribedAs:
 
 
 AnyMessage = Annotated[dict[str, Any], _DescribedAs(Message)]
+AnyTool = Annotated[dict[str, Any], _DescribedAs(Tool)]
+AnyFunction = Annotated[dict[str, Any], _DescribedAs(Function)]
+AnyToolChoice = Annotated[Any, _DescribedAs(Literal["auto", "none", "required", "any"] | NamedTool | None)]
+AnyFunctionChoice = Annotated[Any, _DescribedAs(Literal["auto", "none"] | FunctionName | None)]
 AnyItem = Annotated[dict[str, Any], _DescribedAs(Item)]

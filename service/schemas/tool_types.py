@@ -12,6 +12,7 @@ from mindie_mm.tool_calls.scanner import MAX_NAME
 from mindie_mm.tool_calls.tool import Tool
 from service.schemas.body import Array, Fields
 from service.schemas.closed_objects import closed
+from service.schemas.message_types import AnyFunction, AnyFunctionChoice, AnyTool, AnyToolChoice
 
 _MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
 """Words for a choice. Mistral and Anthropic have `any`."""
@@ -50,7 +51,7 @@ class ToolUse:
                 f"tool_choice is {_shown(tool_choice)}, but there are no tools; send tools or leave it out",
                 param="tool_choice",
             )
-        _require_listed(allowed if allowed is not None else [*filter(None, [name])], names, "tool_choice", "a tool")
+        _require_listed(allowed or ([] if name is None else [name]), names, "tool_choice", "a tool")
         if mode == "none" or not tools:
             return cls()
         offered = [tool for tool in tools if allowed is None or tool["function"]["name"] in allowed]
@@ -121,13 +122,13 @@ class ToolUse:
 class ToolFields(Fields):
     """Fields of a chat that offer tools, and their deprecated forms."""
 
-    tools: Array[dict[str, Any]] | None = None
+    tools: Array[AnyTool] | None = None
     """Tools that the model may call. An empty list counts as null."""
-    tool_choice: Any = None
+    tool_choice: AnyToolChoice = None
     """"auto" (the default), "none", "required", or an object that names a tool."""
-    functions: Array[dict[str, Any]] | None = None
+    functions: Array[AnyFunction] | None = None
     """Deprecated form of `tools`. An empty list counts as null."""
-    function_call: Any = None
+    function_call: AnyFunctionChoice = None
     """Deprecated form of `tool_choice`: "auto" (the default), "none" or `{"name": ...}`."""
 
     def tool_use(self, parallel: bool | None = None) -> ToolUse:

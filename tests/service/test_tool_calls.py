@@ -202,6 +202,7 @@ WIDE = {"type": "object", "properties": {f"field_{i}": {"enum": [f"{i} {j}" for 
         ([tool("a", {"type": "string"})], "tools", "must be of type object"),
         ([tool("a", {"not": {}})], "tools", "not"),
         ([tool("a", {"properties": 3})], "tools", ""),
+        ([tool("a", strict="yes")], "tools", "strict is of type str; it must be true or false"),
     ],
     ids=lambda given: str(given)[:40],
 )
@@ -230,6 +231,7 @@ def test_tools_that_cannot_be_served_are_refused_within_a_second(
         ("sometimes", "tool_choice is 'sometimes'; it must be"),
         ({"type": "web_search"}, "it must be"),
         ({"type": "function", "function": {"name": 5}}, "it must be"),
+        ({"type": "function", "function": {"name": ""}}, "names '', which is not the name of a tool"),
         ([], "it must be"),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "it must be"),
     ],
