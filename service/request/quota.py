@@ -96,13 +96,14 @@ class SpoolProbe:
 
     async def check(self) -> None:
         """Raise SpoolFull, with the reason, if no file can be written. Concurrent callers share one attempt."""
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.ensure_future(self._threads.run(self._write))
-        done, _ = await asyncio.wait([self._writing], timeout=PROBE_S)
+        writing = self._writing  # another caller may replace the attribute while this one waits
+        if writing is None or writing.done():
+            writing = self._writing = asyncio.ensure_future(self._threads.run(self._write))
+        done, _ = await asyncio.wait([writing], timeout=PROBE_S)
         if not done:
             raise SpoolFull(f"the spool cannot be written: its file system has not responded for {PROBE_S:g} s")
         with room_to_spool():
-            self._writing.result()
+            writing.result()
 
     def _write(self) -> None:
         make_spool(self._spool)  # requests do the same

@@ -127,6 +127,16 @@ async def test_a_file_system_that_does_not_answer_is_reported_as_full(
     assert asked == [tmp_path]
 
 
+async def test_callers_that_overlap_all_get_an_answer(tmp_path: Path) -> None:
+    probe = SpoolProbe(tmp_path)
+
+    async def check_repeatedly() -> None:
+        for _ in range(50):
+            await probe.check()
+
+    await asyncio.gather(*(check_repeatedly() for _ in range(8)))
+
+
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
     """Yield a folder with its own file system."""
