@@ -13,7 +13,6 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install torch demo test test-all test-npu test-npu-all test-cuda gcc lint docs format serve bench clean python3-venv browser proxies
 
-#: most of the packages' modules are never imported, and Python compiles the others at their first import.
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
