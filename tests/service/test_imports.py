@@ -1,7 +1,7 @@
-"""Tests of the imports of the service's main process.
+"""Tests of what the service's main process imports.
 
-Without torch and the decoders, the process starts seconds earlier. A crash of such a library can end only a child
-process.
+Because the process does not import torch and the decoders, it starts seconds earlier, and a crash of such a library can
+end only a child process.
 """
 
 import subprocess
