@@ -1,4 +1,4 @@
-"""Tests of file systems that cannot sync folders (CIFS) or have no locks (Lustre, NFS)."""
+"""Tests of file systems that cannot sync folders (CIFS) or do not support locks (Lustre, NFS)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(media: Path) -> Path:
 
 
 def refuse_to_sync(kind: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make fsync fail for files whose mode matches `kind`, as fault injection with strace does."""
+    """Make fsync fail with the errno `number` for files whose mode fulfills `kind`."""
     sync = os.fsync
 
     def refuse(descriptor: int) -> None:
@@ -53,7 +53,7 @@ def refuse_to_lock(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_succeeds_if_its_folder_cannot_be_synced(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync_folder(Path("/proc"))  # fsync of a folder in /proc fails with EINVAL, which must be ignored
+    sync_folder(Path("/proc"))  # must ignore EINVAL, with which fsync of a folder in /proc fails
     refuse_to_sync(stat.S_ISDIR, errno.EINVAL, monkeypatch)
     run_in_process(settings(rows), tmp_path / "run")
     assert [sample.error for sample in Dataset(tmp_path / "run")] == [None] * 3
