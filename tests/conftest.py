@@ -25,7 +25,7 @@ pytest_plugins = ["tests.ascend.waits", "tests.checkpoints", "tests.own_shm", "t
 # If an assertion of these modules fails, pytest shows the compared values, as it does for test modules.
 pytest.register_assert_rewrite("tests.models.contract", "tests.models.seq2seq_contract")
 
-settings.register_profile("here", deadline=None)  # a busy machine must not fail a test; pytest has a time limit
+settings.register_profile("here", deadline=None)  # tests may be slow on a busy machine; pytest has its own limit
 settings.load_profile("here")
 
 
@@ -93,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def shared_memory_as_found() -> Iterator[None]:
-    """Check that a test leaves no arena of a dead process or of this process, and no segment, in /dev/shm.
+    """Check that a test leaves no segment in /dev/shm, and no arena of a dead process or of this process.
 
     Arenas of other living processes are allowed, because a shared server may start a tokenizer at any time.
     """

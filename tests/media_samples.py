@@ -20,7 +20,7 @@ PIXEL_FORMATS = {"mjpeg": "yuvj420p", "gif": "rgb8", "qtrle": "rgb24", "cinepak"
 
 
 def photograph(name: str = "coffee.png", size: tuple[int, int] | None = None) -> Image.Image:
-    """Return a photograph in RGB, resized to (width, height) if given."""
+    """Return an RGB photograph. If `size` (width, height) is given, resize the photograph."""
     image = Image.open(Path(skimage.__file__).parent / "data" / name).convert("RGB")
     return image if size is None else image.resize(size, Image.Resampling.BICUBIC)
 
@@ -83,8 +83,7 @@ def remux(
 ) -> bytes:
     """Concatenate `videos`, which have the same codec and rate, and leave out the first `start` packets of each.
 
-    All timestamps are `earlier` frames earlier than in the input. They may be negative, as they are after
-    `ffmpeg -ss TIME -i FILE -c copy`.
+    Move all timestamps back by `earlier` frames, even below 0, as `ffmpeg -ss TIME -i FILE -c copy` does.
     """
     with tempfile.NamedTemporaryFile() as file, ExitStack() as opened:
         inputs = [opened.enter_context(av.open(io.BytesIO(video))) for video in videos]
@@ -119,7 +118,7 @@ def decode_all(video: bytes) -> np.ndarray:
 
 
 def jpeg_variants() -> Sequence[tuple[str, bytes]]:
-    """Return named JPEGs that differ in subsampling, color mode, size, orientation and how they are encoded."""
+    """Return JPEGs with different subsamplings, color modes, sizes, orientations and encodings, each with a name."""
     image = photograph("coffee.png", (301, 203))
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -156,7 +155,7 @@ def _resampled(image: Image.Image, across: int, down: int) -> bytes:
 def raw_pdf(page: str, contents: str = "", more: str = "") -> bytes:
     """Return a PDF of one page.
 
-    `page` adds entries to the page's dictionary. `more` adds objects, which are numbered from 5.
+    `page` contains further entries of the page's dictionary. `more` contains further objects, whose numbers start at 5.
     """
     return (
         "%PDF-1.4\n1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj\n2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj\n"

@@ -42,7 +42,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start each parallel process with a separate /dev/shm and one thread. Its children inherit both."""
+    """Give each parallel process a separate /dev/shm, and limit torch to one thread. Child processes inherit both."""
     processes: list[str] = getattr(config.option, "tx", [])
     if {*processes} != {"popen"} or hasattr(config, "workerinput"):
         return  # there are no parallel processes, this is one of them, or --tx configures them

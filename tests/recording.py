@@ -28,7 +28,7 @@ _WAITING = {
     aten.unique_dim.default,
     aten.unique_consecutive.default,
 }
-"""Operators that would wait for a GPU and therefore make a recording fail. Indexing with booleans would, too."""
+"""Operators that would wait for a GPU and therefore make a recording fail. Indexing with booleans would do the same."""
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 

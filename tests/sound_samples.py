@@ -23,7 +23,7 @@ def speech() -> bytes:
 
 
 def tone(seconds: float, rate: int = 16_000, hertz: float = 440.0, channels: int = 1) -> np.ndarray:
-    """Return a swelling tone over a little noise, float32 [samples] or [samples, channels].
+    """Return a tone that becomes louder, with a little noise, float32 [samples] or [samples, channels].
 
     Each channel has a different pitch.
     """

@@ -77,7 +77,7 @@ def test_items_with_replaced_sources_are_otherwise_the_same():
 
 
 def test_values_in_arguments_of_tool_calls_are_limited_before_parsing():
-    """A count over the encoded request would miss commas that JSON escapes inside the arguments string."""
+    """The arguments are JSON inside a JSON string, so a count in the encoded request would miss escaped commas."""
     call = {"function": {"name": "add", "arguments": f'{{"a": [{"1," * (MAX_ARGUMENT_VALUES // 2)}1]}}'}}
     half = {"role": "assistant", "tool_calls": [call]}
     assert len(parse_messages([half])[0].extra["tool_calls"][0]["function"]["arguments"]["a"]) > 10**5

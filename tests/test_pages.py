@@ -19,7 +19,7 @@ PAGES = sorted(
 
 
 def prose(page: Path) -> str:
-    """Return the text of `page` without its code blocks. Code within a line stays."""
+    """Return the text of `page` without its code blocks. Code in backticks stays."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return re.sub(
         r"^    .*$|`[^`\n]*`", lambda code: code[0] if code[0].startswith("`") else "", text, flags=re.MULTILINE

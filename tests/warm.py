@@ -1,7 +1,7 @@
 """Commands of mindie-mm whose processes are forked from a process that has already imported all modules.
 
-To the kernel and to observers, these copies look like processes that a shell has started: they have the same kinds of
-pids, parents, command lines, descriptors, signal handlers and exit statuses.
+To the kernel and to observers, these copies look like processes that a shell has started. This applies to their pids,
+parents, command lines, descriptors, signal handlers and exit statuses.
 
 A copy saves the time to start an interpreter and import modules, which is fifteen seconds for the three processes of a
 service. Tests of the startup itself use `tools.serving` and subprocess.
@@ -254,7 +254,7 @@ SUBPROCESS = SimpleNamespace(Popen=_Copy, DEVNULL=subprocess.DEVNULL)
 def copied_workers() -> Iterator[None]:
     """Start the workers of a module's tests and fixtures as copies of the pytest process."""
     with pytest.MonkeyPatch.context() as patch:
-        if torch.get_num_threads() == 1:  # a copy would hang in a thread pool whose threads it lacks
+        if torch.get_num_threads() == 1:  # a copy lacks the threads of a used thread pool, and would hang
             patch.setattr(ipc, "subprocess", SUBPROCESS)
         yield
 
