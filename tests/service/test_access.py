@@ -138,7 +138,7 @@ def test_no_origin_gets_cors_headers_without_the_setting(http: Any) -> None:
 @pytest.mark.parametrize("path", ["/", "/shm", "/metrics", "/v1/models", "/health"])
 @pytest.mark.parametrize("host", ["evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "[::1", ""])
 def test_a_foreign_host_header_is_refused(http: Any, path: str, host: str) -> None:
-    """A page that rebinds its DNS name to the service must not read from it. The browser takes both for one origin."""
+    """If a web page rebinds its DNS name to the service, the browser treats the page and the service as same-origin."""
     answer = http.get(path, headers={"Host": host})
     assert answer.status_code == 403
     assert answer.json()["error"]["type"] == "PermissionDeniedError"

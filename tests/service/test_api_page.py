@@ -37,7 +37,7 @@ def section(title: str) -> str:
 
 
 def documented(start: str) -> dict[str, Any]:
-    """Return the JSON example of the page that begins with `start`. Examples are indented."""
+    """Return the JSON example that begins with `start`. Examples in the page are indented."""
     text = PAGE[PAGE.index("    " + start) :]
     example: dict[str, Any] = json.JSONDecoder().raw_decode(text.strip().removeprefix("data: "))[0]
     return example

@@ -82,7 +82,7 @@ def test_echo_includes_the_logprobs_of_the_prompt(client: openai.OpenAI) -> None
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_text_offsets_match_the_text_whole_and_streamed(client: openai.OpenAI, echo: bool) -> None:
-    """This holds although a stop string delays text and some tokens add no text."""
+    """The offsets match although a stop string delays text and some tokens add no text."""
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["日本 und 🎉"]}}}
     settings: dict[str, Any] = {"max_tokens": 64, "logprobs": 2, "stop": ["zzzzzzzz"], "echo": echo}
     settings["extra_body"] = {"response_format": form}

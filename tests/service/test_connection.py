@@ -181,7 +181,7 @@ async def test_too_many_small_chunks_end_the_connection_or_are_refused(address: 
 async def test_chunks_that_are_not_small_are_unlimited(address: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
-        for _ in range(2):  # each body is counted separately
+        for _ in range(2):  # the chunks of each body are counted separately
             count = connection.MAX_SMALL_CHUNKS
             writer.write(CHUNKED + b"1\r\nh\r\n" * (count - 1) + b"0\r\n\r\n")
             await reader.readuntil(b"\r\n\r\n" + b"h" * (count - 1))
@@ -304,7 +304,7 @@ async def test_heads_just_below_the_limit_are_accepted(address: tuple[str, int])
 
 
 async def test_chunks_do_not_count_as_lines_and_trailers_do_not_become_headers(address: tuple[str, int]) -> None:
-    """This also holds for long chunks, and if the size of a chunk arrives before its data."""
+    """Chunks may be long, and the size of a chunk may arrive before its data."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         for _ in range(2):

@@ -20,7 +20,7 @@ from tools.serving import RunningService
 
 KiB = 2**10
 TOKENS = 400
-"""Tokens that fit into the KV cache. It has room for one long answer about two pictures, but not for two answers."""
+"""Number of tokens that fit into the KV cache: enough for one long answer about two pictures, but not for two."""
 TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, values per head, bytes of a float32
 SETTINGS: dict[str, object] = {
     "dtype": "float32",
@@ -91,7 +91,7 @@ class Stream:
         return False
 
     def until(self, index: int) -> None:
-        """Read until the choice number `index` has text."""
+        """Read until choice `index` has text."""
         while not self.texts.get(index):
             assert self.read()
 

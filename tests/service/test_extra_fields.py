@@ -77,7 +77,7 @@ def test_the_stop_string_is_included_whole_and_streamed(client: openai.OpenAI, t
 
 
 def test_special_tokens_are_shown_on_request(client: openai.OpenAI) -> None:
-    """The text includes the special token that ends the answer only if `include_stop_str_in_output` is set."""
+    """Only with `include_stop_str_in_output` does the text include the special token that ends the answer."""
     shown = {"skip_special_tokens": False}
     forced = {"allowed_token_ids": [778, 780], "logit_bias": {"778": 50}, "max_tokens": 2}
     assert text(chat(client, **shown)) == GREETING
@@ -214,7 +214,7 @@ def test_log_probabilities_of_the_prompt_have_vllms_form(client: openai.OpenAI, 
 
 
 def test_a_final_message_is_continued(client: openai.OpenAI, http: Any) -> None:
-    """The model continues the first half of its answer. The half may be given as a string or as parts."""
+    """Given the first half of an answer, as a string or as parts, the model generates the second half."""
     half = GREETING[: len(GREETING) // 2].rstrip()
     for content in (half, [{"type": "text", "text": half}]):
         messages = [*HELLO, {"role": "assistant", "content": content}]

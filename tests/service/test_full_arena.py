@@ -130,7 +130,7 @@ def test_the_prompts_of_a_request_are_allocated_together_or_not_at_all(narrow: R
 
 
 def test_prompts_that_exceed_the_arena_together_are_refused_at_once(narrow: RunningService) -> None:
-    """The request does not wait until the arena is free. One prompt with all the pictures gets the same message."""
+    """The request does not wait for memory. The message is the same as for one prompt with all the pictures."""
     assert complete(narrow, 1).status_code == 200
     waits, engine = metric(narrow, "shm_waits_total"), engine_of(narrow)
     with ThreadPoolExecutor(1) as pool:

@@ -577,7 +577,7 @@ def test_every_error_class_has_a_status() -> None:
 
 
 def test_every_status_has_a_type() -> None:
-    """This includes statuses that a route may return although no exception class has them."""
+    """The test includes statuses that no exception class has, but that a route may return."""
     kinds = {status: error_body("x", status)["error"]["type"] for status in (400, 401, 422, 429, 500, 502, 503)}
     assert list(kinds.values()) == [
         "BadRequestError",

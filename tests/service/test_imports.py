@@ -1,7 +1,7 @@
-"""Tests of what the service's main process imports.
+"""Tests that the service's main process does not import heavy libraries.
 
-Because the process does not import torch and the decoders, it starts seconds earlier, and a crash of such a library can
-end only a child process.
+Without torch and the decoding libraries, the process starts seconds earlier. A crash of such a library can then end
+only a child process.
 """
 
 import subprocess

@@ -133,7 +133,7 @@ def connections(service: RunningService) -> int:
 
 
 def announcing(service: RunningService, num_bytes: int) -> int:
-    """Announce a body of `num_bytes` without sending the body, and return the status of the answer."""
+    """Announce a body of `num_bytes` without sending the body, and return the status of the response."""
     with socket.create_connection(urlsplit(service.url).netloc.rsplit(":", 1), WAIT_S) as uploading:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {num_bytes}\r\n\r\n"
         uploading.sendall(head.encode())
@@ -261,7 +261,7 @@ def test_slow_readers_delay_no_other_request(loaded: RunningService, red_square:
 
 
 def test_an_unread_answer_counts_as_a_concurrent_request(loaded: RunningService) -> None:
-    """Although the engine has finished, the answer counts until the client has read all of it or disconnected."""
+    """An answer that the engine has finished counts until the client has read all of it or has disconnected."""
     before = metric(loaded, "request_success_total", finished_reason="length")
     whole = MORE_THAN_SOCKETS_HOLD | {"stream": False}
     slow = [post(loaded, COMPLETIONS, whole, receive_bytes=2048) for _ in range(LIMIT)]
@@ -325,7 +325,7 @@ def test_a_client_that_reads_nothing_does_not_delay_the_stop(loaded: RunningServ
 
 @pytest.mark.usefixtures("copied_workers")
 async def test_an_abort_stops_the_engine_within_one_step() -> None:
-    """The engine finishes at most the current step with the request of a client that has left."""
+    """After a client has left, the engine finishes at most the current step with the client's request."""
     engine = await AsyncEngine.start(
         None, EngineConfig(device="cpu", kv_cache_bytes=16 * MiB, num_threads=1, measure_s=0)
     )

@@ -43,7 +43,7 @@ NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
 }
-"""Names of sampling parameters, by the names of the request fields that are spelled differently."""
+"""Sampling parameters whose request fields have other names, by the name of the field."""
 
 
 def test_every_route_is_described(http: Any) -> None:

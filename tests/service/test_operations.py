@@ -68,7 +68,7 @@ class Situation:
 
     folder: Path
     arena: Arena
-    """Arena of this process, which stands for the living processes."""
+    """Arena of this process, as an example of an arena whose owner is alive."""
     url: str
     foreign: Path = field(init=False)
     """File of another program."""

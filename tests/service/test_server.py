@@ -259,7 +259,7 @@ def test_a_signal_while_loading_ends_the_service_and_its_processes(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("logged", [False, True], ids=["reading settings", "importing"])
 def test_a_signal_before_loading_ends_the_service(tmp_path: Path, number: signal.Signals, logged: bool) -> None:
-    """The service handles signals before its slow imports. As process 1 of a container, it would ignore them before."""
+    """Process 1 of a container ignores signals without a handler, so handlers are installed before slow imports."""
     command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0", f"--spool={tmp_path / 'spool'}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:

@@ -127,7 +127,7 @@ def test_different_sounds_have_different_answers(listener: httpx2.Client) -> Non
 
 @pytest.mark.parametrize("name", FILES)
 def test_each_format_is_decoded_whatever_the_request_calls_it(listener: httpx2.Client, sounds: Path, name: str) -> None:
-    num_tokens, _ = chat(listener, input_audio((sounds / name).read_bytes()))  # which declares every file as WAV
+    num_tokens, _ = chat(listener, input_audio((sounds / name).read_bytes()))  # declared as WAV
     assert 80 // 4 <= num_tokens - chat(listener)[0] - 2 <= 80 // 4 + 3
 
 

@@ -71,7 +71,7 @@ async def test_a_full_disk_is_reported_as_spool_full(tmp_path: Path, caplog: pyt
 
 
 async def test_missing_descriptors_are_reported_as_spool_full(tmp_path: Path) -> None:
-    """SpoolFull becomes status 503. Neither the client nor the service is at fault."""
+    """SpoolFull asks the client to try again, because neither the client nor the service is at fault."""
     (tmp_path / "in.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path))
     await policy.spool([Media("image", str(tmp_path / "in.png"))], tmp_path)  # starts the reader thread
@@ -113,7 +113,7 @@ async def test_a_spool_that_is_not_a_folder_is_reported_as_full(tmp_path: Path) 
 async def test_a_file_system_that_does_not_answer_is_reported_as_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that follow while the file system hangs use the thread of the first check."""
+    """While the file system does not answer, all checks wait for the same thread."""
     answer, asked = threading.Event(), []
     monkeypatch.setattr(spending, "PROBE_S", 0.01)
     monkeypatch.setattr(spending, "make_spool", lambda root: (asked.append(root), answer.wait(30)))

@@ -106,7 +106,7 @@ async def test_answers_without_a_schema_are_not_changed_by_neighbours_with_one(
 
 @pytest.mark.parametrize("strict", [True, False, None])
 def test_objects_have_no_other_properties(client: openai.OpenAI, strict: bool | None) -> None:
-    """Such schemas, for example from pydantic's `model_json_schema`, do not mention additional properties."""
+    """A schema that does not mention additional properties, such as one that pydantic generates, forbids them."""
     schema = {
         "type": "object",
         "properties": {"colour": {"enum": ["red", "green"]}, "in": {"$ref": "#/$defs/In"}},

@@ -41,7 +41,7 @@ VLLMS: dict[str, dict[str, Any]] = {
     "tag": {"structural_tag": json.dumps(TAG)},
     "older tag": {"structural_tag": json.dumps(OLDER_TAG)},
 }
-"""Each description as a value of vLLM's `structured_outputs`, by name."""
+"""Values of vLLM's `structured_outputs`, one for each kind of description, by name."""
 FORMS: list[tuple[str, dict[str, Any]]] = [
     ("json", {"structured_outputs": {"json": TEXT_OF_SCHEMA}}),
     ("json", {"structured_outputs": {"json": SCHEMA, "regex": None, "disable_any_whitespace": True}}),

@@ -96,7 +96,7 @@ def test_timings_cover_each_stage(client: openai.OpenAI, red_square: str) -> Non
 
 
 def test_an_answer_that_a_stop_string_ends_is_timed(client: openai.OpenAI, service: RunningService) -> None:
-    """The service ends such an answer, because the engine does not know the stop string."""
+    """The engine does not know stop strings, so the service itself ends the answer."""
     before = metric(service, "request_decode_time_seconds_count")
     text = CHAT_ANSWERS["hello"]
     answer = ask(client, "Hello!", max_tokens=64, stop=[text[-2:]], extra_body={"timings": True})

@@ -44,7 +44,10 @@ def ids_of(http: httpx2.Client, **body: Any) -> list[int]:
 
 
 def as_items(http: httpx2.Client, *parts: str) -> dict[str, Any]:
-    """Send `parts` as items to /infer without the chat template, and return the answer. Data URLs become pictures."""
+    """Send `parts` as items to /infer without the chat template, and return the answer.
+
+    Parts that are data URLs become pictures.
+    """
     items = [{"image" if part.startswith("data:") else "text": part} for part in parts]
     body = {"inputs": items, "chat_template": False, "parameters": {"max_new_tokens": 8}}
     answer: dict[str, Any] = http.post("/infer", json=body).json()
