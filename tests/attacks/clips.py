@@ -34,7 +34,7 @@ def video_of_program() -> bytes:
 
 
 def caf(chunk: bytes = b"") -> bytes:
-    """Return ALAC in a CAF container, with `chunk` in place of the packet table."""
+    """Return ALAC sound in a CAF file. If given, `chunk` replaces the packet table."""
     data = encode_sound(tone(0.1, RATE), RATE, "CAF", "ALAC_16")
     at = data.index(b"pakt")
     return data[:at] + (chunk or data[at:])

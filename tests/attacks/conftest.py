@@ -26,7 +26,7 @@ MAX_PROCESSOR_S = 1.0
 """Maximum CPU time in seconds that one attack may cost, summed over all processes of the service."""
 MAX_FURTHER_BYTES = 64 * MiB
 LIBRARY = re.compile(r"root:|SECRET|Traceback|0x[0-9a-f]{10}|PIL\.|av\.error|Errno")
-"""Pattern of file contents, memory addresses and library internals, which no error message may contain."""
+"""Pattern that matches file contents, memory addresses and library internals. No error message may match it."""
 
 
 @dataclass(frozen=True, slots=True)
