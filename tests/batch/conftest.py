@@ -41,7 +41,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rows(media: Path) -> list[dict[str, Any]]:
-    """Return thirty rows, with every kind of row. Three rows are invalid."""
+    """Return thirty rows that cover all formats of rows. Three rows are invalid."""
     all_rows: list[dict[str, Any]] = [
         {"id": f"picture {i}", "inputs": [{"image": f"{i % 10}.jpg"}, {"text": f"What is picture {i}?"}]}
         for i in range(20)
@@ -105,7 +105,8 @@ def written(path: Path, rows: Iterable[Any]) -> Path:
 def tokenize(*arguments: object, given: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run `mindie-mm tokenize` to its end.
 
-    `given` is its standard input. Without `given`, the command starts faster, as a copy of a process with all imports.
+    `given` is the command's standard input. Without `given`, the command starts faster, as a copy of a process that has
+    already imported all modules.
     """
     command = [CLI, "tokenize", *map(str, arguments)]
     if given is None:

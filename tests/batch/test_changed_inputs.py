@@ -153,7 +153,7 @@ def test_a_file_that_changes_before_the_manifest_leaves_the_run_unfinished(
 
 
 def test_a_link_that_points_to_another_file_is_detected(tmp_path: Path) -> None:
-    """Neither of the two files changes, so the run must compare which file it has opened."""
+    """Neither of the two files changes, so the run must notice that it has opened a different file."""
     own, other = write(tmp_path / "own.jsonl"), write(tmp_path / "other.jsonl", "ROW")
     link = tmp_path / "rows.jsonl"
     link.symlink_to(own)

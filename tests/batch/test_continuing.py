@@ -88,7 +88,7 @@ def test_a_copied_input_in_another_folder_is_another_input(name: str, place: Pat
 
 @pytest.mark.parametrize("how", ["symlink", "hard link", "moved alone"])
 def test_a_linked_or_moved_file_without_its_pictures_is_another_input(how: str, place: Path, tmp_path: Path) -> None:
-    """Relative paths of media start from the folder of the path that the user gives, so they would change."""
+    """Relative paths of media start from the folder of the given path, so they would refer to other files."""
     given, folder, other = settings(place / "rows.jsonl", shard_rows=2), tmp_path / "run", tmp_path / "other"
     make_unfinished_run(given, folder)
     other.mkdir()
@@ -228,7 +228,7 @@ def test_an_output_without_write_permission_is_refused(place: Path, tmp_path: Pa
 
 
 def test_repeated_ids_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The last row has no id, so its row number 7 becomes its id, which repeats the id of the row before."""
+    """The last row has no id, so its row number 7 becomes its id. The row before has the id "7", too."""
     ids = ["a", "b", "a", "c", "b", "a", "7", None]
     rows = [{"id": name, "text": "Hello!"} for name in ids]
     run_in_process(settings(written(tmp_path / "rows.jsonl", rows), shard_rows=3), tmp_path / "run")

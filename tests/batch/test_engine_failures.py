@@ -58,7 +58,7 @@ Fail = Callable[[AsyncEngine, str, bool], None]
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
-    """Return a function that installs a callback, and returns the set of running requests.
+    """Return the function `install`, which installs a callback and returns the set of running requests.
 
     The callback is called before each request is sent, and at each step of the request. It gets the engine, the
     request's id, and whether the request has been sent. If the callback raises a DeviceError, the request fails.
@@ -96,7 +96,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
 def test_a_killed_engine_loses_no_answer(
     folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows whose output had already begun keep their answers, too."""
+    """Even rows whose output had already begun get the answers of an engine that is not killed."""
     monkeypatch.setenv("MINDIE_MM_FAULTS", str(tmp_path))
     (tmp_path / "engine.mid-decode").touch()
     done = generate(folder, tmp_path / "out.jsonl")

@@ -53,7 +53,7 @@ def refuse_to_lock(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_succeeds_if_its_folder_cannot_be_synced(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync_folder(Path("/proc"))  # must ignore EINVAL, with which fsync of a folder in /proc fails
+    sync_folder(Path("/proc"))  # fsync of a folder in /proc fails with EINVAL, which must be ignored
     refuse_to_sync(stat.S_ISDIR, errno.EINVAL, monkeypatch)
     run_in_process(settings(rows), tmp_path / "run")
     assert [sample.error for sample in Dataset(tmp_path / "run")] == [None] * 3

@@ -39,7 +39,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, str], str]] = {
 }
 """Address, environment variables, and text that the last line of the output must contain, by case."""
 COMMON = ("closed", "no port", "no token")
-"""One case for each kind of error that Ray raises. The other cases only run in the slow suite.
+"""One case for each kind of error that Ray raises. The other cases run only in the slow suite.
 
 Each case takes seconds, because its process imports Ray.
 """

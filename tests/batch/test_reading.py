@@ -170,7 +170,7 @@ def descriptors() -> int:
 
 
 def test_samples_hold_no_file_descriptors(many: Path) -> None:
-    """A shuffle buffer may contain more samples than the 1,024 descriptors that a process may have."""
+    """A shuffle buffer may contain thousands of samples, but a process may often have only 1,024 descriptors."""
     gc.collect()  # errors of other tests keep files open
     dataset = Dataset(many)
     gc.collect()  # other tests may have left objects that hold descriptors

@@ -434,7 +434,7 @@ def test_a_tar_row_whose_json_names_its_text_differently_needs_a_template(tmp_pa
 
 
 def test_a_selected_column_that_no_line_has_is_refused(tmp_path: Path) -> None:
-    """Tables already have a list of columns. For JSON lines, the run has to read all rows."""
+    """A table lists its columns. In a file of JSON lines, the run must look for the column in all rows."""
     rows = written(tmp_path / "rows.jsonl", [{"image": "0.jpg"}, {"image": "1.jpg", "text": "q"}])
     written(tmp_path / "none.jsonl", [])
     for columns, wrong in ((("txt", "image"), "txt"), (("text", "img"), "img")):

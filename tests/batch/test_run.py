@@ -1,6 +1,6 @@
 """Tests of runs.
 
-A run produces the same ids and arrays as online requests. The number of workers and restarts does not change its bytes.
+A run produces the same ids and arrays as online requests. Its files do not depend on the number of workers or restarts.
 """
 
 from __future__ import annotations
