@@ -118,7 +118,7 @@ class AscendTree:
     def torch_npu(self, version: str, code: str) -> str:
         """Write a torch_npu whose import runs `code`, and return the folder to add to PYTHONPATH.
 
-        As the real torch_npu does, the package registers itself so that torch imports it.
+        Like the real torch_npu, the package registers itself, so that torch imports it.
         """
         self.write("/site/torch_npu/__init__.py", f"{code}\n\n\ndef _autoload():\n    pass\n")
         folder = f"/site/torch_npu-{version}.dist-info"

@@ -73,7 +73,7 @@ def listed(arena):
 
 
 def gc(*arguments, status=0, **environment):
-    """Run `gc --json`, and return the causes by what was reclaimed: an arena, a block or a request's folder."""
+    """Run `gc --json`. Return the cause for each arena, block and request folder that was reclaimed."""
     collected = json.loads(run("shm", "gc", "--json", *arguments, status=status, **environment))
     return {one["what"]: one["cause"] for one in collected["reclaimed"]}
 
