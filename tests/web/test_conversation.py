@@ -149,7 +149,7 @@ def test_an_unreadable_file_is_named(page: Page, files: Path) -> None:
 
 
 def test_media_that_the_history_cannot_contain_are_named(page: Page, files: Path, tmp_path: Path) -> None:
-    """The history names them instead: a sound, and a picture that is wider than the browser's canvas allows."""
+    """The history only names a sound, and a picture that is wider than the browser's canvas allows."""
     Image.new("RGB", (70_000, 10)).save(tmp_path / "wide.png")
     attach(page, tmp_path / "wide.png", files / "beeps.wav")
     answer_with(page, chunk_of("black"))
