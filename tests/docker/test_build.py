@@ -27,7 +27,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CACHE = ROOT / "build/docker"
 STAND_INS = {
     "cpu": {},
-    # The CUDA build of torch has gigabytes. It is not installed here, and test_resolving.py checks that it exists.
+    # The CUDA build of torch takes gigabytes, so it is not installed here. test_resolving.py checks that it exists.
     "cuda": {"TORCH_INDEX_URL": CPU_INDEX},
     # The versions that the simulated NPU of tests/ascend supports.
     "npu": {"TORCH_VERSION": "2.13.0", "TORCH_NPU_VERSION": "2.13.0"},

@@ -126,7 +126,7 @@ def test_the_shm_volume_fits_the_arena() -> None:
 
 
 def test_the_tmp_volume_has_twice_the_size_of_the_spool() -> None:
-    """The other half is for other files. Kubernetes evicts a pod that exceeds the limit."""
+    """The rest of /tmp is for other files. Kubernetes evicts a pod that exceeds the limit."""
     (tmp,) = [volume["emptyDir"] for volume in pod_of(base())["volumes"] if volume["name"] == "tmp"]
     assert "MINDIE_MM_MAX_SPOOL_BYTES" not in env_of(container_of(base()))
     assert 2 * ServiceConfig().max_spool_bytes <= nbytes(tmp["sizeLimit"])
