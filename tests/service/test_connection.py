@@ -70,7 +70,7 @@ async def serving(pause_s: int = WAIT_S) -> AsyncIterator[tuple[str, int]]:
 
 @pytest.fixture
 async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    """Yield the address of a server whose time limits are longer than any test."""
+    """Yield the address of a server with long time limits."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", WAIT_S)
     async with serving() as server_address:
         yield server_address

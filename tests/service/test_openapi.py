@@ -71,8 +71,8 @@ def test_numbers_have_the_ranges_of_the_sampler(http: Any, body: str) -> None:
             else:
                 last = kind(number[f"m{side}"])
                 outside = last + step
-            # Skip the bounds that differ: the sampler also accepts -1 for top_k, which means all tokens as in vLLM,
-            # and 0 for the maximum number of tokens, which /v1/completions allows only with echo.
+            # Skip two bounds that differ. A top_k of -1 means all tokens, as in vLLM, and the sampler gets 0. The
+            # schema requires a maximum of at least one token, but the sampler accepts 0 to score a prompt.
             if (name, last) in {
                 ("top_k", -1),
                 *((one, 1) for one in NAMES if NAMES[one] == "max_tokens"),
