@@ -281,8 +281,8 @@ def test_a_driver_too_old_for_cann_is_a_warning(tree):
     one = paired(tree, cann="9.1.0")[subject]
     assert one.status == "warning"
     assert "release notes of this CANN list the drivers 25.2" in one.found
-    # If a CANN is not in doctor's tables, the CANN's own list of compatible drivers decides. The list has single versions
-    # and ranges.
+    # If a CANN is not in doctor's tables, the CANN's own list of compatible drivers decides. The list contains single
+    # versions and ranges.
     assert subject not in paired(tree, cann="10.0.0", drivers="[V100R001C15],[V100R001C19,V100R001C23]")
     assert paired(tree, cann="10.0.0", drivers="[V100R001C22],[V100R002C21]")[subject].status == "warning"
     tree.write("/usr/local/Ascend/driver/version.info", "Version=25.0.rc1.1\nInnerversion=unknown\n")
