@@ -86,7 +86,7 @@ def _assignments(env: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A built image."""
+    """An image that `build` has finished."""
 
     stage: Stage
     entrypoint: list[str]

@@ -30,8 +30,6 @@ HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\
 
 
 class Body(BaseModel):
-    """A request body."""
-
     a: str
 
 
