@@ -60,7 +60,7 @@ def test_all_spellings_of_an_image_are_equal(part):
 
 
 def test_items_with_replaced_sources_are_otherwise_the_same():
-    """Cover every option with three items, because some options exclude others."""
+    """Three items cover all options, because some options exclude each other."""
     options = (
         MediaOptions(min_pixels=1, max_pixels=2, min_frames=3, num_frames=4, max_frames=5, detail="low"),
         MediaOptions(fps=0.5, sample_fps=3.0),
@@ -77,7 +77,7 @@ def test_items_with_replaced_sources_are_otherwise_the_same():
 
 
 def test_values_in_arguments_of_tool_calls_are_limited_before_parsing():
-    """Count commas that JSON's escapes hide from a count over the whole body."""
+    """The arguments are JSON inside a JSON string, so a count in the encoded request would miss escaped commas."""
     call = {"function": {"name": "add", "arguments": f'{{"a": [{"1," * (MAX_ARGUMENT_VALUES // 2)}1]}}'}}
     half = {"role": "assistant", "tool_calls": [call]}
     assert len(parse_messages([half])[0].extra["tool_calls"][0]["function"]["arguments"]["a"]) > 10**5
@@ -87,7 +87,7 @@ def test_values_in_arguments_of_tool_calls_are_limited_before_parsing():
 
 
 def test_arguments_of_a_tool_call_become_an_object():
-    """Parse the JSON that OpenAI's clients send, because chat templates would encode a string twice."""
+    """OpenAI's clients send arguments as a JSON string. A chat template would encode this string a second time."""
 
     def parsed(calls):
         return parse_messages([{"role": "assistant", "tool_calls": calls}])[0].extra["tool_calls"]
@@ -190,7 +190,7 @@ def test_base64_becomes_a_data_url():
 
 @pytest.mark.parametrize("url", ["data:;base64,QUJD", "DATA:audio/wav;base64,QUJD", "https://a/b.wav", "file:///a.wav"])
 def test_a_url_in_place_of_base64_is_read_as_a_url(url):
-    """Accept a URL as audio data, which DashScope's clients send."""
+    """DashScope's clients send a URL in the field for base64 audio."""
     for part in (
         {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}},
         {"type": "audio", "base64": url},
@@ -199,7 +199,7 @@ def test_a_url_in_place_of_base64_is_read_as_a_url(url):
 
 
 def test_a_null_counts_as_a_missing_key():
-    """Accept nulls from tables and from clients that write every field."""
+    """Tables contain nulls, and some clients write every field."""
     nulls = {"type": None, "annotations": None, "detail": None, "fps": None}
     text = {"text": "a", "image_url": None, "refusal": None}
     image = {"image_url": {"url": "a.png", "detail": "low", "format": None, "max_pixels": None}, "text": None}

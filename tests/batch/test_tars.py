@@ -1,4 +1,4 @@
-"""Tests that unsorted, concatenated, truncated and compressed tars lose no row."""
+"""Tests that no row of an unsorted, concatenated, truncated or compressed tar is lost without an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def opened(path: Path) -> Source:
 
 
 def ids(source: Source, num_rows: int) -> list[str | None]:
-    """Read all rows in chunks of `num_rows` and return their ids. Each row must have its picture and question."""
+    """Read all rows in chunks of `num_rows`, check that each has its picture and question, and return the ids."""
     found = []
     for rows, start, stop in source.cut(num_rows):
         records = [*source.records(start, stop)]

@@ -1,4 +1,4 @@
-"""Tests of what chat clients of other servers send: unknown keys, roles of their own, and model names."""
+"""Tests of requests from clients of other servers, with unknown keys, other roles and other model names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def post(http: Any, status: int = 200, path: str = CHAT, **body: Any) -> Any:
 
 
 def test_fields_that_change_no_answer_are_accepted(service: RunningService, http: Any) -> None:
-    """The log names each unknown field once, but not the fields that clients send as a matter of course."""
+    """The service warns about each unknown field once, but never about fields that OpenAI's clients often send."""
     usual = {
         "store": True,
         "metadata": {"a": "b"},
@@ -76,7 +76,7 @@ def test_a_placeholder_gets_the_served_model(http: Any, name: str | None) -> Non
 
 
 def spans(http: Any, *parts: Any, **changes: Any) -> list[int]:
-    """Return the number of tokens of each medium in a prompt."""
+    """Return the number of tokens of each media item in a prompt."""
     answer = http.post(CHAT, json={"messages": [{"role": "user", "content": [*parts]}], "media_spans": True} | changes)
     assert answer.status_code == 200, answer.text
     return [span["stop"] - span["start"] for span in answer.json()["media_spans"]]
