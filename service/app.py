@@ -142,9 +142,11 @@ async def _repeat(spool: Path, interval_s: float) -> None:
 
 async def _collect(spool: Path) -> None:
     with logged("shared memory cannot be reclaimed"):  # serving goes on, and a later attempt may succeed
-        found = await asyncio.to_thread(collect, [spool])
-        if found.reclaimed:
-            _log.warning("reclaimed %d bytes of shared memory from dead processes: %s", found.num_bytes, found.counts)
+        collected = await asyncio.to_thread(collect, [spool])
+        if collected.reclaimed:
+            _log.warning(
+                "reclaimed %d bytes of shared memory from dead processes: %s", collected.num_bytes, collected.counts
+            )
 
 
 def _any_port(origins: Sequence[str]) -> str | None:

@@ -95,15 +95,15 @@ class Rig:
     def processes(self) -> dict[str, list[psutil.Process]]:
         """Return the service's processes by role."""
         api = psutil.Process(self.service.process.pid)
-        found = {"api": [api]}
+        processes = {"api": [api]}
         for child in api.children():
             with suppress(psutil.NoSuchProcess):
                 command = child.cmdline()
-                found |= {role: [child] for role, module in MODULES.items() if module in command}
+                processes |= {role: [child] for role, module in MODULES.items() if module in command}
         with suppress(KeyError, psutil.NoSuchProcess):
-            for nursery in found["tokenizer"][0].children():
-                found |= {"nursery": [nursery], "decoder": nursery.children()}
-        return found
+            for nursery in processes["tokenizer"][0].children():
+                processes |= {"nursery": [nursery], "decoder": nursery.children()}
+        return processes
 
     def wait_for_items(self) -> None:
         """Wait until the tokenizer has opened as many files of the spool as there are decoders.

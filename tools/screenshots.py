@@ -27,7 +27,7 @@ SECONDS = 15
 def main() -> None:
     """Write web-page.png and web-page-dark.png."""
     browser_path = next(
-        found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))
+        path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))
     )
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mindie_mm-pictures-") as made, sync_playwright() as playwright:

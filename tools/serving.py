@@ -38,15 +38,15 @@ class RunningService:
 
     def shm(self) -> dict[str, Any]:
         """Return the response of /shm, which describes the service's shared memory."""
-        found: dict[str, Any] = self.get("/shm")
-        return found
+        state: dict[str, Any] = self.get("/shm")
+        return state
 
     def wait_until_free(self, timeout_s: float = 120.0) -> dict[str, Any]:
         """Wait until no block is in use or the timeout has passed, and return the last result of `shm`."""
         deadline = time.monotonic() + timeout_s
-        while (found := self.shm())["blocks"] and time.monotonic() < deadline:
+        while (state := self.shm())["blocks"] and time.monotonic() < deadline:
             time.sleep(0.01)
-        return found
+        return state
 
     def stop(self) -> int:
         """Stop the service and return its exit status."""

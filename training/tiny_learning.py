@@ -89,8 +89,8 @@ def _clip(rng: random.Random, i: int) -> Medium:
     return Medium("audio", features, (tokens, 1, 1), heard(sound, spans, tokens))
 
 
-def _count(score: Counter[str], found: dict[str, tuple[int, int]]) -> None:
-    for name, (right, asked) in found.items():
+def _count(score: Counter[str], scores: dict[str, tuple[int, int]]) -> None:
+    for name, (right, asked) in scores.items():
         score[name] += asked
         score[f"{name} right"] += right
 

@@ -41,7 +41,7 @@ def _direction(scenes: Sequence[Scene]) -> int:
 
 def _cells(scene: Scene, rows: int, columns: int, direction: int) -> list[list[float]]:
     short = min(scene.width, scene.height)
-    found = []
+    cells = []
     for row in range(rows):
         for column in range(columns):
             x, y = (column + 0.5) / columns, (row + 0.5) / rows
@@ -60,8 +60,8 @@ def _cells(scene: Scene, rows: int, columns: int, direction: int) -> list[list[f
                     if len(scene.things) > 1:  # the things are small, and no question asks for their shapes
                         cell[1] = float(IGNORED)
                 cell[3] = max(cell[3], float(inside))
-            found.append(cell)
-    return found
+            cells.append(cell)
+    return cells
 
 
 def truth(scenes: Sequence[Scene], grid: tuple[int, int, int], merge: int) -> torch.Tensor:
@@ -93,15 +93,15 @@ def dense_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 def tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
     """Count correct predictions and targets by kind, over the tokens on an object. For centers, count all tokens."""
     *kinds, centre, _ = said.split(WIDTHS, dim=1)
-    found = {}
+    scores = {}
     for column, (name, logits) in enumerate(zip(("colour", "shape", "motion"), kinds, strict=True)):
         on = wanted[:, column] > 0
         right = logits[on].argmax(1) == wanted[on, column]
-        found[name] = int(right.sum()), int(on.sum())
+        scores[name] = int(right.sum()), int(on.sum())
     at = wanted[:, 3] > 0
-    found["centre"] = int((centre[at, 0] > 0).sum()), int(at.sum())
-    found["no centre"] = int((centre[~at, 0] < 0).sum()), int((~at).sum())
-    return found
+    scores["centre"] = int((centre[at, 0] > 0).sum()), int(at.sum())
+    scores["no centre"] = int((centre[~at, 0] < 0).sum()), int((~at).sum())
+    return scores
 
 
 def heard(sound: Sound, spans: Sequence[tuple[float, float]], tokens: int) -> torch.Tensor:
@@ -131,8 +131,8 @@ def heard_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 def heard_tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
     """Count correct predictions and targets by kind, over the tokens that are not silent."""
-    found = {}
+    scores = {}
     for i, (name, logits) in enumerate(zip(HEARD, said.split(HEARD_WIDTHS, dim=1), strict=True)):
         on = wanted[:, i] > 0
-        found[f"heard {name}"] = int((logits[on].argmax(1) == wanted[on, i]).sum()), int(on.sum())
-    return found
+        scores[f"heard {name}"] = int((logits[on].argmax(1) == wanted[on, i]).sum()), int(on.sum())
+    return scores

@@ -117,7 +117,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             StorageError: A file is not in the given state.
 
         """
-        found = []
+        sources = []
         for index, given in enumerate(self.inputs):
             gathered = is_gathered(given)
             # `gather` wrote the rows of a media folder. They need all their columns.
@@ -125,8 +125,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             path = gathered_path(folder, index) if gathered else Path(given)
             state = states[index] if states else None
             digest = digests[index] if digests else ""
-            found.append(open_source(path, columns, called(given), state, digest))
-        return found
+            sources.append(open_source(path, columns, called(given), state, digest))
+        return sources
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,10 +199,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     def require_model(self, checkpoint: Checkpoint) -> None:
         """Raise InputError unless `checkpoint`, at any path, is the checkpoint that the rows were tokenized with."""
-        if (found := model_digest(checkpoint)) != self.model_digest:
+        if (actual := model_digest(checkpoint)) != self.model_digest:
             raise InputError(
                 f"{checkpoint.path} is not the checkpoint that tokenized the rows: the digest of its tokenizer "
-                f"files is {found}, not {self.model_digest}"
+                f"files is {actual}, not {self.model_digest}"
             )
 
     def begin(self, folder: Path) -> None:
@@ -275,13 +275,13 @@ def require_run(folder: Path) -> None:
 def _differences(earlier: Run, now: Run) -> list[str]:
     """Describe the values that differ between two runs, or, if there are none, the inputs that have moved."""
     before, after = earlier.parts(), now.parts()
-    found = differences(before, after)
-    if "input_digests" in found:
+    changes = differences(before, after)
+    if "input_digests" in changes:
         at = first_difference(before["input_digests"], after["input_digests"])
         if at < len(now.settings.inputs):
             name = called(now.settings.inputs[at])
-            found["input_digests"] += f", because the content of {name} differs from that of the earlier input"
-    return [*found.values()] or _moved(earlier.settings, now.settings)
+            changes["input_digests"] += f", because the content of {name} differs from that of the earlier input"
+    return [*changes.values()] or _moved(earlier.settings, now.settings)
 
 
 def _moved(earlier: Settings, now: Settings) -> list[str]:

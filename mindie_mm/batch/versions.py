@@ -27,11 +27,11 @@ def versions(more: Sequence[str] = ()) -> dict[str, str]:
     """
     import av  # imported late, because listing and checking a run's files do not need a decoder
 
-    found = {}
+    versions = {}
     for name in (*_PACKAGES, *more):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
     libraries = sorted(av.library_versions.items())
-    return found | {name: ".".join(map(str, numbers)) for name, numbers in libraries}
+    return versions | {name: ".".join(map(str, numbers)) for name, numbers in libraries}

@@ -77,10 +77,10 @@ def _name(name: Any, where: str) -> str:
 
 def _start(data: str, where: str) -> int:
     """Return the index at which the base64 begins. Raise InputError if `data` is a URL of another kind."""
-    if (found := _SCHEME.match(data)) is None:
+    if (match := _SCHEME.match(data)) is None:
         return 0
-    if found[1].lower() != "data":
-        raise InputError(f"{where} is a URL of scheme {found[1][:16]!r}; {_NO_DATA}")
+    if match[1].lower() != "data":
+        raise InputError(f"{where} is a URL of scheme {match[1][:16]!r}; {_NO_DATA}")
     stop = data.find(",", 0, _MAX_DATA_HEAD)
     if not data[: max(0, stop)].lower().endswith(";base64"):
         raise InputError(f"{where} is a data: URL that is not of the form data:<type>;base64,<data>")

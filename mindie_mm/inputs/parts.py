@@ -96,10 +96,10 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
     if not keys and declared in KINDS:
         keys = [key for key in part if key in _BARE_SOURCES]
     if len(keys) != 1:
-        found = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, part))}"
-        found += f", and null in {nulls}" if nulls else ""
-        found += "; media are not kept by uuid, so send the data each time" if has_uuid and not keys else ""
-        raise InputError(f"{where} must have exactly one of text, image, video, audio; found {found}")
+        present = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, part))}"
+        present += f", and null in {nulls}" if nulls else ""
+        present += "; media are not kept by uuid, so send the data each time" if has_uuid and not keys else ""
+        raise InputError(f"{where} must have exactly one of text, image, video, audio; found {present}")
     key = keys[0]
     if key in _TEXTS:
         return _parse_text(part, key, where, strict=strict)

@@ -78,9 +78,9 @@ class AnyresProcessor(Processor):
                     f"{where}: {name} is {settings[name]}, but the tower takes squares of {self.side} pixels"
                 )
         pinpoints = [tuple(pinpoint) for pinpoint in config.image_grid_pinpoints]
-        if (found := [tuple(pinpoint) for pinpoint in settings["image_grid_pinpoints"]]) != pinpoints:
+        if (stated := [tuple(pinpoint) for pinpoint in settings["image_grid_pinpoints"]]) != pinpoints:
             raise UnsupportedCheckpoint(
-                f"{where}: image_grid_pinpoints is {found} in preprocessor_config.json, but {pinpoints} in config.json"
+                f"{where}: image_grid_pinpoints is {stated} in preprocessor_config.json, but {pinpoints} in config.json"
             )
         if uneven := [pinpoint for pinpoint in pinpoints if any(length % self.side for length in pinpoint)]:
             raise UnsupportedCheckpoint(

@@ -310,8 +310,8 @@ def check_aligner(config: Mapping[str, Any], tower: Mapping[str, Any], where: st
 
 def check_features(params: Mapping[str, Any], where: str) -> None:
     """Raise UnsupportedCheckpoint if the original tower would drop its first patch."""
-    if (found := params.get("select_feature", "patch")) not in ("same", "cls_patch"):
-        raise UnsupportedCheckpoint(f"{where}: select_feature is {found!r}; only same and cls_patch are supported")
+    if (configured := params.get("select_feature", "patch")) not in ("same", "cls_patch"):
+        raise UnsupportedCheckpoint(f"{where}: select_feature is {configured!r}; only same and cls_patch are supported")
 
 
 def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -570,12 +570,12 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
         raise UnsupportedCheckpoint(
             f"{where}: language_config.kv_lora_rank is None; with use_mla, it must be an integer"
         )
-    for name, found, needed in (
+    for name, actual, needed in (
         ("projector_config.input_dim", projector["input_dim"], vision["width"]),
         ("projector_config.n_embed", projector["n_embed"], language["hidden_size"]),
     ):
-        if found != needed:
+        if actual != needed:
             raise UnsupportedCheckpoint(
-                f"{where}: {name} is {found!r}; it must be {needed!r}, the width of the part that it connects"
+                f"{where}: {name} is {actual!r}; it must be {needed!r}, the width of the part that it connects"
             )
     return config

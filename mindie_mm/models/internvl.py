@@ -428,9 +428,9 @@ def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: s
     if settings["dynamic_image_size"] and settings["max_dynamic_patch"] > 1:
         served["use_thumbnail"] = True
     for name, value in served.items():
-        if (found := settings[name]) is not None and found != value:
+        if (given := settings[name]) is not None and given != value:
             raise UnsupportedCheckpoint(
-                f"{where}: {name} is {found!r}; with model_type {ORIGINAL}, only {value!r} is supported; {_CONVERTED}"
+                f"{where}: {name} is {given!r}; with model_type {ORIGINAL}, only {value!r} is supported; {_CONVERTED}"
             )
     if (template := settings.get("template")) not in _CHATML:
         raise UnsupportedCheckpoint(

@@ -61,9 +61,9 @@ def lark_of_gbnf(grammar: str, start: str = "start", *, whole: bool = True) -> s
         raise InputError("the grammar nests too deeply") from error
 
 
-def _respelled(found: re.Match[str]) -> str:
+def _respelled(match: re.Match[str]) -> str:
     r"""Rewrite each character of a literal or class as `\U` and eight digits, the only escape for all characters."""
-    piece = found[0]
+    piece = match[0]
     if piece.startswith("#"):
         return piece
     opening = "[^" if piece.startswith("[^") else piece[0]
@@ -71,13 +71,13 @@ def _respelled(found: re.Match[str]) -> str:
     return opening + "".join(characters) + piece[-1]
 
 
-def _respelled_character(found: re.Match[str], opening: str) -> str:
-    if found[5] == "-" and opening != '"':
+def _respelled_character(match: re.Match[str], opening: str) -> str:
+    if match[5] == "-" and opening != '"':
         return "-"
-    if found[4] is not None and found[4] not in _ESCAPES:
-        raise InputError(f"the grammar is not valid GBNF: there is no escape \\{found[4]}")
-    digits = found[1] or found[2] or found[3]
-    code = int(digits, 16) if digits else ord(_ESCAPES[found[4]] if found[4] else found[5])
+    if match[4] is not None and match[4] not in _ESCAPES:
+        raise InputError(f"the grammar is not valid GBNF: there is no escape \\{match[4]}")
+    digits = match[1] or match[2] or match[3]
+    code = int(digits, 16) if digits else ord(_ESCAPES[match[4]] if match[4] else match[5])
     return f"\\U{code:08x}"
 
 
@@ -163,9 +163,9 @@ def _class(read: str) -> str:
     opening = "[^" if read.startswith("[^") else "["
     parts: list[str] = []
     signs: list[bool] = []
-    for found in _READ_CHARACTER.finditer(read):
-        signs.append(found[0] == "-")
-        parts.append(_regex(found[1] if found[1] is not None else "2d"))
+    for match in _READ_CHARACTER.finditer(read):
+        signs.append(match[0] == "-")
+        parts.append(_regex(match[1] if match[1] is not None else "2d"))
     written, at = "", 0
     while at < len(parts):
         if at + 2 < len(parts) and signs[at + 1]:

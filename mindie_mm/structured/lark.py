@@ -66,10 +66,10 @@ def schema(text: str) -> dict[str, Any]:
 def with_exact_schemas(grammar: str) -> str:
     """Rewrite each `%json` of a Lark grammar like `schema`, which describes the errors."""
     written, at = "", 0
-    while found := _TOKEN.search(grammar, at):
-        written += grammar[at : found.end()]
-        at = found.end()
-        if found[0] != "%json":
+    while match := _TOKEN.search(grammar, at):
+        written += grammar[at : match.end()]
+        at = match.end()
+        if match[0] != "%json":
             continue
         begin = at + len(grammar[at:]) - len(grammar[at:].lstrip())
         try:

@@ -60,8 +60,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
         """Raise InputError unless exactly one field is set, and its value is text, not empty and not too long."""
         given = [name for name in self.nouns if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise InputError(f"structured_outputs has {found}; give exactly one of {', '.join(self.nouns)}")
+            names = " and ".join(given) or "none"
+            raise InputError(f"structured_outputs has {names}; give exactly one of {', '.join(self.nouns)}")
         if self.choice is not None and not self.choice:
             raise InputError("choice is an empty list; give at least one string")
         if self.after == "":

@@ -153,10 +153,10 @@ def _innermost(bound: float, inwards: int, integers: bool, *, strict: bool) -> i
         return _INT64_MAX  # llguidance reads 2**63 and reduces it to the largest int64
     if inwards * least > _LARGEST:
         raise InputError(f"the JSON schema has the bound {shown(bound)}; the limits are -{_LARGEST} and {_LARGEST}")
-    found = float(max(-_LARGEST, min(_LARGEST, math.ceil(least) if inwards > 0 else math.floor(least))))
-    while not all(inwards * (read - least) >= strict for read in _as_read(found, integers=integers)):
-        found = math.nextafter(found, inwards * math.inf)
-    return int(found)
+    nearest = float(max(-_LARGEST, min(_LARGEST, math.ceil(least) if inwards > 0 else math.floor(least))))
+    while not all(inwards * (read - least) >= strict for read in _as_read(nearest, integers=integers)):
+        nearest = math.nextafter(nearest, inwards * math.inf)
+    return int(nearest)
 
 
 def _next_integer(bound: float, inwards: int) -> int:
@@ -168,8 +168,8 @@ def _as_read(value: float, *, integers: bool) -> set[Fraction]:
 
     These are the float64 of `value` and, unless `integers` is set, the shortest decimal representation of this float64.
     """
-    found = float(value)
-    return {Fraction(found)} if integers else {Fraction(found), Fraction(repr(found))}
+    number = float(value)
+    return {Fraction(number)} if integers else {Fraction(number), Fraction(repr(number))}
 
 
 def _rewrite_lengths(schema: dict[str, Any]) -> None:

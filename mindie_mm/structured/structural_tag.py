@@ -193,10 +193,10 @@ class TagWriter:
     def _up_to(self, text: str, ends: Sequence[str]) -> _Part:
         """Return a part that matches `text` up to the first of `ends`, and that end."""
         name = self._added(f"{text} ({lark.any_of(ends)})", "[lazy]")
-        found = [lark.token(self.tokens[end]) for end in ends if end in self.tokens]
-        if not found:
+        end_tokens = [lark.token(self.tokens[end]) for end in ends if end in self.tokens]
+        if not end_tokens:
             return _Part(name)
-        return _Part(f"({name} | {self._rule_text(_Part(text, regular=True))} ({' | '.join(found)}))")
+        return _Part(f"({name} | {self._rule_text(_Part(text, regular=True))} ({' | '.join(end_tokens)}))")
 
     def _triggered(self, given: Mapping[str, Any], depth: int, *, last: bool) -> _Part:
         """Return a part that matches free text in which each trigger begins a tag."""
@@ -266,16 +266,16 @@ def _member(given: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) 
 
 
 def _formats(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    found = _member(given, name, list)
-    if not found or not all(isinstance(one, dict) for one in found):
+    values = _member(given, name, list)
+    if not values or not all(isinstance(one, dict) for one in values):
         raise InputError(f"{name} in the structural tag must be a list of at least one object")
-    return list(found)
+    return list(values)
 
 
 def _texts(given: Mapping[str, Any], name: str, *, empty: bool = False) -> list[str]:
-    found = given.get(name)
-    if empty and not found:
+    values = given.get(name)
+    if empty and not values:
         return []
-    if not isinstance(found, list) or not found or not all(isinstance(one, str) and one for one in found):
+    if not isinstance(values, list) or not values or not all(isinstance(one, str) and one for one in values):
         raise InputError(f"{name} in the structural tag must be a list of at least one non-empty string")
-    return list(found)
+    return list(values)

@@ -46,7 +46,7 @@ def _renamed(call: Any, parser: type[ToolCallParser], number: int, own: dict[str
     if not isinstance(name, str):
         return call
     call_id = call.get("id")
-    found = parser.history_id(call_id if isinstance(call_id, str) else "", name, number)
+    history_id = parser.history_id(call_id if isinstance(call_id, str) else "", name, number)
     if isinstance(call_id, str):
-        own[call_id] = found
-    return {**call, "id": found} if found else call
+        own[call_id] = history_id
+    return {**call, "id": history_id} if history_id else call

@@ -150,13 +150,13 @@ class Scanner:
         """Read up to one of the literals and return the text before the literal. Do not read the literal."""
         searched, longest = 0, max(map(len, literals))
         while True:
-            found = pattern(literals).search(self._text, self._at + searched)
-            length = found.start() - self._at if found else len(self._text) - self._at - longest
+            match = pattern(literals).search(self._text, self._at + searched)
+            length = match.start() - self._at if match else len(self._text) - self._at - longest
             if length > at_most:
                 raise NoMatch
-            if found:
-                text = self._text[self._at : found.start()]
-                self._at = found.start()
+            if match:
+                text = self._text[self._at : match.start()]
+                self._at = match.start()
                 return text
             searched = max(0, length)
             yield from self.more()
@@ -198,14 +198,14 @@ class Scanner:
         num_spaces = 0
         while True:
             self._at = self._kept + num_spaces
-            found = pattern(literals).search(self._text, self._at)
-            stop = found.start() if found else len(self._text) - partial(self._text, self._at, literals)
+            match = pattern(literals).search(self._text, self._at)
+            stop = match.start() if match else len(self._text) - partial(self._text, self._at, literals)
             if text := self._text[self._at : stop].rstrip(" \t\r\n"):
                 send(self._at + len(text))
             num_spaces = stop - self._kept
-            if found:
-                self._at = found.end()
-                return found[0], num_spaces
+            if match:
+                self._at = match.end()
+                return match[0], num_spaces
             if self._ended:
                 return "", num_spaces
             yield from self.more()

@@ -116,12 +116,12 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         part = part if isinstance(part, Mapping) else {}
         reference = part.get("$ref")
         if isinstance(reference, str):
-            found = _referenced(reference, root)
-            if not isinstance(found, Mapping):
+            target = _referenced(reference, root)
+            if not isinstance(target, Mapping):
                 yield part
             elif reference not in seen:
                 seen.add(reference)
-                stack.append({**found, **{key: value for key, value in part.items() if key != "$ref"}})
+                stack.append({**target, **{key: value for key, value in part.items() if key != "$ref"}})
             continue
         union = next((key for key in _UNIONS if isinstance(part.get(key), list)), None)
         if union is None and isinstance(parts := part.get("allOf"), list) and len(parts) == 1:
@@ -133,7 +133,7 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
-    found: Any = root
+    target: Any = root
     for key in reference.removeprefix("#/").split("/"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        target = target.get(key) if isinstance(target, Mapping) else None
+    return target

@@ -105,12 +105,12 @@ class TypedTextParser(ToolCallParser, ABC):
         encode = self._encode
         start = self._at - self._kept
         while True:
-            found = _CANDIDATE.search(self._text, self._at)
-            self._at = found.start() if found else len(self._text)
+            match = _CANDIDATE.search(self._text, self._at)
+            self._at = match.start() if match else len(self._text)
             if encode:
                 self.flush()
                 start = 0
-            if not found:
+            if not match:
                 yield from self.more()
                 continue
             stop = self._at - self._kept

@@ -132,11 +132,11 @@ async def _on_error(_: Request, error: Exception) -> Response:
 
 async def _on_invalid_body(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = error.errors()
-    details = "; ".join(_detail(detail) for detail in found[:_MAX_DETAILS])
-    if len(found) > _MAX_DETAILS:
-        details += f"; and {len(found) - _MAX_DETAILS} more"
-    return JSONResponse(error_body(details, 400, _param(found[0]) if found else None), status_code=400)
+    mistakes = error.errors()
+    details = "; ".join(_detail(detail) for detail in mistakes[:_MAX_DETAILS])
+    if len(mistakes) > _MAX_DETAILS:
+        details += f"; and {len(mistakes) - _MAX_DETAILS} more"
+    return JSONResponse(error_body(details, 400, _param(mistakes[0]) if mistakes else None), status_code=400)
 
 
 def _param(detail: Mapping[str, Any]) -> str | None:

@@ -132,7 +132,7 @@ class Call:
     def _require_room(self, sources: Sequence[PromptSource]) -> None:
         """Raise LimitExceeded if the answer may hold too many log-probabilities."""
         params, info = self.params, self.service.worker.engine.info
-        context, found = info.max_model_len, 0
+        context, num_logprobs = info.max_model_len, 0
 
         def num_each(num_top: int) -> int:
             return 1 + (info.vocab_size if num_top == ALL_TOKENS else num_top)
@@ -140,15 +140,15 @@ class Call:
         for source in sources:
             num_prompt = len(source.prompt)
             if params.prompt_logprobs is not None:
-                found += self.n * num_prompt * num_each(params.prompt_logprobs)
+                num_logprobs += self.n * num_prompt * num_each(params.prompt_logprobs)
             if params.logprobs is not None:
                 most = params.most_tokens(max(context - num_prompt, 0))
                 named = params.logprob_token_ids
-                found += self.n * most * num_each(params.logprobs if named is None else len(named))
+                num_logprobs += self.n * most * num_each(params.logprobs if named is None else len(named))
         limit = max(MAX_ANSWER_LOGPROBS, context * (MAX_LOGPROBS + 1))
-        if found > limit:
+        if num_logprobs > limit:
             raise LimitExceeded(
-                f"the response may have {found} log probabilities (choices x tokens x log probabilities per "
+                f"the response may have {num_logprobs} log probabilities (choices x tokens x log probabilities per "
                 f"token); the limit is {limit}. Lower n, max_tokens or logprobs"
             )
 
@@ -195,11 +195,11 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waiting.__getitem__):
                 index = waiting.pop(task)
-                found = task.result()
-                if found is None:
+                output = task.result()
+                if output is None:
                     continue
                 waiting[asyncio.create_task(_next(streams[index]))] = index
-                yield index, found
+                yield index, output
     finally:
         for task in waiting:
             task.cancel()

@@ -59,7 +59,7 @@ class ChatFormat:
             given = config.tool_call_parser
             parser = parser_named(given) if given else parser_for(traits.template, vocabulary, stated)
         reasoning = reasoning_of(config) if config.reasoning_parser else reasoning_for(traits.template)
-        found = cls(
+        chat_format = cls(
             parser or HermesParser,
             reasoning,
             traits,
@@ -67,8 +67,10 @@ class ChatFormat:
             vocabulary,
             frozenset(index for index, token in added.items() if token.special),
         )
-        _log.info("tool calls are read by %s, reasoning by %s", found.parser.__name__, reasoning and reasoning.end)
-        return found
+        _log.info(
+            "tool calls are read by %s, reasoning by %s", chat_format.parser.__name__, reasoning and reasoning.end
+        )
+        return chat_format
 
     def request(
         self,

@@ -56,7 +56,7 @@ async def prompts(
     field = _field(requests[0])
     with blaming(field):
         parsed = [_checked(request, service.config) for request in requests]
-    media = [item for found, _ in parsed for item in found]
+    media = [item for items, _ in parsed for item in items]
     with ExitStack() as stack:
         changes: dict[str, Any] = {}
         paths: Iterator[Paths] = iter(())

@@ -208,10 +208,10 @@ async def chat_logprobs(
         return [*({one.token_id: one.logprob} | dict(one.top)).items()] if named else one.top
 
     def position(one: TokenLogprob, top: list[ChatToken] | Raw) -> ChatPosition:
-        found: ChatPosition = {**entry((one.token_id, one.logprob)), "top_logprobs": top}
+        position_entry: ChatPosition = {**entry((one.token_id, one.logprob)), "top_logprobs": top}
         if one is last:
-            found["token"], found["bytes"] = texts.cut_entry(one.token_id, cut)
-        return found
+            position_entry["token"], position_entry["bytes"] = texts.cut_entry(one.token_id, cut)
+        return position_entry
 
     if (weight := _weight(logprobs)) <= _ENTRIES_A_TURN:
         positions = await _json_list(logprobs, lambda one: position(one, [*map(entry, tops(one))]), weight)
@@ -231,14 +231,14 @@ async def completion_logprobs(
 
     The first token of an echoed prompt has no log-probability.
     """
-    found = [logprob for _, logprob in positions]
+    logprobs = [logprob for _, logprob in positions]
     last = len(positions) - 1
 
     def name(at: int) -> str:
         token, _ = positions[at]
         return texts.name(token) if cut is None or at < last else texts.cut_name(token, cut)
 
-    weight = _weight([logprob for logprob in found[-1:] if logprob])
+    weight = _weight([logprob for logprob in logprobs[-1:] if logprob])
 
     def tops(one: TokenLogprob | None) -> Sequence[tuple[int, float]]:
         """Return the most likely tokens and the sampled token, which may not be among them."""
@@ -248,16 +248,16 @@ async def completion_logprobs(
         return {texts.name(token): finite(logprob) for token, logprob in top}
 
     if weight <= _ENTRIES_A_TURN:
-        top_logprobs = await _json_list(found, lambda one: by_text(tops(one)) or None, weight)
+        top_logprobs = await _json_list(logprobs, lambda one: by_text(tops(one)) or None, weight)
     else:
         merged: list[dict[str, float] | None] = []
-        for one in found:
+        for one in logprobs:
             parts = [by_text(part) async for part in in_turns(tops(one), 1)]
             merged.append({name: logprob for part in parts for name, logprob in part.items()} or None)
         top_logprobs = Raw(msgspec.json.encode(merged))
     return {
         "tokens": await _json_list(range(len(positions)), name, 1),
-        "token_logprobs": await _json_list(found, lambda one: one and finite(one.logprob), 1),
+        "token_logprobs": await _json_list(logprobs, lambda one: one and finite(one.logprob), 1),
         "top_logprobs": top_logprobs,
         "text_offset": text_offsets,
     }

@@ -22,10 +22,10 @@ def tokenizer_info(model: str | Path | None) -> dict[str, Any]:
 
     """
     checkpoint = Checkpoint.open(model)
-    found = {name: value for name, value in checkpoint.json(_FILE).items() if name not in _PATHS}
-    template = found.pop("chat_template", None) or _template(checkpoint)
-    found.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    return found if template is None else {**found, "chat_template": template}
+    settings = {name: value for name, value in checkpoint.json(_FILE).items() if name not in _PATHS}
+    template = settings.pop("chat_template", None) or _template(checkpoint)
+    settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    return settings if template is None else {**settings, "chat_template": template}
 
 
 def _template(checkpoint: Checkpoint) -> Any:

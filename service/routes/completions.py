@@ -134,7 +134,7 @@ class _Completion(Form):
             texts = self.call.service.tokens
             texts = TokensAsIds(texts) if self.body.return_tokens_as_token_ids else texts
             logprobs = await completion_logprobs(texts, positions, starts, released.cut)
-        found: CompletionChoice = {
+        entry: CompletionChoice = {
             "index": choice.index,
             "text": tokenizer.decode(echoed, skip_special_tokens=False) + choice.text,
             "logprobs": logprobs,
@@ -142,13 +142,13 @@ class _Completion(Form):
             "stop_reason": choice.stop_reason,
         }
         if self.body.return_token_ids:
-            found["token_ids"] = choice.token_ids
+            entry["token_ids"] = choice.token_ids
             if prompt is not None:
-                found["prompt_token_ids"] = prompt.plain_ids.tolist()
+                entry["prompt_token_ids"] = prompt.plain_ids.tolist()
         if (num_top := self.body.prompt_logprobs) is not None:
             tokens = self.call.service.tokens
-            found["prompt_logprobs"] = await prompt_logprobs(tokens, choice.prompt_logprobs, num_top)
-        return found
+            entry["prompt_logprobs"] = await prompt_logprobs(tokens, choice.prompt_logprobs, num_top)
+        return entry
 
 
 def _topped(one: TokenLogprob, num_top: int) -> TokenLogprob:

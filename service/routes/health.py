@@ -105,14 +105,14 @@ async def health(service: ServiceDep) -> Response:
     await service.check_healthy()
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids)
     populated = sum(arena.populated_fraction * arena.file_bytes for arena in arenas)
-    found: Health = {
+    answer: Health = {
         "status": "ok",
         "shared_memory": {
             "populated": populated / max(1, sum(arena.file_bytes for arena in arenas)),
             "arenas": [{"name": arena.name, "populated": arena.populated_fraction} for arena in arenas],
         },
     }
-    return JSONResponse(found)
+    return JSONResponse(answer)
 
 
 @router.get("/health/live", response_class=Response)
@@ -125,8 +125,8 @@ async def live() -> Response:
 @router.get("/version", responses=answered(Version))
 async def own_version() -> Response:
     """Return the version of mindie_mm, at the route that clients of vLLM use."""
-    found: Version = {"version": version("mindie_mm")}
-    return JSONResponse(found)
+    answer: Version = {"version": version("mindie_mm")}
+    return JSONResponse(answer)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -142,16 +142,16 @@ async def shm(service: ServiceDep, blocks: bool = False) -> Response:
     With `blocks=true`, each arena lists these blocks and their positions in `map`.
     """
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids, described=blocks)
-    found: SharedMemory = {
+    answer: SharedMemory = {
         "blocks": sum(len(arena.blocks) for arena in arenas),
         "bytes": sum(arena.used_bytes for arena in arenas),
         "capacity_bytes": sum(arena.capacity_bytes for arena in arenas),
         "arenas": [_arena(arena) for arena in arenas],
     }
     if blocks:
-        for entry, arena in zip(found["arenas"], arenas, strict=True):
+        for entry, arena in zip(answer["arenas"], arenas, strict=True):
             entry["map"] = _map(arena)
-    return JSONResponse(found)
+    return JSONResponse(answer)
 
 
 def _arena(arena: ArenaInfo) -> ArenaEntry:

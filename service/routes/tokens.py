@@ -124,14 +124,14 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     async def answer() -> TokenizeAnswer:
         async with prompts(service, [wanted], incoming.clock) as (source,):
             ids: list[int] = source.prompt.plain_ids.tolist()
-        found: TokenizeAnswer = {
+        answer: TokenizeAnswer = {
             "count": len(ids),
             "max_model_len": service.worker.engine.info.max_model_len,
             "tokens": ids,
         }
         if body.return_token_strs:
-            found["token_strs"] = [*map(service.tokens.piece, ids)]
-        return found
+            answer["token_strs"] = [*map(service.tokens.piece, ids)]
+        return answer
 
     return WholeAnswer(answer, service.admission)
 

@@ -114,7 +114,7 @@ def usage(
     def features(kind: Kind) -> int:
         return sum(_features(one, span) for one in prompts for span in one.spans if span.kind == kind)
 
-    found: Usage = {
+    usage: Usage = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
@@ -128,8 +128,8 @@ def usage(
         },
     }
     if num_reasoning is not None:
-        found["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-    return found
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return usage
 
 
 def _features(prompt: Prompt, span: MediaSpan) -> int:
@@ -154,10 +154,10 @@ def media_spans(prompt: Prompt) -> list[SpanEntry]:
 
 def timings(clock: Clock, choices: Sequence[Answer]) -> StageTimings:
     """Return the timings of a finished request."""
-    found = [choice.timings for choice in choices if choice.timings is not None]
+    timings = [choice.timings for choice in choices if choice.timings is not None]
 
     def longest(stage: str) -> float:
-        return round(max(map(attrgetter(stage), found), default=0.0), 6)
+        return round(max(map(attrgetter(stage), timings), default=0.0), 6)
 
     return {
         "fetch_s": round(clock.fetch_s, 6),

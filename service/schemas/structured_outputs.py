@@ -76,15 +76,15 @@ class ResponseFormat(Closed):
 
     def wanted(self, *, close: bool) -> StructuredOutputs | None:
         """Return the description, or None for a text. Raise InputError if it is missing, or of another `type`."""
-        found = {"schema" if name == "content" else name: getattr(self, name) for name in type(self).model_fields}
-        found = {name: value for name, value in found.items() if value is not None and name not in _OPTIONS}
+        fields = {"schema" if name == "content" else name: getattr(self, name) for name in type(self).model_fields}
+        fields = {name: value for name, value in fields.items() if value is not None and name not in _OPTIONS}
         if self.type == "structural_tag":
-            return StructuredOutputs(structural_tag=_tag_text({**found, "type": self.type}, close=close))
+            return StructuredOutputs(structural_tag=_tag_text({**fields, "type": self.type}, close=close))
         own = self.places[self.type]
-        for name in found:
-            if name not in own or len(found) > 1:
-                raise InputError(f"response_format is {self.type!r} and has a {' and a '.join(found)}")
-        ((_, value),) = found.items() or (("", None),)
+        for name in fields:
+            if name not in own or len(fields) > 1:
+                raise InputError(f"response_format is {self.type!r} and has a {' and a '.join(fields)}")
+        ((_, value),) = fields.items() or (("", None),)
         if value is None and self.type not in ("text", "json_object"):
             raise InputError(f"response_format is {self.type!r} and has no {' or '.join(own)}")
         return self._of(value, close=close or bool(self.strict))
@@ -156,17 +156,17 @@ class StructureFields(Settings):
     """SGLang's form."""
 
     def structure(self, *, close: bool) -> Structure | None:
-        found: list[Structure] = []
+        structures: list[Structure] = []
         for name, wanted in self._forms(close=close):
             with blaming(name):
                 if (made := wanted()) is not None:
                     made.check()
-                    found.append(Structure(made, name))
-        for other in found[1:]:
-            if other.wanted != found[0].wanted:
-                message = f"{found[0].field} and {other.field} describe different outputs; give one of them"
+                    structures.append(Structure(made, name))
+        for other in structures[1:]:
+            if other.wanted != structures[0].wanted:
+                message = f"{structures[0].field} and {other.field} describe different outputs; give one of them"
                 raise InputError(message, param=other.field)
-        return found[0] if found else None
+        return structures[0] if structures else None
 
     def _forms(self, *, close: bool) -> Iterator[tuple[str, Callable[[], StructuredOutputs | None]]]:
         """Yield each form that is given, by the name of its field."""

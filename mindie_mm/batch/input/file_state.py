@@ -35,13 +35,13 @@ class FileState(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, descriptor: int) -> Self:
         """Return the state of an open file."""
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         return cls(
-            size=found.st_size,
-            mtime_ns=found.st_mtime_ns,
-            ctime_ns=found.st_ctime_ns,
-            device=found.st_dev,
-            inode=found.st_ino,
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            ctime_ns=status.st_ctime_ns,
+            device=status.st_dev,
+            inode=status.st_ino,
         )
 
     def may_equal(self, other: FileState) -> bool:
@@ -53,14 +53,14 @@ class FileState(msgspec.Struct, frozen=True, kw_only=True):
 
     def difference(self, now: FileState) -> str:
         """Describe how a file that had this state has changed."""
-        found = []
+        changes = []
         if (self.device, self.inode) != (now.device, now.inode):
-            found.append("another file replaced it")
+            changes.append("another file replaced it")
         if self.size != now.size:
-            found.append(f"its size was {self.size}, now {now.size}")
+            changes.append(f"its size was {self.size}, now {now.size}")
         if self.mtime_ns != now.mtime_ns:
-            found.append(f"it was modified at {_time(now.mtime_ns)}")
-        return ", ".join(found) or f"its content was replaced at {_time(now.ctime_ns)}"
+            changes.append(f"it was modified at {_time(now.mtime_ns)}")
+        return ", ".join(changes) or f"its content was replaced at {_time(now.ctime_ns)}"
 
 
 class InputStates(msgspec.Struct, frozen=True, kw_only=True):

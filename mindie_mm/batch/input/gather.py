@@ -142,7 +142,7 @@ def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
 def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
     """Write one row per media file, sorted by name. Return the number of other files by extension."""
     before, _, after = template.rpartition(MEDIA_MARK)
-    encoder, found, left_out = msgspec.json.Encoder(), False, Counter[str]()
+    encoder, has_media, left_out = msgspec.json.Encoder(), False, Counter[str]()
     for found_path, kind in _media_files(os.fspath(root), left_out):
         # JSON cannot hold a name that is not UTF-8. No file has the escaped name, so its row fails.
         name = os.fsencode(os.path.relpath(found_path, root)).decode(errors="backslashreplace")
@@ -150,8 +150,8 @@ def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
         items = [{"text": before}, *items] if before else items
         items += [{"text": after}] if after else []
         file.write(encoder.encode({"id": name, "inputs": items}) + b"\n")
-        found = True
-    if not found:
+        has_media = True
+    if not has_media:
         tables = [ending for ending in left_out if ending in _ROWS]
         advice = f". If these files hold rows, give their names: {root}/*{tables[0]}" if tables else ""
         raise InputError(f"{root} has no file with a media extension; it has {left_out_summary(left_out)}{advice}")

@@ -89,10 +89,10 @@ def _damaged_id(record: bytes) -> str | None:
     """Return the `id` of an object with NaN or text that is not Unicode. Python's own decoder accepts both."""
     try:
         value = json.loads(record.decode(errors="surrogateescape"))
-        found = _id(value.get("id")) if isinstance(value, dict) else None
+        row_id = _id(value.get("id")) if isinstance(value, dict) else None
     except (ValueError, RecursionError, InputError):
         return None
-    return None if found is None else printable(found)
+    return None if row_id is None else printable(row_id)
 
 
 def _id(value: Any) -> str | None:

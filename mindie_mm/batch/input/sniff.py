@@ -55,8 +55,8 @@ def _no_text(head: bytes) -> str | None:
 def no_json(text: str | bytes) -> str | None:
     """Describe the mistake in a row's JSON, such as a NaN from Python's `json.dumps`, or return None."""
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
-    if found := _no_text(data):
-        return f"it is {found}"
+    if content := _no_text(data):
+        return f"it is {content}"
     constants = list[str]()
     try:
         value = json.loads(data.decode(), parse_constant=constants.append)

@@ -104,9 +104,9 @@ class Source(ABC):
 
         """
         with _reading(self.path), self.opened() as file:
-            found = digest_of(file)
-        self.digest = found
-        return found
+            digest = digest_of(file)
+        self.digest = digest
+        return digest
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:
@@ -183,8 +183,8 @@ class JSONLines(Source):
     def check(self) -> None:
         with _reading(self.path), self.opened() as file:
             head = file.read(_BYTES_AT_ONCE)
-        if found := no_lines(head):
-            raise InputError(f"{self.name} is not JSON lines: it is {found}")
+        if content := no_lines(head):
+            raise InputError(f"{self.name} is not JSON lines: it is {content}")
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         with self.opened() as file:
@@ -377,8 +377,8 @@ def open_source(
 def _but(path: Path) -> str:
     """Return text that names the detected format, for the error about an unknown extension."""
     with _reading(path), path.open("rb") as file:
-        found = packing(file.read(_PIECE_BYTES))
-    return f". It is {found}" if found else ""
+        packed_as = packing(file.read(_PIECE_BYTES))
+    return f". It is {packed_as}" if packed_as else ""
 
 
 def chunks(sources: Sequence[Source], num_rows: int, limit: int | None) -> Iterator[Chunk]:

@@ -117,11 +117,11 @@ class _DottedNames:
         media = [name for name in names if kind_of(name)]
         numbered = key[-1:].isdigit() and all(name[len(key) + 1 :][:1].isdigit() for name in media)
         joined = media if len(media) > 1 and numbered and not whole else []
-        if found := passed_over or joined:
+        if reason := passed_over or joined:
             self._count += 1
             why = "is ignored" if passed_over else "shares a row with other media"
             self._example = (
-                self._example or f"{found[0]!r} {why}, because its row is {key!r}, the name up to the first dot"
+                self._example or f"{reason[0]!r} {why}, because its row is {key!r}, the name up to the first dot"
             )
 
     def warn(self) -> None:

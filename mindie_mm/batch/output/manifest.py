@@ -46,14 +46,14 @@ class Shard(msgspec.Struct, frozen=True):
             (arena, self.info.arena_digest, blocks_digest),
         ):
             try:
-                found = digest(path)
+                actual = digest(path)
             except SegmentMissing as error:
                 raise SegmentMissing(f"{path}: {error}") from error
             except OSError as error:
                 raise CorruptReference(f"{path} cannot be read: {error.strerror}") from error
-            if found != written:
+            if actual != written:
                 raise CorruptReference(
-                    f"{path} is not the file that the run wrote: its digest is {found}; the manifest has {written}"
+                    f"{path} is not the file that the run wrote: its digest is {actual}; the manifest has {written}"
                 )
 
 
@@ -84,9 +84,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """
         shards = _shards(folder, run.digest)
         infos = [shard.info for shard in shards]
-        if (found := sum(info.num_rows for info in infos)) != num_rows:
+        if (num_present := sum(info.num_rows for info in infos)) != num_rows:
             raise StorageError(
-                f"{folder} has the first {found} of {num_rows} rows. Copy the shards from the same folder on "
+                f"{folder} has the first {num_present} of {num_rows} rows. Copy the shards from the same folder on "
                 "the other nodes, then run the command again"
             )
         repeated = RepeatedIds.of(_ids(folder, shard) for shard in shards)
@@ -177,12 +177,12 @@ def drop_changed(folder: Path, run: Run) -> None:
     for shard in manifest.shards if manifest.run.digest == run.digest else ():
         path = table_path(folder, shard.info.first_row)
         with os_errors_as(StorageError, f"{path} cannot be read or removed"):
-            if path.exists() and (found := file_digest(path)) != shard.table_digest:
+            if path.exists() and (actual := file_digest(path)) != shard.table_digest:
                 _log.warning(
                     "%s is not the file that the run wrote: its digest is %s; the manifest has %s. The shard "
                     "is written again",
                     path,
-                    found,
+                    actual,
                     shard.table_digest,
                 )
                 path.unlink()
@@ -190,12 +190,12 @@ def drop_changed(folder: Path, run: Run) -> None:
 
 def _shards(folder: Path, run: str) -> list[Shard]:
     """Return the shards of the run with the digest `run`, from row 0 up to the first gap."""
-    found: list[Shard] = []
+    shards: list[Shard] = []
     row = 0
     while (path := table_path(folder, row)).is_file():
         info = read_info(path)
         if info.run != run:
             break
-        found.append(Shard(path.name, file_digest(path), info))
+        shards.append(Shard(path.name, file_digest(path), info))
         row = info.stop_row
-    return found
+    return shards

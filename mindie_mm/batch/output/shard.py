@@ -98,19 +98,19 @@ def read_info(path: Path) -> ShardInfo:
 
 def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | None:
     """Return the shards of a chunk of the run with the digest `run`, or None if the chunk is incomplete."""
-    found: list[ShardInfo] = []
+    shards: list[ShardInfo] = []
     row = chunk.first_row
     while row < chunk.stop_row and (path := table_path(folder, row)).is_file():
         try:
-            found.append(read_info(path))
+            shards.append(read_info(path))
         except CorruptReference:
             return None  # the shard is written again, as if it were missing
-        if found[-1].run != run:
+        if shards[-1].run != run:
             return None  # a node's disk may still contain shards of another run
-        if not _has_blocks(arena_path(folder, row), found[-1].num_bytes):
+        if not _has_blocks(arena_path(folder, row), shards[-1].num_bytes):
             return None
-        row = found[-1].stop_row
-    return found if row == chunk.stop_row else None
+        row = shards[-1].stop_row
+    return shards if row == chunk.stop_row else None
 
 
 def _has_blocks(path: Path, num_bytes: int) -> bool:

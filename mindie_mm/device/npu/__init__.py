@@ -112,8 +112,8 @@ class NPU(Device):
 
 def registers(kernel: str) -> bool:
     """Return whether CANN can register shared memory on a Linux kernel of this release, such as 5.10.0-136.oe2203."""
-    found = re.match(r"(\d+)\.(\d+)", kernel)
-    return found is not None and (int(found[1]), int(found[2])) > _KERNEL_THAT_FAILS
+    match = re.match(r"(\d+)\.(\d+)", kernel)
+    return match is not None and (int(match[1]), int(match[2])) > _KERNEL_THAT_FAILS
 
 
 @cache

@@ -34,12 +34,12 @@ class BlockPool:
 
     def find(self, keys: abc.Iterable[bytes]) -> list[int]:
         """Return the blocks of `keys` in order, up to the first key that no block has."""
-        found: list[int] = []
+        blocks: list[int] = []
         for key in keys:
             if (block := self._blocks.get(key)) is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def can_grow(self, sequence: Sequence, num_tokens: int, shared: abc.Sequence[int] = ()) -> bool:
         """Return whether the free blocks suffice for `num_tokens` tokens of `sequence`, which first shares `shared`."""

@@ -36,8 +36,8 @@ def whole_packets(data: bytes) -> bytes:
     """
     stride, start = _order(data)
     listed, num_lists = b"", 0
-    for found in _LIST.finditer(data):
-        place = found.start()
+    for match in _LIST.finditer(data):
+        place = match.start()
         if (place - start) % stride == 0:
             before, listed = listed, data[place + _HEAD_BYTES : place + _PACKET_BYTES]
             num_lists += listed != before

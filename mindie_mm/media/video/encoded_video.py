@@ -336,10 +336,10 @@ def _decoded(data: bytes, max_pixels: int, num_packets: int) -> tuple[int, NDArr
 
     """
     with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
-        found = decoded_times(container, _stream_to_decode(container, max_pixels), len(data), num_packets)
-    known = [time for time in found if time is not None]
+        packet_times = decoded_times(container, _stream_to_decode(container, max_pixels), len(data), num_packets)
+    known = [time for time in packet_times if time is not None]
     times = np.array(known, np.int64)
-    return len(found), times if len(known) == len(found) and (np.diff(times) > 0).all() else None
+    return len(packet_times), times if len(known) == len(packet_times) and (np.diff(times) > 0).all() else None
 
 
 def _orientation(data: bytes, max_pixels: int) -> Orientation:

@@ -42,8 +42,8 @@ class Keyframes:
 
     def before(self, indices: Sequence[int]) -> NDArray[np.int64]:
         """Return the index of the last keyframe at or before each of `indices`, or -1 if there is no such keyframe."""
-        found = np.searchsorted(self.places, indices, side="right")
-        return np.concatenate(([-1], self.places))[found]
+        positions = np.searchsorted(self.places, indices, side="right")
+        return np.concatenate(([-1], self.places))[positions]
 
     def spare(self, indices: Sequence[int]) -> bool:
         """Return whether seeking pays off for any gap between the ascending `indices`."""

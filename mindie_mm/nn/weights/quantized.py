@@ -35,9 +35,9 @@ def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
     config = checkpoint.config
     for holder in (config, *(config.get(name) for name in _TEXT_MODELS)):
         for key in ("quantization_config", "compression_config"):
-            found = holder.get(key) if isinstance(holder, Mapping) else None
-            if isinstance(found, dict) and found and not _is_off(found):
-                return found
+            method = holder.get(key) if isinstance(holder, Mapping) else None
+            if isinstance(method, dict) and method and not _is_off(method):
+                return method
     if settings := checkpoint.json("quantize_config.json"):
         return {"quant_method": "gptq", **settings}
     if settings := checkpoint.json("quant_config.json"):
