@@ -205,12 +205,12 @@ def _judge(point: Point, run_result: Run) -> None:
     allowed = {"right", "left"}
     if point.role == "api" or point.cause == "stop":
         allowed |= {"failed", "lost"}
-    for number, said in enumerate(run_result.outcomes):
-        if point.role == "engine" and number == 0 and said == "failed":  # a stream with output cannot be repeated
+    for number, outcome in enumerate(run_result.outcomes):
+        if point.role == "engine" and number == 0 and outcome == "failed":  # a stream with output cannot be repeated
             continue
-        stopped = point.cause == "stop" and "ServiceUnavailableError" in said
-        if said not in allowed and not stopped:
-            run_result.troubles.append(f"in flight: {said}")
+        stopped = point.cause == "stop" and "ServiceUnavailableError" in outcome
+        if outcome not in allowed and not stopped:
+            run_result.troubles.append(f"in flight: {outcome}")
 
 
 def _look_for_the_rest(rig: Rig, run_result: Run) -> None:
@@ -234,9 +234,9 @@ def _die_at_the_start(rig: Rig, point: Point, run_result: Run) -> None:
         if not isinstance(starting.exception(), RuntimeError):
             run_result.troubles.append("the service started")
     _wait_for_nothing_left(list(seen.values()), died, run_result)
-    said = rig.ask()
-    if said != "right":
-        run_result.troubles.append(f"the next request: {said}")
+    answer = rig.ask()
+    if answer != "right":
+        run_result.troubles.append(f"the next request: {answer}")
     run_result.answered_s = round(time.monotonic() - died, 3)
     _look_for_the_rest(rig, run_result)
 
@@ -283,8 +283,8 @@ def table(runs: dict[str, list[Run]]) -> str:
     ]
     for point in map(str, POINTS):
         several = runs.get(point, [])
-        said = [one for run_result in several for one in run_result.outcomes]
-        counts = ", ".join(str(said.count(kind)) for kind in ("right", "failed", "lost"))
+        outcomes = [one for run_result in several for one in run_result.outcomes]
+        counts = ", ".join(str(outcomes.count(kind)) for kind in ("right", "failed", "lost"))
         answered = _spread([run_result.answered_s for run_result in several if run_result.answered_s is not None])
         clean = _spread([run_result.clean_s for run_result in several if run_result.clean_s is not None])
         good = sum(run_result.good for run_result in several)

@@ -217,7 +217,7 @@ def outcome(url: str, media: Sequence[dict[str, Any]], text: str, right: str, *,
     except httpx2.HTTPError:
         return "lost"
     events = body.split(b"\n\n") if stream and answer.status_code == 200 else [b"data: " + body]
-    said = ""
+    text = ""
     for event in events:
         data = event.removeprefix(b"data: ")
         if data in (b"", b"[DONE]"):
@@ -226,8 +226,8 @@ def outcome(url: str, media: Sequence[dict[str, Any]], text: str, right: str, *,
         if error := parsed.get("error"):
             died = error["code"] == 503 and ("process" in error["message"] or "tokenizer" in error["message"])
             return "failed" if died else f"error {error}"
-        said += "".join((choice.get("delta") or choice["message"])["content"] for choice in parsed["choices"])
-    return "right" if said.strip().rstrip(".").lower() == right else f"wrong: {said!r}"
+        text += "".join((choice.get("delta") or choice["message"])["content"] for choice in parsed["choices"])
+    return "right" if text.strip().rstrip(".").lower() == right else f"wrong: {text!r}"
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> float | None:

@@ -87,12 +87,12 @@ def running_service(
         )
     assert process.stdout is not None
     try:
-        said, _, _ = select.select([process.stdout], [], [], start_timeout_s)
-        ready = _READY.search(process.stdout.readline()) if said else None
+        readable, _, _ = select.select([process.stdout], [], [], start_timeout_s)
+        ready = _READY.search(process.stdout.readline()) if readable else None
         if ready is None:
             process.terminate()
             process.wait(STOP_TIMEOUT_S)
-            what = "start" if said else f"start within {start_timeout_s:g} s"
+            what = "start" if readable else f"start within {start_timeout_s:g} s"
             raise RuntimeError(f"the service did not {what}:\n{log.read_text(encoding='utf-8')[-2000:]}")
         yield RunningService(process, ready[1], ready[2], log)
     finally:

@@ -36,12 +36,12 @@ def tokens_of_tower(config: Any, where: str) -> int:
 
 def check_stated(stated: Mapping[str, Any], config: Any, where: str) -> None:
     """Raise UnsupportedCheckpoint if `stated`, the processor_config.json, contradicts config.json about the tower."""
-    made = {
+    expected = {
         "patch_size": config.vision_config.patch_size,
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
         "num_additional_image_tokens": _TOWERS[config.vision_config.model_type],
     }
-    check_settings(stated, made, f"{where} (processor_config.json)")
+    check_settings(stated, expected, f"{where} (processor_config.json)")
 
 
 class AnyresProcessor(Processor):
@@ -96,8 +96,8 @@ class AnyresProcessor(Processor):
         return max(self.num_features(*canvas) for canvas in self.canvases)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        made = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
-        return Spelling() if made else None
+        is_possible = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
+        return Spelling() if is_possible else None
 
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((*max(self.canvases, key=lambda canvas: self.num_features(*canvas)), 3), np.uint8)

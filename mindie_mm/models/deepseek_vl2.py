@@ -206,8 +206,8 @@ class DeepseekVL2Processor(Processor):
         return side * (side + 1) + 1 + side * down * (side * across + 1)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        made = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
-        return Spelling() if made else None
+        is_possible = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
+        return Spelling() if is_possible else None
 
     def max_tokens(self, kind: Kind) -> int:
         return max(self.num_features(*self._tiles(canvas)) for canvas in self.canvases)

@@ -503,9 +503,9 @@ def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.has("tokenizer.json"):
         return checkpoint.json("tokenizer.json")
     name = checkpoint.json("tokenizer_config.json").get("tokenizer_class")
-    made = str(name).removesuffix("Fast") == "Qwen2Tokenizer"
-    if not (made and checkpoint.has("vocab.json") and checkpoint.has("merges.txt")):
-        if made:
+    is_qwen2 = str(name).removesuffix("Fast") == "Qwen2Tokenizer"
+    if not (is_qwen2 and checkpoint.has("vocab.json") and checkpoint.has("merges.txt")):
+        if is_qwen2:
             files = "tokenizer.json, nor vocab.json and merges.txt"
         elif name is None:
             files = "tokenizer.json, and no tokenizer_config.json with a tokenizer_class"

@@ -139,8 +139,8 @@ class Molmo2Processor(Processor):
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if kind == "video":
-            made = min(grid, default=-1) >= 0 and len(grid) * self._frame_features == num_features
-            return self._spell_video(grid) if made else None
+            is_possible = min(grid, default=-1) >= 0 and len(grid) * self._frame_features == num_features
+            return self._spell_video(grid) if is_possible else None
         if len(grid) != 2 or min(grid) <= 0 or self._image_features(*grid) != num_features:
             return None
         geometry = self.geometries["image"]

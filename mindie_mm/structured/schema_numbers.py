@@ -62,21 +62,21 @@ def _rewritten(schema: Any) -> Any:
         return [_rewritten(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {}
+    bounds = {}
     for key, value in schema.items():
         if key in ("const", "enum"):
             _require_exact(value, key)
         if key in ("const", "enum") or key in _ANNOTATIONS:
-            made[key] = value
+            bounds[key] = value
         elif key in _NAMED_SCHEMAS and isinstance(value, dict):
-            made[key] = {name: _rewritten(part) for name, part in value.items()}
+            bounds[key] = {name: _rewritten(part) for name, part in value.items()}
         else:
-            made[key] = _rewritten(value)
-    _rewrite_bounds(made)
-    _rewrite_lengths(made)
-    if _is_number(divisor := made.get("multipleOf")) and divisor > _MAX_DIVISOR:
+            bounds[key] = _rewritten(value)
+    _rewrite_bounds(bounds)
+    _rewrite_lengths(bounds)
+    if _is_number(divisor := bounds.get("multipleOf")) and divisor > _MAX_DIVISOR:
         raise InputError(f"the JSON schema has multipleOf {shown(divisor)}; the limit is {_MAX_DIVISOR}")
-    return made
+    return bounds
 
 
 def _require_exact(value: Any, keyword: str) -> None:

@@ -39,26 +39,29 @@ def with_described_tools(messages: Sequence[Any], tools: Sequence[Any], *, takes
     """
     if not tools and not any(map(_has_calls, messages)):
         return list(messages)
-    made: list[Any] = []
+    rewritten: list[Any] = []
     answers_calls = False
     for message in messages:
         role = message.get("role") if isinstance(message, Mapping) else None
         if role in ("tool", "function"):
             response = _joined("<tool_response>\n", message.get("content"), "\n</tool_response>")
             if answers_calls:  # templates demand that the roles alternate
-                made[-1] = {**made[-1], "content": _joined(made[-1]["content"], "\n", response)}
+                rewritten[-1] = {**rewritten[-1], "content": _joined(rewritten[-1]["content"], "\n", response)}
             else:
-                made.append({"role": "user", "content": response})
+                rewritten.append({"role": "user", "content": response})
             answers_calls = True
             continue
         if role == "user" and answers_calls:
-            made[-1] = {**made[-1], "content": _joined(made[-1]["content"], "\n", message.get("content"))}
+            rewritten[-1] = {
+                **rewritten[-1],
+                "content": _joined(rewritten[-1]["content"], "\n", message.get("content")),
+            }
         elif _has_calls(message):
-            made.append(_with_written_calls(message))
+            rewritten.append(_with_written_calls(message))
         else:
-            made.append(message)
+            rewritten.append(message)
         answers_calls = False
-    return _with_description(made, tools, takes_system=takes_system) if tools else made
+    return _with_description(rewritten, tools, takes_system=takes_system) if tools else rewritten
 
 
 def _with_description(messages: list[Any], tools: Sequence[Any], *, takes_system: bool) -> list[Any]:

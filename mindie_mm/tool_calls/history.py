@@ -20,7 +20,7 @@ def with_own_ids(messages: Sequence[Any], parser: type[ToolCallParser]) -> list[
     """
     own: dict[str, str] = {}
     number = 0
-    made: list[Any] = []
+    rewritten: list[Any] = []
     for message in messages:
         changed = message
         if calls := _calls(message):
@@ -31,8 +31,8 @@ def with_own_ids(messages: Sequence[Any], parser: type[ToolCallParser]) -> list[
             changed = {**message, "tool_calls": renamed}
         elif isinstance(message, Mapping) and isinstance(call_id := message.get("tool_call_id"), str):
             changed = {**message, "tool_call_id": own.get(call_id, call_id)}
-        made.append(changed)
-    return made
+        rewritten.append(changed)
+    return rewritten
 
 
 def _calls(message: Any) -> Sequence[Any]:

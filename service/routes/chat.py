@@ -235,12 +235,12 @@ class _Stream:
             if delta.finish_reason:
                 parts += self._reader.finish()
             self._parts.add(parts)
-            deltas = [made for part in parts if (made := delta_of(part)) is not None]
+            deltas = [content for part in parts if (content := delta_of(part)) is not None]
             if delta.finish_reason or (has_tokens and not deltas):
                 deltas.append({})
         chunks: list[ChatChunkChoice] = [
-            {"index": index, "delta": made, "logprobs": None, "finish_reason": None, "stop_reason": None}
-            for made in deltas
+            {"index": index, "delta": content, "logprobs": None, "finish_reason": None, "stop_reason": None}
+            for content in deltas
         ]
         if chunks:
             chunks[0] = {**chunks[0], "logprobs": logprobs, **tokened}

@@ -95,8 +95,8 @@ class _Completion(Form):
                     chunk = await self._choice(part, prompts[index // self.call.n] if first else None, written[index])
                     choices[index].add(delta)
                     logprobs = chunk["logprobs"]
-                    told = chunk["text"] or (logprobs and logprobs["text_offset"]) or chunk.get("token_ids")
-                    if told or delta.finish_reason:
+                    has_news = chunk["text"] or (logprobs and logprobs["text_offset"]) or chunk.get("token_ids")
+                    if has_news or delta.finish_reason:
                         so_far: Used = {"usage": usage(prompts, choices)} if self.body.continuous_usage else {}
                         yield {**self._part([chunk]), **so_far}
         used: Used = {"usage": usage(prompts, choices)} if self.body.include_usage else {}

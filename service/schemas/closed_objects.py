@@ -31,22 +31,22 @@ def _closed(schema: Any, combined: Collection[str], *, alone: bool) -> Any:
         return [_closed(part, combined, alone=alone) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
-    for key in _HOLD_SCHEMAS & made.keys():
-        made[key] = _closed(made[key], combined, alone=True)
-    for key in _HOLD_NAMED_SCHEMAS & made.keys():
-        if isinstance(named := made[key], dict):
-            made[key] = {name: _closed(part, combined, alone=True) for name, part in named.items()}
+    closed = dict(schema)
+    for key in _HOLD_SCHEMAS & closed.keys():
+        closed[key] = _closed(closed[key], combined, alone=True)
+    for key in _HOLD_NAMED_SCHEMAS & closed.keys():
+        if isinstance(named := closed[key], dict):
+            closed[key] = {name: _closed(part, combined, alone=True) for name, part in named.items()}
     for key in _DEFINITIONS:
-        if isinstance(named := made.get(key), dict):
-            made[key] = {
+        if isinstance(named := closed.get(key), dict):
+            closed[key] = {
                 name: _closed(part, combined, alone=f"#/{key}/{name}" not in combined) for name, part in named.items()
             }
     together = not alone or _combines(schema)
     for key in ("allOf", *_ALTERNATIVES):
-        if key in made:
-            made[key] = _closed(made[key], combined, alone=not together)
-    return {"additionalProperties": False} | made if "properties" in made and not together else made
+        if key in closed:
+            closed[key] = _closed(closed[key], combined, alone=not together)
+    return {"additionalProperties": False} | closed if "properties" in closed and not together else closed
 
 
 def _combines(schema: dict[str, Any]) -> bool:

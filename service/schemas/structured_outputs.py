@@ -159,9 +159,9 @@ class StructureFields(Settings):
         structures: list[Structure] = []
         for name, wanted in self._forms(close=close):
             with blaming(name):
-                if (made := wanted()) is not None:
-                    made.check()
-                    structures.append(Structure(made, name))
+                if (outputs := wanted()) is not None:
+                    outputs.check()
+                    structures.append(Structure(outputs, name))
         for other in structures[1:]:
             if other.wanted != structures[0].wanted:
                 message = f"{structures[0].field} and {other.field} describe different outputs; give one of them"
