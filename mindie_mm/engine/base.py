@@ -131,7 +131,7 @@ class BaseEngine(ABC):
         return None
 
     def refill(self, message: Refill) -> Progress | None:
-        """Resume a preempted request whose media are in new blocks.
+        """Resume a preempted request whose media are in new blocks of shared memory.
 
         Returns:
             None if the request is resumed. Otherwise an error, or another request for media if the new blocks are lost,
@@ -161,7 +161,7 @@ class BaseEngine(ABC):
         except Exception as error:  # noqa: BLE001 - an unreadable request must not end the others
             _log.exception("request %s", request_id)
             failure = OperationalError(f"the request failed: {type(error).__name__}")
-        # A block may be freed after one rank has read it and before another rank reads it.
+        # A block of shared memory may be freed after one rank has read it and before another rank reads it.
         failure = self._ranks.all_reduce_error(failure)
         return result if failure is None else failure
 
@@ -333,7 +333,10 @@ class BaseEngine(ABC):
         return consumed
 
     def _drop_without_digest(self, sequence: Sequence) -> None:
-        """Drop features of items without a digest. Their cache key is a block, which other media may use later."""
+        """Drop features of items without a digest.
+
+        Their cache key is a block of shared memory, which other media may use later.
+        """
         for item in sequence.items:
             if item.digest is None:
                 self._encoder_cache.drop(item)

@@ -135,7 +135,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again(model):
     found = 0
     while engine.has_work():
         engine.step()
-        if not second.blocks and second.num_output and "1" in engine._sequences:
+        if not second.kv_blocks and second.num_output and "1" in engine._sequences:
             found = len(engine._blocks.find(second.keys)) * 4
     assert engine.stats.preemptions > 0
     assert second.output_ids == plain[0]

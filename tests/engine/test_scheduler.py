@@ -145,7 +145,7 @@ def test_a_sequence_preempted_for_a_prompt_gets_no_token_in_that_step():
     sched = scheduler(first, second, blocks=3, max_num_batched_tokens=9)
     assert step(sched) == [("a", 0, 4), ("b", 0, 3)]
     assert step(sched) == [("a", 4, 12)]
-    assert ([one.request_id for one in sched.waiting], second.num_computed, second.blocks) == (["b"], 0, [])
+    assert ([one.request_id for one in sched.waiting], second.num_computed, second.kv_blocks) == (["b"], 0, [])
     assert (second.token_ids[3:], sched.preemptions) == ([7], 1)
     sched.remove(first)
     assert step(sched) == [("b", 0, 4)]
@@ -242,7 +242,7 @@ def test_the_newest_sequence_is_preempted_and_resumed_first():
     assert step(sched) == [("a", 8, 9)]
     assert sched.preemptions == 1
     assert [one.request_id for one in sched.waiting] == ["b", "c"]
-    assert (second.num_computed, second.blocks, second.num_output) == (0, [], 3)
+    assert (second.num_computed, second.kv_blocks, second.num_output) == (0, [], 3)
     assert step(sched) == [("a", 9, 10)], "it needs three blocks for its nine tokens"
     sched.remove(first)
     assert step(sched) == [("b", 0, 9), ("c", 0, 1)]
