@@ -43,7 +43,7 @@ def most_rows(max_num_seqs: int, block_size: int) -> int:
 
 
 def most_blocks(num_rows: int, num_tokens: int, block_size: int) -> int:
-    """Return the maximum number of KV blocks per row of a captured graph, for sequences of up to `num_tokens` tokens."""
+    """Return the most KV blocks that a row of a captured graph has, for sequences of up to `num_tokens` tokens."""
     return max(1, min(_power(-(-num_tokens // block_size)), MOST_SLOTS // (num_rows * block_size)))
 
 
