@@ -1,6 +1,7 @@
-"""Request fields of other servers that would change the answer. They are refused, so that no answer is silently wrong.
+"""Request fields of other servers that would change the answer.
 
-Fields that only tune another field (`mirostat_tau`, `dry_base`) have no effect without that field and are ignored.
+These fields are refused, so that no answer is silently wrong. Fields that only tune another field (`mirostat_tau`,
+`dry_base`) are ignored, because they have no effect without that field.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NOT_SERVED: NotServed = {
     # OpenAI's
     "audio": OFF,
     "modalities": (*OFF, ["text"]),
-    "web_search_options": (None,),  # OpenAI searches with empty ones, too
+    "web_search_options": (None,),  # empty options are refused too, because OpenAI searches even then
     "verbosity": (*OFF, "medium"),
     # SGLang's
     **dict.fromkeys(("stop_regex", "no_stop_trim", "custom_logit_processor"), OFF),
@@ -55,10 +56,13 @@ NOT_SERVED: NotServed = {
     **dict.fromkeys(("mirostat_mode", "dry_multiplier", "xtc_probability", "smoothing_factor"), _ZERO),
     **dict.fromkeys(("penalty_alpha", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "top_a"), _ZERO),
     **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty", "tfs"), (None, 1)),
-    # The OpenAI client replaces these by their content. Only a raw HTTP request sends them.
+    # The OpenAI client replaces these fields by their content. Only a client that sends raw HTTP sends them.
     **dict.fromkeys(("extra_body", "extra_query"), OFF),
 }
-"""Fields that no request accepts, with the values that are harmless. A field that a body declares itself is exempt."""
+"""Fields that are refused, with the values that are accepted because they are harmless.
+
+A field that the class of a body declares is accepted in that body.
+"""
 
 STRUCTURES: NotServed = {
     **dict.fromkeys(("response_format", "structured_outputs", "structural_tag"), OFF),
@@ -81,7 +85,10 @@ MINDIES: NotServed = {
     "do_sample": (None, True),
     "typical_p": (None, 1),
 }
-"""MindIE's fields that OpenAI's endpoints refuse. MindIE ignores `typical_p` and `watermark`; other servers do not."""
+"""MindIE's fields that OpenAI's endpoints refuse.
+
+MindIE itself ignores `typical_p` and `watermark`. Other servers apply them.
+"""
 
 INSTEAD: Mapping[str, str] = {
     "format": "response_format",
@@ -99,4 +106,4 @@ INSTEAD: Mapping[str, str] = {
     "extra_body": "its fields as top-level fields of the request",
     "num_return_sequences": "n",
 }
-"""Replacement for a refused field in requests to OpenAI's endpoints."""
+"""Fields to use instead of refused fields in requests to OpenAI's endpoints."""
