@@ -23,28 +23,28 @@ router = APIRouter()
 
 
 class Populated(TypedDict):
-    """How far an arena is faulted in, in [0, 1]."""
+    """The fraction of an arena that is faulted in, in [0, 1]."""
 
     name: str
     populated: float
 
 
 class PopulatedMemory(TypedDict):
-    """How far all of it is."""
+    """The fraction of all arenas together that is faulted in, and the fraction of each."""
 
     populated: float
     arenas: list[Populated]
 
 
 class Health(TypedDict):
-    """The answer of /health."""
+    """The response of /health."""
 
     status: Literal["ok"]
     shared_memory: PopulatedMemory
 
 
 class Version(TypedDict):
-    """The answer of /version."""
+    """The response of /version."""
 
     version: str
 
@@ -57,7 +57,7 @@ class ArrayEntry(TypedDict):
 
 
 class BlockEntry(TypedDict):
-    """A block that nobody freed; times in seconds."""
+    """A block that has not been freed. Times are in seconds."""
 
     name: str
     state: str
@@ -66,12 +66,12 @@ class BlockEntry(TypedDict):
     lease_s: float | None
     bytes: int
     pieces: Sequence[tuple[int, int]]
-    """Offset and length of each piece, in bytes."""
+    """Offset and length in bytes of each contiguous part of the block."""
     arrays: dict[str, ArrayEntry]
 
 
 class ArenaEntry(TypedDict):
-    """An arena."""
+    """An arena of one of the tokenizer processes."""
 
     name: str
     pid: int | None
@@ -86,7 +86,7 @@ class ArenaEntry(TypedDict):
 
 
 class SharedMemory(TypedDict):
-    """The answer of /shm."""
+    """The response of /shm."""
 
     blocks: int
     bytes: int
