@@ -91,7 +91,7 @@ class JsonCallParser(ToolCallParser, ABC):
             yield from self.expect(",")
 
     def _arguments(self, name: str) -> Step[str]:
-        """Read arguments. If they are an object and the tool's name is known, send them. If not, return them as JSON."""
+        """Read arguments. If they are an object and the tool's name is known, send them. If not, return their JSON."""
         opening = yield from self.peek()
         if opening == "{" and name:
             self.start_call(name)
