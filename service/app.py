@@ -52,7 +52,7 @@ _EVENTS = (ChatCompletionChunk, Completion, InferEvent, GenerateEvent)
 
 
 def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None) -> FastAPI:
-    """Create the application. Starting and closing `worker` and `tracer` is up to the caller.
+    """Create the application. The caller must start and close `worker` and `tracer`.
 
     Call `require_places` first. It creates the spool and checks the folders.
     """

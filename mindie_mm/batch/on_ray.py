@@ -90,7 +90,7 @@ def shards(
 
 
 def _join(address: str) -> None:
-    """Join the cluster at `address`, unless this process has already joined one. Raise InputError if this fails."""
+    """Join the cluster at `address`, unless this process is already in a cluster. Raise InputError if this fails."""
     named = address
     if address == "auto" and (address := ray_address() or "auto") != "auto":
         named = f"{address} (from RAY_ADDRESS)"
@@ -124,7 +124,7 @@ def _join(address: str) -> None:
 def _require_answer(address: str) -> None:
     """Raise ConnectionError unless a new process can join the cluster.
 
-    This process imported Ray before `limit_ray_connect` set shorter timeouts, so it would wait for the default
+    This process imported Ray before `limit_ray_connect` set shorter timeouts. It would therefore use the longer default
     timeouts.
     """
     code = "import sys, ray; ray.init(address=sys.argv[1], include_dashboard=False, log_to_driver=False)"
@@ -181,7 +181,7 @@ class _Actor:
         try:
             done = complete_shards(self._folder, chunk, self._run.digest)
             done = self._do(chunk) if done is None else done
-        except MindieMMError as error:  # Ray would wrap it in its own error
+        except MindieMMError as error:  # Ray would wrap this error in an error of its own
             failed = msgspec.json.encode(Failure.of(error))
         return {"chunk": list(batch["chunk"]), "shards": [msgspec.json.encode(done)], "failed": [failed]}
 

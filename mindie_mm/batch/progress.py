@@ -40,7 +40,7 @@ class Show(Protocol):
     """Callback for each row. The callback decides when and how to show the progress."""
 
     def __call__(self, done: Progress, earlier: Progress) -> None:
-        """Receive the progress. `done` includes the work that earlier calls did, which is `earlier`."""
+        """Receive the progress. `done` is all finished work, and `earlier` is the part that earlier calls did."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def run_batch(
     show: Show = lambda *_: None,
     ray_address: str | None = None,
 ) -> tuple[Manifest, Counter[str]]:
-    """Process the unfinished part of a run, and write its manifest. After an error, call this function to continue.
+    """Process the unfinished part of a run, and write its manifest. After an error, a second call continues the run.
 
     Args:
         settings: Settings of the run.
@@ -50,7 +50,8 @@ def run_batch(
             processes.
 
     Returns:
-        The manifest, and each extension of files in media folders that are not media, with the number of such files.
+        The manifest, and the number of files in media folders that were left out because they are not media, for each
+        extension.
 
     Raises:
         InputError: The folder cannot be used or contains another run, or the input cannot be read.

@@ -62,7 +62,7 @@ def lark_of_gbnf(grammar: str, start: str = "start", *, whole: bool = True) -> s
 
 
 def _respelled(found: re.Match[str]) -> str:
-    r"""Rewrite each character of a literal or class as `\U` and eight digits, the only escape for all characters."""
+    r"""Rewrite each character of a literal or class as `\U` and eight digits, which can represent every character."""
     piece = found[0]
     if piece.startswith("#"):
         return piece

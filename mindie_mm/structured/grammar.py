@@ -15,8 +15,8 @@ from mindie_mm.errors import InputError
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.structured.translate import grammar_of
 
-# The limits for fuel and items bound the time for computing a mask. It is typically 0.02 ms and at most 3 ms, or 45 ms
-# for a recursive grammar of single characters. The limits do not apply to compilation.
+# The limits for fuel and items bound the time for computing a mask. This time is typically 0.02 ms. It is at most 3 ms,
+# or 45 ms for a recursive grammar of single characters. The limits do not apply to compilation.
 _LIMITS = LLParserLimits(
     verbose_errors=False,
     max_lexer_states=50_000,

@@ -21,7 +21,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """Regular expression of the whole output, in the syntax of the Rust crate `regex`. `\\d` and `\\w` match only
     ASCII."""
     choice: tuple[str, ...] | None = None
-    """Texts of which the output must be one."""
+    """Texts that are allowed as output."""
     grammar: str | None = None
     """Grammar in llguidance's Lark syntax with a rule `start`, or in GBNF with a rule `root`."""
     json_object: bool = False

@@ -74,7 +74,7 @@ class SchemaCheck:
                 message = self._known.get(wanted)  # another caller may have checked the description
                 if message is None:
                     if self._asking is not None:
-                        await asyncio.wait({self._asking})  # the reply to a caller who was canceled must be read
+                        await asyncio.wait({self._asking})  # the reply to a canceled caller must be read first
                     self._asking = asyncio.create_task(self._ask(wanted))
                     message = await asyncio.shield(self._asking)
         self._remember(wanted, message)

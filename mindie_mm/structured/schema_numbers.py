@@ -18,7 +18,7 @@ _INT64_MAX = 2**63 - 1
 _LARGEST = 2**63 - 1024
 """Largest float64 that fits in an int64. llguidance computes ranges in int64, and negates their bounds."""
 _MOST = 2**31 - 1
-"""Replacement for any larger limit of a length. No answer is that long."""
+"""Replacement for larger maximum lengths, which no answer can reach."""
 _MAX_DIVISOR = 2**32 // 10
 """Largest supported value of multipleOf. llguidance divides digit by digit in 32 bits."""
 _NINETEEN_DIGITS = 10**18

@@ -188,7 +188,7 @@ class TagWriter:
             return self._sequence([opening, self._up_to(self._any_text(content), ends)])
         closing = self._any_of([self._literal(end) for end in ends])
         inner = self._sequence([opening, self._part(content, depth + 1)])
-        return self._sequence([replace(inner, open=False), closing])  # the text after the content shows where it ends
+        return self._sequence([replace(inner, open=False), closing])  # the end text shows where the content ends
 
     def _up_to(self, text: str, ends: Sequence[str]) -> _Part:
         """Return a part that matches `text` up to and including the first of `ends`."""

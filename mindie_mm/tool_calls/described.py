@@ -100,7 +100,7 @@ def _with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(*contents: Any) -> Any:
-    """Return the concatenation of contents, each a text, a list of parts or None."""
+    """Concatenate contents. Each content is a text, a list of parts or None."""
     if all(isinstance(content, str | None) for content in contents):
         return "".join(content or "" for content in contents)
     parts: list[Any] = []

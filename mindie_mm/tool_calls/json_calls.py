@@ -1,4 +1,4 @@
-"""Calls that are written as JSON objects with a name and arguments."""
+"""Parses calls that are JSON objects with a name and arguments."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def json_value(schema: Mapping[str, Any]) -> str:
 
 
 def _string_terms(schema: Mapping[str, Any]) -> list[str]:
-    """Return the regular expressions that a string of the schema must match. The string must match all of them."""
+    """Return regular expressions, all of which a string of the schema must match."""
     low, high = (keyword(schema, name, int, "a string") for name in ("minLength", "maxLength"))
     terms = [f"(.|\\n){{{low or 0},{'' if high is None else high}}}" if low or high is not None else _ANY_TEXT]
     if (name := keyword(schema, "format", str, "a string")) is not None:

@@ -33,7 +33,7 @@ FORMATS: Mapping[str, ReasoningFormat] = {
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>"),
 }
-"""Name and format. The order is the order in which the formats are looked for in a chat template."""
+"""Reasoning formats by name, in the order in which they are looked for in a chat template."""
 
 
 class ReasoningParser(Scanner):
@@ -127,7 +127,7 @@ class ReasoningParser(Scanner):
 
 
 def reasoning_named(name: str) -> ReasoningFormat:
-    """Return the format of reasoning with a name. Raise InputError if there is no such format."""
+    """Return the reasoning format `name`. Raise InputError if there is no such format."""
     if name not in FORMATS:
         raise InputError(f"there is no reasoning format named {name!r}; the formats are {', '.join(sorted(FORMATS))}")
     return FORMATS[name]

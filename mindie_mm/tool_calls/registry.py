@@ -1,4 +1,4 @@
-"""The tool-call formats and their names. Chooses a format for a checkpoint.
+"""Lists the tool-call formats, and chooses the format of a checkpoint.
 
 Other packages can add formats: subclasses of `ToolCallParser` that are entry points in the group
 `mindie_mm.tool_call_parsers`.

@@ -20,8 +20,8 @@ _CALLS = "tool_calls"
 class ResponseTemplateParser(ToolCallParser):
     """A parser that applies a response template with the parser of transformers.
 
-    A call is sent only when it is complete, because its arguments may not be written in JSON. The text no longer
-    contains reasoning.
+    A call is sent only when it is complete, because its arguments might not be written in JSON. The parser receives
+    text without reasoning.
     """
 
     template: ClassVar[Mapping[str, Any]]

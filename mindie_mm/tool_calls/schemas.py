@@ -20,7 +20,7 @@ _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "i
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows. If all types are allowed or the schema is invalid, return none."""
+    """Return the JSON types that a schema allows. The set is empty for an invalid schema, or if it allows all types."""
     types: set[str] = set()
     for part in _parts(schema, root):
         if isinstance(values := part.get("enum", [part["const"]] if "const" in part else None), list):

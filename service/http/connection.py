@@ -18,11 +18,11 @@ from service.http.errors import error_body
 from service.http.json_response import JSONResponse
 
 HEAD_TIMEOUT_S = 10.0
-"""Maximum time in seconds for a request's head, from the connection's start or the request's first byte."""
+"""Maximum time in seconds for a request's head, counted from the start of the connection or from the first byte."""
 MAX_HEAD_BYTES = 64 * 2**10
 """Maximum size of a request's head with its URL, and of the trailers of a chunked body."""
 MAX_HEADERS = 256
-"""Maximum number of header lines in a head, and of trailers."""
+"""Maximum number of headers in a head, and of trailers after a body."""
 MAX_PIPELINED = 64
 """Maximum number of pipelined requests that wait on one connection. Further requests get no answer."""
 MAX_SMALL_CHUNKS = 4096
@@ -32,7 +32,7 @@ Parsing a chunk takes as long as parsing about a thousand bytes.
 """
 SMALL_CHUNK_BYTES = 16
 LINGER_S = 2.0
-"""Time in seconds for which a connection continues to read after the response if the body is not complete.
+"""Time in seconds for which a connection continues to read after a response if the request's body is incomplete.
 
 The client can thus read the response before the connection is reset. If the body ends in time, the connection can be
 reused.
@@ -43,7 +43,10 @@ CHUNK_BYTES = 1024
 """Number of bytes to add to the count of dropped bytes for each chunk."""
 
 MOST_RESERVED_DESCRIPTORS = 64
-"""Number of file descriptors that are reserved for files and processes, but at most an eighth of all descriptors."""
+"""Number of file descriptors that connections leave free for files and processes.
+
+If the limit of open files is low, an eighth of the limit is left free instead.
+"""
 TELL_AGAIN_S = 60.0
 """Minimum time in seconds between two log records that say that descriptors are scarce."""
 
@@ -88,7 +91,7 @@ class Connection(HttpToolsProtocol):
     _too_long: tuple[int, str] | None = None
     """Status and message for refusing a head, or a body of small chunks."""
     _refused: bool = False
-    """Whether parsing has stopped."""
+    """Whether a refusal has stopped the parsing."""
     _num_dropped_bytes: int = 0
 
     def connection_made(self, transport: Any) -> None:

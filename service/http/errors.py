@@ -64,7 +64,7 @@ class ErrorObject(BaseModel):
     param: str | None
     """Field of the request that caused the error, or None."""
     code: int | Literal["context_length_exceeded"]
-    """The HTTP status, as in vLLM. If the prompt is too long, OpenAI's code, so that clients shorten the prompt."""
+    """The HTTP status, as in vLLM. If the prompt is too long, OpenAI's code, which tells clients to shorten it."""
 
 
 class ErrorBody(BaseModel):
@@ -88,8 +88,8 @@ def status_of(error: BaseException) -> int:
 def error_object(error: BaseException) -> dict[str, Any]:
     """Return OpenAI's error object for `error`.
 
-    The client sees the message only of a `MindieMMError`. Messages of shared memory errors are hidden even so, because
-    they contain paths on this machine.
+    The client sees the message of a `MindieMMError`, but not the message of any other exception. Messages about shared
+    memory are also hidden, because they contain paths on this machine.
     """
     message = str(error) if isinstance(error, errors.MindieMMError) else "internal error"
     if isinstance(error, errors.SharedMemoryError):

@@ -41,8 +41,8 @@ class Admission:
     async def admit(self, receive: Receive, timeout_s: float | None = None) -> AsyncIterator[None]:
         """Admit a request for the duration of the `with` block.
 
-        The block is cancelled if the client disconnects, the deadline passes or the service stops. This context manager
-        then raises the cause when the block has been left.
+        The block is canceled if the client disconnects, the deadline passes or the service stops. The context manager
+        then raises the cause after the block.
 
         Args:
             receive: The request's ASGI callable. It must have returned the whole body already.
@@ -92,7 +92,7 @@ class Admission:
 
 
 class _Endable:
-    """A context that other tasks can end with an exception, as `asyncio.timeout` ends one with TimeoutError."""
+    """A context that other tasks can end with an exception. Its implementation follows `asyncio.timeout`."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[object] | None = None
@@ -105,7 +105,7 @@ class _Endable:
         return self._cause
 
     def end(self, cause: MindieMMError) -> None:
-        """Raise `cause` from the `with` block. Calls after the first, or after the block, do nothing."""
+        """Raise `cause` from the `with` block. Only the first call has an effect, and only while the block runs."""
         if self._task is not None and self._cause is None:
             self._cause = cause
             self._task.cancel()
@@ -123,7 +123,7 @@ class _Endable:
         assert task is not None
         if self._cause is None:
             return
-        # A cancellation from elsewhere, such as the server's, takes precedence.
+        # A cancellation by other code, such as the server, takes precedence.
         if task.uncancel() <= self._cancelling and (kind is None or issubclass(kind, asyncio.CancelledError)):
             raise self._cause from error
 

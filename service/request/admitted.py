@@ -27,8 +27,8 @@ _PIECE_BYTES = 2**16
 class Admitted(Response):
     """A response that is computed and sent while its request is admitted.
 
-    Only the last bytes are sent after that, because the connection can buffer them. An error before the first byte is
-    raised, so that the response gets the error's status. A later error aborts the response.
+    Only the last bytes, which the connection can buffer, are sent after the admission has ended. An error before the
+    first byte is raised, so that the response gets the error's status. A later error aborts the response.
     """
 
     def __init__(self, admission: Admission, timeout_s: float | None, headers: dict[str, str] | None = None) -> None:
@@ -64,7 +64,9 @@ class Admitted(Response):
         except Exception as error:
             if not started:
                 raise
-            scope.setdefault("state", {})["error"] = type(error).__name__  # for the access log: the status was 200
+            scope.setdefault("state", {})["error"] = type(
+                error
+            ).__name__  # for the access log, because the status was 200
             if isinstance(error, RequestAborted):
                 return
             _note(error)

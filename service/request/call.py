@@ -53,15 +53,15 @@ class Call:
     structure_field: str | None = None
     """Field of the request that describes the structured output."""
     silent: Collection[int] | None = None
-    """Ids of the tokens that are left out of the text. None: the special tokens, as `params` ask."""
+    """Ids of the tokens that are left out of the text. If it is None, `params.skip_special_tokens` applies."""
 
     @asynccontextmanager
     async def prompts(
         self, requests: Sequence[TokenizeRequest], truncate_to: int | None = None
     ) -> AsyncIterator[list[PromptSource]]:
-        """Limit the length of each request by `Worker.limited`, and tokenize `requests` with `prompts.prompts`.
+        """Limit the length of each request with `Worker.limited`, and tokenize `requests` with `prompts.prompts`.
 
-        Raise InputError also if the structured output is not supported.
+        Raise InputError if a request is not valid, or if the structured output is not supported.
         """
         worker = self.service.worker
         with self.meter.counted(len(requests) * self.n):
@@ -76,7 +76,7 @@ class Call:
     ) -> AsyncIterator[list[PromptSource]]:
         """Yield the prompts for token ids that a client sent, truncated as `cut` asks.
 
-        Raise InputError also if the structured output is not supported.
+        Raise InputError if an id is not in the vocabulary, or if the structured output is not supported.
         """
         with self.meter.counted(len(given) * self.n):
             await self.check_structure()
@@ -103,7 +103,7 @@ class Call:
         return choices
 
     def timings(self, choices: Sequence[Answer]) -> Timed:
-        """Return the answer's `timings`, or nothing if the request does not ask for them."""
+        """Return the answer's `timings`, or an empty dict if the request does not ask for them."""
         return {"timings": timings(self.clock, choices)} if self.timed else {}
 
     async def deltas(

@@ -32,13 +32,13 @@ class ChatFormat:
     parser: type[ToolCallParser]
     """Parser of the tool calls."""
     reasoning: ReasoningFormat | None
-    """Format of the reasoning, or None if the checkpoint does not reason."""
+    """Format of the reasoning, or None if the checkpoint does not write reasoning."""
     traits: ChatTraits
     """Traits of the chat template."""
     without_template: Literal["describe", "ignore", "refuse"]
     """How to handle tools if the template has no place for them."""
     added_tokens: Mapping[str, int]
-    """Ids of the tokenizer's added tokens."""
+    """Text and id of each added token of the tokenizer."""
     special: frozenset[int]
     """Ids of the special tokens, which answers do not show."""
 
@@ -80,7 +80,7 @@ class ChatFormat:
         """Return the messages and the variables for the chat template.
 
         Raises:
-            InputError: A variable is wrong, or a required call cannot be described.
+            InputError: A variable is not valid, or the request requires a tool call although tools are ignored.
 
         """
         given, tools = dict(variables or {}), use.offered

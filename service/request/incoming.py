@@ -57,7 +57,7 @@ class Incoming:
 
         Raises:
             ModelNotFound: The model is not the served model.
-            InputError: A setting is wrong.
+            InputError: A setting is not valid.
 
         """
         self.service.check_model(model)

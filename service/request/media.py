@@ -50,7 +50,7 @@ class _Request:
 class _Copy:
     """A file that a thread copies into a request's folder. Nothing is written after the context has been left.
 
-    The thread may outlive the request, because it cannot be cancelled while a file system does not respond.
+    The thread may outlive the request, because a read cannot be canceled while the file system does not respond.
     """
 
     def __init__(self, stem: Path, spend: Callable[[int], None]) -> None:
@@ -136,13 +136,13 @@ class MediaPolicy:
         return await gather(writes)
 
     def remove(self, directory: Path) -> None:
-        """Delete a request's media files but not its path file. No file may be being written."""
+        """Delete a request's media files but not its path file. Call this method only when no file is being written."""
         for kind in KINDS:
             shutil.rmtree(directory / kind, ignore_errors=True)
         self._quota.give_back(directory.name)
 
     async def _spool_item(self, what: str, source: Any, stem: Path, request: _Request) -> Paths:
-        """Spool one item, which error messages call `what`."""
+        """Spool one item. Error messages call the item `what`."""
         request = replace(request, spend=ItemQuota(self.config.max_item_bytes, request.spend).spend)
         if not isinstance(source, tuple):
             return await self._spool_file(what, source, stem, request)

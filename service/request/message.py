@@ -55,7 +55,7 @@ class MessageReader:
         self._calls = form.parser(form.tools, form.num_earlier_calls) if form.parser else None
 
     def push(self, text: str) -> list[Part]:
-        """Read the next piece of the text, and return its parts as far as they are certain."""
+        """Read the next piece of the text, and return the new parts. The beginning of a marker may be held back."""
         return self._read(self._reasoning.push(text) if self._reasoning else [Content(text)] if text else [])
 
     def finish(self) -> list[Part]:

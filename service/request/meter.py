@@ -29,7 +29,7 @@ class Meter:
 
     @contextmanager
     def counted(self, num_choices: int) -> Iterator[None]:
-        """If the `with` block raises, count the choices that have not begun as ended by the error.
+        """If the `with` block raises, count each choice that has not begun. The error determines the reason.
 
         `num_choices` is the number of all choices that the request asks for.
         """

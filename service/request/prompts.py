@@ -82,7 +82,7 @@ async def prompts(
 
 @contextmanager
 def _directory(spool: Path) -> Iterator[RequestDirectory]:
-    """Open a `request_directory`. If it cannot be removed, log the error only, because the request was answered."""
+    """Open a `request_directory`. If it cannot be removed, only log the error, which does not affect the answer."""
     with ExitStack() as stack:
         directory = stack.enter_context(request_directory(spool))
         try:
@@ -95,7 +95,7 @@ def _directory(spool: Path) -> Iterator[RequestDirectory]:
 
 
 def _field(request: TokenizeRequest) -> str | None:
-    """Return the name of the field that contains the prompt. None for text, whose field depends on the route."""
+    """Return the name of the field that contains the prompt, or None for a text, whose field depends on the route."""
     if request.messages is not None:
         return "messages"
     return None if request.items is None else "inputs"
@@ -114,7 +114,7 @@ def _checked(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
 
 
 def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
-    """Parse the media of a request. Raise InputError or a subclass."""
+    """Parse the media of a request. Raise InputError if they are not valid."""
     replace = msgspec.structs.replace
     if request.messages is not None:
         messages = with_defaults(parse_messages(request.messages, strict=config.strict), request.media_defaults)

@@ -18,7 +18,7 @@ from mindie_mm.shm import make_spool
 _log = logging.getLogger(__name__)
 
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""Error numbers that say that the process or the system has no free file descriptor."""
+"""Error numbers that report a lack of file descriptors in the process or in the whole system."""
 PROBE_S = 5.0
 """Maximum time in seconds for writing a file to the spool. A slower file system counts as failed."""
 _PROBE_BYTES = 4096

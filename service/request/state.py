@@ -22,8 +22,8 @@ from service.telemetry.metrics import Metrics
 PLACEHOLDERS = frozenset({"default", "dummy", "model", "tgi"})
 """Model names that clients send if the user has not chosen a model.
 
-SGLang's clients send "default", huggingface_hub "dummy", and the examples of text-generation-inference "tgi". The name
-of a real model, such as gpt-3.5-turbo, is not a placeholder, because its sender expects that model.
+SGLang's clients send "default", huggingface_hub sends "dummy", and the examples of text-generation-inference send
+"tgi". The name of a real model, such as gpt-3.5-turbo, is not a placeholder, because its sender expects that model.
 """
 
 

@@ -15,7 +15,7 @@ _PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file
 
 
 def tokenizer_info(model: str | Path | None) -> dict[str, Any]:
-    """Return the contents of a checkpoint's tokenizer_config.json, completed by tokenizer class and chat template.
+    """Return the contents of a checkpoint's tokenizer_config.json. Add the tokenizer class and the chat template.
 
     Raises:
         UnsupportedCheckpoint: A file cannot be read.

@@ -127,7 +127,7 @@ class _Chat(Form):
                         so_far = self._so_far(source.prompt, choices, streams, len(delta.token_ids))
                         head = _first(index, self.body.role)
                         yield {**self._chunk([head]), **spans, **prompted, **so_far}
-                        spans, prompted = {}, {}  # only the first chunk has them
+                        spans, prompted = {}, {}  # only the first chunk of the answer has these fields
                         if echoed := self.body.echoed:
                             yield {**self._chunk([{**head, "delta": {"content": echoed}}]), **so_far}
                     logprobs = await self._logprobs(delta, buffers[index]) if self.body.logprobs else None

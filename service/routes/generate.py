@@ -49,7 +49,7 @@ class GenerateBody(InputsBody):
 
 
 class GenerateDetails(Details):
-    """Details that both kinds of answers have."""
+    """Details of an answer, whether it is streamed or not."""
 
     prompt_tokens: int
 

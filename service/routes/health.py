@@ -23,14 +23,14 @@ router = APIRouter()
 
 
 class Populated(TypedDict):
-    """The fraction of an arena that is faulted in, in [0, 1]."""
+    """The faulted-in fraction of an arena, from 0 to 1."""
 
     name: str
     populated: float
 
 
 class PopulatedMemory(TypedDict):
-    """The fraction of all arenas together that is faulted in, and the fraction of each."""
+    """The faulted-in fraction of all arenas together, and of each arena."""
 
     populated: float
     arenas: list[Populated]
@@ -95,12 +95,12 @@ class SharedMemory(TypedDict):
 
 
 @router.get("/health", responses=answered(Health))
-@router.get("/v2/health/ready", responses=answered(Health))  # MindIE's
-@router.get("/ping", responses=answered(Health))  # vLLM's
+@router.get("/v2/health/ready", responses=answered(Health))  # MindIE's path
+@router.get("/ping", responses=answered(Health))  # vLLM's path
 async def health(service: ServiceDep) -> Response:
     """Return 200 if the service can answer requests, else 503 with the reason.
 
-    The answer also says how far each arena is faulted in.
+    The response also has the faulted-in fraction of each arena.
     """
     await service.check_healthy()
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids)
@@ -116,7 +116,7 @@ async def health(service: ServiceDep) -> Response:
 
 
 @router.get("/health/live", response_class=Response)
-@router.get("/v2/health/live", response_class=Response)  # MindIE's
+@router.get("/v2/health/live", response_class=Response)  # MindIE's path
 async def live() -> Response:
     """Return 200 while the process can answer at all."""
     return Response(status_code=200)

@@ -77,7 +77,7 @@ class InferParameters(Settings):
     """As in `GenerationBody`."""
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600), WHOLE] | None = None
-    """Deadline for the answer, in seconds."""
+    """Maximum time for the answer, in seconds."""
 
     @property
     def draws(self) -> bool:

@@ -135,7 +135,10 @@ class Settings(Fields):
     field: ClassVar[str | None] = None
     """Field of the body that contains these fields, or None if they are at the top level."""
     timings: bool | None = None
-    """Report how the request's time was spent, in `timings` of the answer or of MindIE's `details`. An extension."""
+    """Report how the request's time was spent, in `timings` of the answer or of MindIE's `details`.
+
+    This field is an extension of both APIs.
+    """
 
     @abstractmethod
     def sampling_params(self, default: SamplingParams) -> SamplingParams:

@@ -37,7 +37,11 @@ class Choice(Answer):
 
 
 class PromptTokensDetails(TypedDict):
-    """Numbers of prompt tokens that were in the prefix cache, and that are replaced by features of media."""
+    """Details of the number of prompt tokens.
+
+    `cached_tokens` is the number of tokens that were found in the prefix cache. The other fields are the numbers of
+    tokens that are replaced by features of media.
+    """
 
     cached_tokens: int
     image_tokens: int

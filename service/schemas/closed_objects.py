@@ -13,10 +13,10 @@ _COMBINING = frozenset({"allOf", "$ref", *_ALTERNATIVES})
 
 
 def closed(schema: Any) -> Any:
-    """Return a copy of `schema` in which `additionalProperties` is false wherever `properties` are listed without it.
+    """Return a copy of `schema` in which objects may have only the properties that `properties` lists.
 
-    If several schemas describe the same object together, such as the members of `allOf`, they stay open, because each
-    of them lists only some of the object's properties.
+    A schema with `additionalProperties` is not changed. Neither are schemas that together describe one object, such as
+    the members of `allOf`, because each of them lists only some of the object's properties.
 
     Raises:
         RecursionError: The schema is nested too deeply.

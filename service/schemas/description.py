@@ -28,7 +28,7 @@ def streamed(event: type, whole: type | None = None, last: str | None = None) ->
     Args:
         event: TypedDict of the events. An event may also be an ErrorBody.
         whole: TypedDict of an answer that is not streamed, or None if the route always streams.
-        last: Data of the last event, or None if the last event is like the others.
+        last: Data of a special event that ends the stream, or None if there is no such event.
 
     """
     written = {

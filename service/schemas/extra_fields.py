@@ -39,7 +39,7 @@ class ExtraFields(Settings):
     return_tokens_as_token_ids: bool | None = None
     """Write the tokens of log-probabilities in the form `token_id:5`."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
-    """Number of tokens to keep of a longer prompt. -1: as many tokens as the context can contain with the answer."""
+    """Number of tokens to keep of a longer prompt. -1: as many tokens as fit into the context with the answer."""
     truncation_side: Literal["left", "right"] | None = None
     """Side from which the prompt is truncated. Default: left, which keeps the last tokens."""
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None

@@ -15,32 +15,32 @@ _ZERO = (None, 0)
 
 NOT_SERVED: NotServed = {
     **PROMPT_FIELDS,
-    # vLLM's
+    # fields of vLLM
     **dict.fromkeys(("guided_whitespace_pattern", "logits_processors", "use_beam_search"), OFF),
     **dict.fromkeys(("thinking_token_budget", "repetition_detection"), OFF),
     **dict.fromkeys(("lora_request", "vllm_xargs", "extra_args"), OFF),
     **dict.fromkeys(("detokenize", "include_reasoning"), (None, True)),
     "length_penalty": (None, 1),
     "early_stopping": OFF,
-    # OpenAI's
+    # fields of OpenAI
     "audio": OFF,
     "modalities": (*OFF, ["text"]),
     "web_search_options": (None,),  # empty options are refused too, because OpenAI searches even then
     "verbosity": (*OFF, "medium"),
-    # SGLang's
+    # fields of SGLang
     **dict.fromkeys(("stop_regex", "no_stop_trim", "custom_logit_processor"), OFF),
     **dict.fromkeys(("lora_path", "return_hidden_states", "session_params", "custom_params", "sampling_params"), OFF),
     **dict.fromkeys(("input_ids", "input_embeds", "image_data", "video_data", "audio_data", "return_logprob"), OFF),
-    # llama.cpp's
+    # fields of llama.cpp
     **dict.fromkeys(("lora", "input_prefix", "input_suffix", "return_tokens", "samplers"), OFF),
     "n_predict": (None,),
     **dict.fromkeys(("n_probs", "mirostat", "dynatemp_range", "t_max_predict_ms", "reasoning_budget"), (*OFF, 0)),
     **dict.fromkeys(("repeat_penalty", "tfs_z", "typ_p"), (None, 1)),
     "top_n_sigma": (None, -1, 0),
-    # Ollama's
+    # fields of Ollama
     **dict.fromkeys(("options", "format", "template", "system", "images", "context"), OFF),
     **dict.fromkeys(("num_predict", "num_ctx", "raw", "think"), (None,)),
-    # text-generation-inference's, and transformers'
+    # fields of text-generation-inference and of transformers
     **dict.fromkeys(("watermarking", "watermarking_config", "stop_sequences", "guideline", "tool_prompt"), OFF),
     **dict.fromkeys(("details", "decoder_input_details", "return_full_text"), OFF),
     **dict.fromkeys(("top_n_tokens", "min_length"), _ZERO),
@@ -48,10 +48,10 @@ NOT_SERVED: NotServed = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
     **dict.fromkeys(("bad_words_ids", "force_words_ids", "suppress_tokens", "forced_eos_token_id"), OFF),
     "adapter_id": (*OFF, "None"),
-    # Reasoning models', DashScope's, Anthropic's and Mistral's
+    # fields of reasoning models, DashScope, Anthropic and Mistral
     **dict.fromkeys(("enable_thinking", "thinking", "thinking_budget", "reasoning", "safe_prompt"), (None,)),
     **dict.fromkeys(("enable_search", "vl_high_resolution_images", "max_output_tokens", "random_seed"), (None, False)),
-    # text-generation-webui's
+    # fields of text-generation-webui
     **dict.fromkeys(("preset", "grammar_string", "custom_token_bans", "ban_eos_token", "dynamic_temperature"), OFF),
     **dict.fromkeys(("mirostat_mode", "dry_multiplier", "xtc_probability", "smoothing_factor"), _ZERO),
     **dict.fromkeys(("penalty_alpha", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "top_a"), _ZERO),

@@ -56,7 +56,7 @@ class Scored(TypedDict):
     """Log-probabilities of the prompt, if the request sets `prompt_logprobs`."""
 
     prompt_logprobs: NotRequired[Annotated[Raw, _json_of(list[dict[str, PromptToken] | None])]]
-    """One entry per token, whose keys are token ids. The entry of the first token is null."""
+    """One object per token. The keys of the object are token ids. The first token has null instead of an object."""
 
 
 class Spanned(TypedDict):
@@ -66,7 +66,7 @@ class Spanned(TypedDict):
 
 
 class End(TypedDict):
-    """The reasons why a choice ended. Both are None until the choice ends."""
+    """The reasons why a choice ended. Both fields are None until the choice ends."""
 
     finish_reason: FinishReason | None
     stop_reason: str | int | None
@@ -129,7 +129,7 @@ ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 class ChatEnd(TypedDict):
-    """The reasons why a chat's choice ended. Both are None until the choice ends."""
+    """The reasons why a chat's choice ended. Both fields are None until the choice ends."""
 
     finish_reason: ChatFinishReason | None
     """`tool_calls` if the model has called a tool, unless the output limit ended the choice."""

@@ -168,12 +168,12 @@ class ChatBody(GenerationBody):
 
     @property
     def opens_turn(self) -> bool:
-        """Whether the prompt ends with the start of the assistant's turn. Raise InputError as the function does."""
+        """Result of the function `opens_turn`, which may raise InputError."""
         return opens_turn(self.add_generation_prompt, self.continue_final_message)
 
     @property
     def role(self) -> str:
-        """Role of the answer: `assistant`, or the role of the last message if no turn is opened."""
+        """Role of the answer: `assistant`, or the role of the last message if the prompt does not open a turn."""
         return "assistant" if self.opens_turn or not self.messages else str(self.messages[-1].get("role"))
 
     @property

@@ -1,4 +1,4 @@
-"""The request fields that describe structured outputs. All are translated into `StructuredOutputs`."""
+"""The request fields that describe structured outputs. All of them are translated into `StructuredOutputs`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class StructuredOutputsBody(Closed):
     json_object: Annotated[bool | None, _ABSENT] = None
     structural_tag: Tag = None
     disable_any_whitespace: bool | None = None
-    """Ignored, because the white space between JSON tokens is fixed."""
+    """Ignored, because the whitespace between JSON tokens is fixed."""
     disable_additional_properties: bool | None = None
     """Allow only properties that the schema lists."""
 
@@ -230,7 +230,7 @@ def _text(
 
 
 def _closed_tag(tag: Any) -> Any:
-    """Return a structural tag with closed objects in its JSON schemas."""
+    """Return a structural tag whose JSON schemas have been changed by `closed`."""
     if isinstance(tag, list):
         return [_closed_tag(part) for part in tag]
     if not isinstance(tag, dict):

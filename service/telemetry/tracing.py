@@ -107,7 +107,7 @@ class Tracer:
     """Sends the spans of requests to a collector. A separate thread sends them in batches."""
 
     def __init__(self, endpoint: str, version: str) -> None:
-        """Create a tracer. The SDK's OTEL_ environment variables apply, except to what the arguments set.
+        """Create a tracer. The SDK's OTEL_ environment variables apply to all options that the arguments do not set.
 
         Raises:
             InputError: The `otel` extra is not installed.

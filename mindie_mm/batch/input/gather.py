@@ -87,7 +87,7 @@ def gather(
     """Convert all `inputs` that are not files of rows. Read at most `limit` rows from standard input or a pipe.
 
     Returns:
-        Each extension of files in media folders that are not media, with the number of such files.
+        The number of files in media folders that were left out because they are not media, for each extension.
 
     Raises:
         InputError: An input cannot be read, or a folder contains no media.

@@ -20,7 +20,10 @@ class Files:
     """A name that several files of the row share, or None. `files` contains only the last of these files."""
 
     def own(self, suffix: str) -> bytes | None:
-        """Return the content of the file named key + `suffix`, such as `3.json` but not `3.meta.json`, or None."""
+        """Return the content of the file whose name is the key and `suffix`. Return None if there is no such file.
+
+        For the key `3` and the suffix `.json`, this is `3.json` but not `3.meta.json`.
+        """
         return next((data for name, data in self.files.items() if name.removeprefix(self.key).lower() == suffix), None)
 
 

@@ -134,9 +134,9 @@ class _Named(msgspec.Struct):
 def parse(record: Record, folder: Path, template: str) -> Row:
     """Convert a record to a row.
 
-    A record is a list of items or an object. An object contains either `inputs` (a list of items), or `messages`, or
-    text and media under keys such as `text` (or `prompt`), `image`, `images`, `video_url` and `audio`. If it contains
-    text and media, the media precede the text in the prompt, in the order of the keys. If it contains `messages` and
+    A record is a list of items or an object. An object contains `inputs` (a list of items), `messages`, or text and
+    media under keys such as `text` (or `prompt`), `image`, `images`, `video_url` and `audio`. In an object with text
+    and media, the media precede the text in the prompt, in the order of the keys. In an object with `messages` and
     media, the media replace parts such as `{"type": "image"}`.
 
     An object may also contain `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt`, as in the
@@ -276,7 +276,7 @@ def _text_file(record: Files) -> str:
 
 
 def _located_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Media:
-    """Replace the file name in `media` with the bytes of the row's file of this name. The folder may be left out."""
+    """Replace the file name in `media` with the bytes of the row's file of this name. The name may omit the folder."""
     for name, data in files.items():
         if media.source in (name, name.rpartition("/")[2]):
             return replace(media, source=data)

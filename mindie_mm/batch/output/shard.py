@@ -1,4 +1,7 @@
-"""Shards: tables of rows with a file of blocks each. A shard is complete as soon as its table has its final name."""
+"""Writes and reads shards. A shard consists of a table of rows and a file of blocks.
+
+A shard is complete as soon as its table has its final name.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,7 @@ class ShardRow:
     """Number of the row in the whole input."""
     id: str
     prompt: Prompt | None
-    """None if the row has an error."""
+    """Prompt of the row, or None if the row has an error."""
     error: str | None
     digests: Sequence[bytes]
     arrays: Sequence[Sequence[Mapping[str, Any]]]
