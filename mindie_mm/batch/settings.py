@@ -110,7 +110,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             folder: Folder of the run.
-            states: States that the files must have. If empty, the current states.
+            states: States that the files must have. The default is their current states.
             digests: Fingerprints of the files, if known.
 
         Raises:

@@ -41,7 +41,7 @@ class Stage:
         Args:
             run: Run whose shards are written.
             folder: Folder to write the shards to.
-            states: States that the input's files must have. If empty, the current states.
+            states: States that the input's files must have. The default is their current states.
 
         Raises:
             InputError: An input cannot be read.
