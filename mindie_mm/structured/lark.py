@@ -1,4 +1,4 @@
-"""Pieces of grammars in llguidance's Lark syntax."""
+"""Writes pieces of grammars in llguidance's Lark syntax."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mindie_mm.errors import InputError
 from mindie_mm.structured.schema_numbers import with_exact_numbers
 
 TEXT = "/(?s:.*)/"
-"""Regular expression of any text. llguidance does not allow added tokens in the text."""
+"""Regular expression that matches any text. llguidance does not allow added tokens in this text."""
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The style of json.dumps. With flexible whitespace, a small model may write only whitespace."""
+"""The style of json.dumps. If whitespace were flexible, a small model might write only whitespace."""
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\b', re.DOTALL)
 """Pattern of a literal, a comment, a regular expression or the beginning of a JSON schema."""
 _decoder = json.JSONDecoder()
@@ -38,7 +38,7 @@ def token(token_id: int) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Return a regular expression in slashes, as in Lark.
+    """Return a regular expression between slashes, as Lark requires.
 
     Raises:
         InputError: The expression ends with an incomplete escape, which llguidance would ignore.
@@ -50,7 +50,7 @@ def regex(pattern: str) -> str:
 
 
 def schema(text: str) -> dict[str, Any]:
-    """Parse the JSON schema in `text`. Make its numbers exact, and set the style of json.dumps.
+    """Parse the JSON schema in `text`, rewrite its numbers by `with_exact_numbers`, and set the style of json.dumps.
 
     Raises:
         InputError: The text is not a schema in JSON, or has a number that llguidance would misread.
@@ -64,7 +64,7 @@ def schema(text: str) -> dict[str, Any]:
 
 
 def with_exact_schemas(grammar: str) -> str:
-    """Rewrite each `%json` of a Lark grammar like `schema`, which describes the errors."""
+    """Rewrite each JSON schema (`%json`) in a Lark grammar as `schema` does. Raise the same errors."""
     written, at = "", 0
     while match := _TOKEN.search(grammar, at):
         written += grammar[at : match.end()]

@@ -1,7 +1,7 @@
-"""Tools as text, for a chat template without a place for them. The format is that of Hermes.
+"""Describes tools as text in the format of Hermes, for chat templates that do not support tools.
 
-The functions take messages as a client sent them. A message of a wrong form stays as it is, because `parse_messages`
-reports it afterwards.
+The functions accept messages as a client sent them. A message that is not valid is not changed, because
+`parse_messages` reports it later.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ For each function call, return a json object with function name and arguments wi
 
 
 def with_described_tools(messages: Sequence[Any], tools: Sequence[Any], *, takes_system: bool) -> list[Any]:
-    """Return messages that describe the tools, and that hold earlier calls and their results as text.
+    """Return messages that describe the tools, and contain earlier calls and their results as text.
 
-    Without tools and earlier calls, the messages stay as they are.
+    If there are no tools and no earlier calls, the messages are not changed.
 
     Args:
         messages: Messages of the chat.
-        tools: Tools that the chat offers, perhaps none.
-        takes_system: Whether the chat template shows a system message. If not, the first user message has the
-            description.
+        tools: Tools that the request offers. May be empty.
+        takes_system: Whether the chat template supports a system message. If not, the description is put into the first
+            user message.
 
     """
     if not tools and not any(map(_has_calls, messages)):
@@ -86,7 +86,7 @@ def _has_calls(message: Any) -> bool:
 
 
 def _with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an assistant's message with its calls at the end of its content."""
+    """Return an assistant message in which the calls are text at the end of the content."""
     calls = message.get("tool_calls") or [{"function": message["function_call"]}]
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
     written = []
@@ -103,7 +103,7 @@ def _with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(*contents: Any) -> Any:
-    """Return the concatenation of contents, each a text, a list of parts or None."""
+    """Concatenate contents. Each content is a text, a list of parts or None."""
     if all(isinstance(content, str | None) for content in contents):
         return "".join(content or "" for content in contents)
     parts: list[Any] = []

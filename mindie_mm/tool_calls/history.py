@@ -1,4 +1,4 @@
-"""Calls of earlier turns in the form in which a format's chat template expects them."""
+"""Rewrites the ids of tool calls in earlier messages to the form that the chat template expects."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mindie_mm.tool_calls.parser import ToolCallParser
 
 
 def num_calls(messages: Sequence[Any]) -> int:
-    """Return the number of calls in the messages of a chat, which are not checked yet."""
+    """Return the number of calls in the messages of a chat. The messages may be invalid."""
     return sum(len(_calls(message)) for message in messages)
 
 
 def with_own_ids(messages: Sequence[Any], parser: type[ToolCallParser]) -> list[Any]:
-    """Return messages with the ids of calls, and of their results, in the form of a format.
+    """Return messages in which the ids of calls and of their results have the form that `parser` defines.
 
-    A message of a wrong form stays as it is, because `parse_messages` reports it afterwards.
+    A message that is not valid is not changed, because `parse_messages` reports it later.
     """
     own: dict[str, str] = {}
     number = 0

@@ -1,4 +1,4 @@
-"""Analysis of the JSON schemas of arguments, for formats in which values are raw text."""
+"""Analyzes the JSON schemas of arguments, for formats in which the values of arguments are raw text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "i
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows. It is empty if all types are allowed or the schema is invalid."""
+    """Return the JSON types that a schema allows. The set is empty for an invalid schema, or if it allows all types."""
     types: set[str] = set()
     for part in _parts(schema, root):
         if isinstance(values := part.get("enum", [part["const"]] if "const" in part else None), list):
@@ -44,7 +44,7 @@ def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[st
         names: Pattern of the names that the format can represent.
 
     Raises:
-        InputError: The schema has restrictions other than those of the properties, or a name cannot be represented.
+        InputError: The schema restricts more than its properties, or the format cannot represent a name.
 
     """
     where = f"the parameters of the tool {reprlib.repr(tool.name)}"
@@ -69,7 +69,7 @@ def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[st
 
 
 def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Split a schema into schemas of which each allows a single type or a constant. Their union equals `schema`.
+    """Split a schema into schemas that each allow a single type or a constant. Their union is `schema`.
 
     Raises:
         InputError: The schema cannot be split in this way.
@@ -96,7 +96,7 @@ def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def keyword(schema: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
-    """Return the value of a keyword, or None if it is missing. Raise InputError if its type is not `kind`."""
+    """Return the value of a keyword, or None if the keyword is missing. Raise InputError if its type is not `kind`."""
     value = schema.get(name)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise InputError(f"{where}: {name} is {reprlib.repr(value)}, which is not valid in a JSON schema")
@@ -104,10 +104,10 @@ def keyword(schema: Mapping[str, Any], name: str, kind: type, where: str) -> Any
 
 
 def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Iterate over the schemas whose union is `schema`, with references resolved.
+    """Yield schemas whose union is `schema`. References in `schema` are resolved.
 
-    A reference or combination that cannot be resolved is returned unchanged. Each reference is followed once, because
-    following it again would not change the union.
+    A schema whose reference or combination cannot be resolved is yielded unchanged. Each reference is followed only
+    once, because following it again would not change the union.
     """
     seen: set[str] = set()
     stack = [schema]

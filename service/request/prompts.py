@@ -1,4 +1,4 @@
-"""Prompts of requests: spool the media, tokenize, and free everything at the end."""
+"""Creates the prompts of a request: spools the media, tokenizes, and frees everything at the end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from service.telemetry import tracing
 _log = logging.getLogger(__name__)
 
 _Parsed = tuple[list[Media], Callable[[Iterator[Paths]], TokenizeRequest]]
-"""The media of a request, and a function that returns the request with files in their place."""
+"""The media of a request, and a function that returns the request with file paths in place of the media."""
 
 
 @asynccontextmanager
@@ -49,8 +49,8 @@ async def prompts(
 ) -> AsyncIterator[list[PromptSource]]:
     """Tokenize the prompts of one HTTP request, and free their shared memory at exit.
 
-    The limits of a request apply to all of its prompts together. Media are as the client sent them. Their files remain
-    until the exit, because a preempted answer may need them to be tokenized again.
+    The limits for one request apply to all of its prompts together. `requests` contain the media as the client sent
+    them. The spooled files remain until the exit, because a preempted answer may need its prompt tokenized again.
     """
     started = time.perf_counter()
     field = _field(requests[0])
@@ -82,7 +82,7 @@ async def prompts(
 
 @contextmanager
 def _directory(spool: Path) -> Iterator[RequestDirectory]:
-    """Open a `request_directory`. Log an error if it cannot be removed, because the request itself has succeeded."""
+    """Open a `request_directory`. If it cannot be removed, only log the error, which does not affect the answer."""
     with ExitStack() as stack:
         directory = stack.enter_context(request_directory(spool))
         try:
@@ -95,14 +95,14 @@ def _directory(spool: Path) -> Iterator[RequestDirectory]:
 
 
 def _field(request: TokenizeRequest) -> str | None:
-    """Return the body's field with the prompt, or None for a text, whose field has several names."""
+    """Return the name of the field that contains the prompt, or None for a text, whose field depends on the route."""
     if request.messages is not None:
         return "messages"
     return None if request.items is None else "inputs"
 
 
 def _checked(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
-    """Return `_parsed`. Raise InputError also for JSON that a message to a tokenizer process cannot hold."""
+    """Return the result of `_parsed`. Raise InputError also if the request cannot be encoded as MessagePack."""
     try:
         media, with_files = _parsed(request, config)
         msgspec.msgpack.encode(with_files(repeat(Path())))
@@ -114,7 +114,7 @@ def _checked(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
 
 
 def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
-    """Parse the media of a request. Raise InputError or a subclass."""
+    """Parse the media of a request. Raise InputError if they are not valid."""
     replace = msgspec.structs.replace
     if request.messages is not None:
         messages = with_defaults(parse_messages(request.messages, strict=config.strict), request.media_defaults)
@@ -131,7 +131,7 @@ def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
 
 
 def prompt_of_ids(service: Service, ids: Sequence[int], field: str) -> Prompt:
-    """Return a prompt of the token ids in a body's `field`.
+    """Return a prompt that consists of the token ids in the body's `field`.
 
     Raises:
         TokenOutOfRange: An id is not in [0, vocabulary size).

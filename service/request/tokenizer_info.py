@@ -11,11 +11,11 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 _FILE = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"})
-"""Keys that may name files of the machine that saved the checkpoint."""
+"""Keys whose values may be paths on the machine that saved the checkpoint."""
 
 
 def tokenizer_info(model: str | Path | None) -> dict[str, Any]:
-    """Return the contents of a checkpoint's tokenizer_config.json, with its class and its chat template.
+    """Return the contents of a checkpoint's tokenizer_config.json. Add the tokenizer class and the chat template.
 
     Raises:
         UnsupportedCheckpoint: A file cannot be read.
@@ -29,7 +29,7 @@ def tokenizer_info(model: str | Path | None) -> dict[str, Any]:
 
 
 def _template(checkpoint: Checkpoint) -> Any:
-    """Return the chat template outside tokenizer_config.json, or None."""
+    """Return the chat template from a file other than tokenizer_config.json, or None."""
     file = checkpoint.path / _TEMPLATE
     with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
         if file.is_file():

@@ -38,7 +38,7 @@ async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """State of a streamed choice's log-probabilities."""
+    """The state of the log-probabilities of a choice."""
 
     offsets: TextOffsets
     buffer: LogprobsBuffer
@@ -52,9 +52,9 @@ class _Completion(Form):
     created: int
 
     def sources(self) -> AbstractAsyncContextManager[list[PromptSource]]:
-        """Return a context manager that yields the prompts. Its exit frees the shared memory of images in texts.
+        """Return a context manager that yields the prompts, and frees the shared memory of their images at exit.
 
-        Raise InputError for an empty prompt or an invalid JSON schema, and LimitExceeded for too many choices.
+        Raise InputError if a prompt is empty, and LimitExceeded if the request asks for too many choices.
         """
         given = self.body.prompts()
         if not given or not all(given):
@@ -82,7 +82,7 @@ class _Completion(Form):
         }
 
     async def events(self) -> AsyncGenerator[Completion, None]:
-        """Yield the answer's chunks, then the usage if requested."""
+        """Yield the chunks of the answer. The last chunk has the usage and the timings, if they are requested."""
         async with self.sources() as sources:
             prompts = [source.prompt for source in sources]
             choices = [Choice(index=index) for index in range(len(prompts) * self.call.n)]
@@ -119,7 +119,7 @@ class _Completion(Form):
         return _Written(TextOffsets(tokenizer, self.call.params), LogprobsBuffer(tokenizer, self.call.params))
 
     async def _choice(self, choice: Choice, prompt: Prompt | None, written: _Written | None = None) -> CompletionChoice:
-        """Return a choice, or its next part. Put `prompt` before it if the request asks for echo."""
+        """Return a whole choice or its next part. If the request sets `echo`, the text of `prompt` precedes it."""
         tokenizer = self.call.service.worker.tokenizer
         echoed = prompt.plain_ids.tolist() if prompt is not None and self.body.echo else []
         logprobs: CompletionLogprobs | None = None
@@ -152,5 +152,5 @@ class _Completion(Form):
 
 
 def _topped(one: TokenLogprob, num_top: int) -> TokenLogprob:
-    """Return `one` with at most `num_top` likely tokens, because `prompt_logprobs` may ask for more of them."""
+    """Return `one` with at most `num_top` of the most likely tokens. It may have more because of `prompt_logprobs`."""
     return one if not 0 <= num_top < len(one.top) else msgspec.structs.replace(one, top=one.top[:num_top])

@@ -23,28 +23,28 @@ router = APIRouter()
 
 
 class Populated(TypedDict):
-    """How far an arena is faulted in, in [0, 1]."""
+    """The faulted-in fraction of an arena, from 0 to 1."""
 
     name: str
     populated: float
 
 
 class PopulatedMemory(TypedDict):
-    """How far all of it is."""
+    """The faulted-in fraction of all arenas together, and of each arena."""
 
     populated: float
     arenas: list[Populated]
 
 
 class Health(TypedDict):
-    """The answer of /health."""
+    """The response of /health."""
 
     status: Literal["ok"]
     shared_memory: PopulatedMemory
 
 
 class Version(TypedDict):
-    """The answer of /version."""
+    """The response of /version."""
 
     version: str
 
@@ -57,7 +57,7 @@ class ArrayEntry(TypedDict):
 
 
 class BlockEntry(TypedDict):
-    """A block that nobody freed; times in seconds."""
+    """A block that has not been freed. Times are in seconds."""
 
     name: str
     state: str
@@ -66,12 +66,12 @@ class BlockEntry(TypedDict):
     lease_s: float | None
     bytes: int
     pieces: Sequence[tuple[int, int]]
-    """Offset and length of each piece, in bytes."""
+    """Offset and length in bytes of each contiguous part of the block."""
     arrays: dict[str, ArrayEntry]
 
 
 class ArenaEntry(TypedDict):
-    """An arena."""
+    """An arena of one of the tokenizer processes."""
 
     name: str
     pid: int | None
@@ -86,7 +86,7 @@ class ArenaEntry(TypedDict):
 
 
 class SharedMemory(TypedDict):
-    """The answer of /shm."""
+    """The response of /shm."""
 
     blocks: int
     bytes: int
@@ -95,12 +95,12 @@ class SharedMemory(TypedDict):
 
 
 @router.get("/health", responses=answered(Health))
-@router.get("/v2/health/ready", responses=answered(Health))  # MindIE's
-@router.get("/ping", responses=answered(Health))  # vLLM's
+@router.get("/v2/health/ready", responses=answered(Health))  # MindIE's path
+@router.get("/ping", responses=answered(Health))  # vLLM's path
 async def health(service: ServiceDep) -> Response:
     """Return 200 if the service can answer requests, else 503 with the reason.
 
-    The answer also says how far each arena is faulted in.
+    The response also has the faulted-in fraction of each arena.
     """
     await service.check_healthy()
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids)
@@ -116,7 +116,7 @@ async def health(service: ServiceDep) -> Response:
 
 
 @router.get("/health/live", response_class=Response)
-@router.get("/v2/health/live", response_class=Response)  # MindIE's
+@router.get("/v2/health/live", response_class=Response)  # MindIE's path
 async def live() -> Response:
     """Return 200 while the process can answer at all."""
     return Response(status_code=200)

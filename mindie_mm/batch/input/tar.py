@@ -1,4 +1,4 @@
-"""Members and rows of tars in WebDataset format."""
+"""Reads the members and the rows of tars in WebDataset format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def key_of(name: str) -> str:
-    """Return the key that the files of a row share: the folder, and the file name up to its first dot."""
+    """Return the key that the files of a row share. It consists of the folder and the file name up to the first dot."""
     base = base_of(name)
     return name.removesuffix(base) + base.partition(".")[0]
 
@@ -55,7 +55,7 @@ def members(file: BinaryIO, path: Path, start: int = 0) -> Iterator[tarfile.TarI
 
 
 def _next_tar(path: Path, file: BinaryIO, end: int) -> int | None:
-    """Return the offset of the next concatenated tar, or None. The members of the current tar stop at `end`."""
+    """Return the offset of the next concatenated tar, or None. `end` is where the members of the current tar end."""
     file.seek(end)
     mark = file.read(tarfile.BLOCKSIZE)
     if any(mark):  # tarfile treats a damaged header as the end of the tar
@@ -100,9 +100,9 @@ def row_starts(file: BinaryIO, path: Path) -> list[int]:
 
 
 class _DottedNames:
-    """Detector of rows that may combine the files of several rows by mistake.
+    """Detects rows that may contain the files of several rows by mistake.
 
-    File names with two dots, such as `cat 1.5x.png`, cause such rows.
+    The cause is file names with two dots, such as `cat 1.5x.png`.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of a finished run, with its counts, settings and digests. The same input produces the same manifest."""
+"""The manifest of a finished run, with counts, settings and digests. The same input produces the same manifest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shard(msgspec.Struct, frozen=True):
         """Check that both files in `folder` have the content that the run wrote.
 
         Raises:
-            CorruptReference: A file differs or cannot be read.
+            CorruptReference: A file has different content or cannot be read.
             SegmentMissing: The file of blocks is missing or truncated.
 
         """
@@ -78,8 +78,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         A warning is logged if rows share an id.
 
         Raises:
-            StorageError: Shards of the `num_rows` rows are missing, for example because other nodes wrote them to their
-                own disks.
+            StorageError: Some shards are missing, for example because other nodes wrote them to their own disks.
 
         """
         shards = _shards(folder, run.digest)
@@ -114,7 +113,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Digest of the rows. It depends on the shards' content, but not on the paths of the inputs."""
+        """Digest of the rows. It depends on the content of the shards, but not on the paths of the inputs."""
         return blake3(msgspec.json.encode((self.run.digest, self.shards))).hexdigest(16)
 
     @classmethod
@@ -162,9 +161,9 @@ def _warn(repeated: RepeatedIds) -> None:
 
 
 def drop_changed(folder: Path, run: Run) -> None:
-    """Remove tables that were changed after a finished run wrote them, so that their shards are written again.
+    """Remove tables that were changed after the run was finished, so that their shards are written again.
 
-    Otherwise the next manifest would record the changed tables as valid. The files of blocks are not checked here.
+    The next manifest would otherwise record the changed tables as valid. The files of blocks are not checked here.
 
     Raises:
         CorruptReference: The manifest is damaged.
@@ -189,7 +188,7 @@ def drop_changed(folder: Path, run: Run) -> None:
 
 
 def _shards(folder: Path, run: str) -> list[Shard]:
-    """Return the shards of the run with the digest `run`, from row 0 up to the first gap."""
+    """Return the consecutive shards from row 0 on that belong to the run with the digest `run`."""
     shards: list[Shard] = []
     row = 0
     while (path := table_path(folder, row)).is_file():
