@@ -1,4 +1,4 @@
-"""Tests of canceled decoding."""
+"""Tests of cancelled decoding."""
 
 import threading
 

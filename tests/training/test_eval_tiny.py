@@ -1,4 +1,4 @@
-"""Tests that the embedded checkpoint answers as docs/embedded-checkpoint.md states.
+"""Tests that the embedded checkpoint answers as docs/embedded-checkpoint.md says.
 
 `python -m training.eval_tiny` asks more questions.
 """
@@ -22,7 +22,7 @@ def test_the_checkpoint_answers_unseen_scenes_and_sounds():
     samples = [
         one
         for one in held_out(SEED + 1, 120)
-        if not any(sound.speaker for sound in one.sounds)  # espeak-ng may be absent
+        if not any(sound.speaker for sound in one.sounds)  # espeak-ng, which generates speech, may not be installed
     ]
     found = judge(TINY, samples, verbose=True)
     right, asked = (sum(column) for column in zip(*found.values(), strict=True))

@@ -1,4 +1,4 @@
-"""Tests of the embedded checkpoint's files, and of training prompts against its chat template."""
+"""Tests of the embedded checkpoint's files, and of its chat template against the prompts of the training."""
 
 import random
 import re
