@@ -1,4 +1,4 @@
-"""Storage formats. A cast records the format of a tensor, whose bytes stay in the order of ND."""
+"""Storage formats. A cast only records the format of a tensor: the bytes stay in the order of the format ND."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def get_npu_format(input: Tensor) -> int:  # noqa: A002 - the schema's
 
 
 def npu_format_cast(input: Tensor, acl_format: int, **_: Any) -> Tensor:  # noqa: A002 - the schema's
-    """Return a tensor of the same values in another format."""
+    """Return a copy of the tensor with another format, or the tensor itself if it already has this format."""
     if get_npu_format(input) == acl_format:
         return input
     out = input.clone()
