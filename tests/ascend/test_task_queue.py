@@ -30,8 +30,7 @@ def fail_in_queue(*_: object) -> None:
     """Fail like an operator that fails after its call has returned.
 
     torch_npu aborts the process if a destructor learns of the failure. Therefore, both tensors are created before the
-    call
-    that may raise an error.
+    call that may raise an error.
     """
     import torch
 

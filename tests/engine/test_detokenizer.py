@@ -43,8 +43,7 @@ def by_bytes():
     """Return a tokenizer with byte fallback, like Llama's.
 
     Characters without a token are encoded as byte tokens. Adjacent byte tokens are decoded together, and a leading
-    space
-    is dropped.
+    space is dropped.
     """
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "▁a", "▁b"]
     vocabulary = {name: index for index, name in enumerate(names)}

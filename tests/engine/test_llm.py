@@ -368,8 +368,7 @@ def test_a_script_on_standard_input_gets_answers_until_it_ends(random_checkpoint
     """The script has no main guard and closes nothing. Workers do not import `__main__` again.
 
     A thread of the script outlives the main thread and still gets answers. An exit handler that was registered before
-    the
-    LLM runs after the LLM has been closed.
+    the LLM runs after the LLM has been closed.
     """
     script = SCRIPT.format(path=str(random_checkpoint), decoders=decoders)
     ended = subprocess.run([sys.executable], input=script, capture_output=True, text=True, timeout=300, check=False)

@@ -64,8 +64,7 @@ def living_arena() -> Iterator[Target]:
     """Yield a target that damages a block of a living arena as soon as the block is published.
 
     An input consists of flags (bit 0 repairs the header, bits 1 and 2 select specs) and patches. Other blocks occupy
-    half
-    of the arena, with gaps between them, so blocks with the largest specs have several pieces.
+    half of the arena, with gaps between them, so blocks with the largest specs have several pieces.
     """
     with Arena.create(1 << 18) as arena, arena.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         header = ArenaHeader.unpack(memory[:PAGE], len(memory))

@@ -37,8 +37,7 @@ def words() -> Iterator[Target]:
     """Yield a target for `Ref.from_words`.
 
     An input consists of flags (repair the name word, repair the shape word, omit the shape word, use integers beyond
-    int64)
-    and two words.
+    int64) and two words.
     """
     seeds = []
     for number, shape in enumerate(_SHAPES):

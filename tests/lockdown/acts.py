@@ -1,8 +1,8 @@
 """Actions of a decoder that an attacker controls. `python -m tests.lockdown.acts USER < ACTS` prints each outcome.
 
 ACTS is a JSON list of pairs: the name of an act and the name of a mechanism. The process runs as USER and forks a child
-for each pair. That mechanism, or all mechanisms if it is "all", sandboxes the child, which then runs the act. The
-child reports "done" or the name of an exception, unless a signal kills it.
+for each pair. That mechanism, or all mechanisms if it is "all", sandboxes the child, which then runs the act. The child
+reports "done" or the name of an exception, unless a signal kills it.
 """
 
 from __future__ import annotations

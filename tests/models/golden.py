@@ -1,8 +1,8 @@
 """Golden data: a checkpoint rebuilt from its seed, prompts, and results of the original implementation.
 
-A folder contains the checkpoint's files except its weights, which `weights.json` describes: the seed, and the shape
-and distribution of each weight. `cases.json` and `cases.npz` contain the prompts, their token ids, last hidden states
-and generated tokens. The checkpoint's head turns the hidden states into logits.
+A folder contains the checkpoint's files except its weights, which `weights.json` describes: the seed, and the shape and
+distribution of each weight. `cases.json` and `cases.npz` contain the prompts, their token ids, last hidden states and
+generated tokens. The checkpoint's head turns the hidden states into logits.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class KeysContract:
     refused: ClassVar[Mapping[str, Any]]
     """Unsupported values by key."""
     honoured: ClassVar[Mapping[str, Any]]
-    """Other supported values by key, or changes of several keys together. `reference` computes the logits."""
+    """Supported values other than the checkpoint's, by key. An entry may also change several keys together."""
     towers: ClassVar[Mapping[str, Mapping[str, Any]]]
     """Changes of keys of the vision tower. Each must change the features."""
     unused: ClassVar[Mapping[str, Any]]

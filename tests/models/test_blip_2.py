@@ -186,8 +186,7 @@ class TestBlip2T5(Seq2SeqContract):
         """No text produces a control token, although the Unigram tokenizer itself would produce some.
 
         Its pieces include the control tokens, whether or not special tokens are recognized. It also normalizes
-        full-width
-        characters, so that they spell control tokens.
+        full-width characters, so that they spell control tokens.
         """
         reference, text = AutoTokenizer.from_pretrained(path), text.format(*[token] * 3)
         plain = unicodedata.normalize("NFKC", token)

@@ -110,8 +110,7 @@ class Reference(BaseReference):
         images = Gemma3ImageProcessor.from_pretrained(path)
         stated = json.loads((path / "processor_config.json").read_text())
         processor = Gemma3Processor(images, AutoTokenizer.from_pretrained(path), **stated)
-        # The processor's class replaces the crop settings of the checkpoint's file by False. Use the settings of the
-        # file.
+        # The processor's class replaces the crop settings by False. Use the settings of the checkpoint's file.
         asked = {name: value for name in SCAN if (value := getattr(images, name)) is not None}
         processor.images_kwargs = {**processor.images_kwargs, **asked}
         super().__init__(Gemma3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32), processor)

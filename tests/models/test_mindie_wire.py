@@ -123,7 +123,7 @@ def their_media(ids, start_token):
 
 
 class Reference:
-    """Processors of transformers over a checkpoint."""
+    """Processors of transformers for a checkpoint."""
 
     def __init__(self, path):
         self.image, self.video = (

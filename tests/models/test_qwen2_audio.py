@@ -39,8 +39,7 @@ class Reference(ContractReference):
         """Generate `count` tokens greedily.
 
         If the prompt has a single audio token, do not call transformers' `generate`: that method would take the token
-        for an
-        unexpanded placeholder, expand the token again and lose the attention mask.
+        for an unexpanded placeholder, expand the token again and lose the attention mask.
         """
         inputs = {**self.inputs(items)}
         if (inputs["input_ids"] == self.model.config.audio_token_id).sum() != 1:

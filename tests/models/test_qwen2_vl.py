@@ -258,7 +258,10 @@ def test_rotary_frequencies_that_depend_on_the_batch_are_refused(random_checkpoi
 def test_dtype_auto_is_the_configs_or_else_the_weights(
     random_checkpoint, tmp_path, stated, stored, expected, monkeypatch
 ):
-    """A dtype that only the text model's section contains is ignored. Qwen3-VL's published config.json has one."""
+    """A dtype that only the text model's section contains is ignored.
+
+    Qwen3-VL's published config.json has such a dtype.
+    """
     monkeypatch.setattr(CPU, "default_dtype", lambda _, checkpoint_dtype: checkpoint_dtype)  # as on accelerators
     path = shutil.copytree(random_checkpoint, tmp_path / "stored")
     config = json.loads((path / "config.json").read_text())

@@ -19,7 +19,7 @@ DEADLINE_S = 10.0
 """Time in seconds that a request waits in the queue before it gives up."""
 
 BOUNDS = {16: 0.75, 32: 0.55, 64: 0.40, 128: 0.25, 256: 0.20}
-"""By n: if more than this share of the bytes is free, 1/n of the capacity always fits in one piece.
+"""Bounds by n. If a larger share of the bytes is free, a request of 1/n of the capacity fits in one piece.
 
 In simulations of 80 weeks, the worst shares were 0.69, 0.49, 0.36, 0.21 and 0.15. Other strategies lie within a few
 hundredths of these values: best fit, first fit, small and large blocks at opposite ends, and sizes that are powers of
@@ -84,7 +84,7 @@ class Room:
 
 
 def pictures(draw: random.Random, pixels: float, spread: float) -> int:
-    """Return the size in bytes of a picture's patches and header. Its sides are multiples of 28."""
+    """Return the size in bytes of a picture's patches and header. The picture's sides are multiples of 28."""
     side = math.sqrt(pixels * draw.lognormvariate(0, spread))
     width, height = (28 * max(1, round(side * ratio / 28)) for ratio in (1.2, 0.85))
     return 3 * width * height + 512

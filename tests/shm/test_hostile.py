@@ -272,7 +272,7 @@ def test_a_truncated_arena_raises_instead_of_ending_the_process(size: int) -> No
 def test_another_arena_with_the_same_number_is_not_taken_for_this_one(arena: Arena) -> None:
     """The arena is replaced by a copy of another arena with a corrected header.
 
-    Block generations differ in the copy.
+    The blocks of the copy have other generations.
     """
     ref = publish(arena)
     view = attach(ref)

@@ -112,10 +112,7 @@ def test_an_invalid_shape_word_is_refused(vector):
 
 
 def test_each_name_and_each_shape_has_one_word():
-    """Every word that is accepted encodes back to itself.
-
-    The words tried are damaged valid words and random numbers.
-    """
+    """Every word that is accepted encodes back to itself. The test tries damaged words and random numbers."""
     generator = random.Random(3)
     names = [encode_shm_name_to_int64(f"psm_{generator.randrange(1 << 32):08x}") for _ in range(50)]
     shapes = [encode_shape_to_int64((generator.randrange(1, 1 << 27), generator.randrange(1, 2000))) for _ in range(50)]

@@ -203,7 +203,7 @@ def test_a_published_block_with_an_expired_lease_is_freed(arena: Arena) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_an_inaccessible_path_file_is_not_taken_for_removed(tmp_path: Path, start) -> None:
-    """If this user may not search the folder of a path file, the path file is not assumed to be removed."""
+    """If this user may not search the folder of a path file, the path file is not treated as removed."""
     private = tmp_path / "private"
     private.mkdir(mode=0o755)
     for folder in (tmp_path, *tmp_path.parents[:2]):

@@ -337,7 +337,7 @@ class TestDiskArena(StoreContract):
     def test_a_file_that_another_writer_just_finished_is_left_alone(
         self, store: DiskArena, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The writer opens the file under its temporary name. Another writer renames it before it is locked."""
+        """The file was opened under its temporary name. The other writer renamed it before the lock was acquired."""
         with store.allocate(SPECS) as block:
             block.publish()
         lock = disk.LivenessLock

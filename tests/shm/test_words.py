@@ -159,8 +159,7 @@ def test_every_error_of_one_or_two_bits_is_detected_for_every_reference() -> Non
     """Whether an error is detected does not depend on the reference, because the checks are affine.
 
     The syndromes of the 128 single bits are the same for every reference. None of them is zero and all differ, so no
-    error
-    of one or two bits passes both checks.
+    error of one or two bits passes both checks.
     """
     seeds = np.array([crc_of_pair(*ref.to_words()) for ref in sample_refs(1000)])
     assert not seeds.any()
@@ -179,7 +178,7 @@ def syndrome(words: tuple[int, int], pattern: int) -> int:
 
 
 def crc_of_pair(name_word: int, shape_word: int) -> int:
-    """Return both checks as 16 bits, by the definition in docs/wire-format.md. They are 0 if the checks pass."""
+    """Return both checks as 16 bits, by the definition in docs/wire-format.md. The result is 0 if both pass."""
     name, shape = (name_word & MASK).to_bytes(8, "big"), (shape_word & MASK).to_bytes(8, "big")
     return (crc8(name[:7], 0xFF) ^ name[7]) << 8 | crc8(name[:7] + shape[:7], 0x5A) ^ shape[7]
 

@@ -53,8 +53,7 @@ def drawn(grammars: Grammars, tokenizer: Tokenizer) -> Callable[..., str]:
     """Return a function that draws a text from the outputs that a description allows.
 
     Each token is drawn uniformly, and the text ends as soon as the description allows its end. If this is not within
-    the
-    limit, the function raises AssertionError.
+    the limit, the function raises AssertionError.
     """
 
     def drawn(seed: int, most: int = 400, **wanted: Any) -> str:

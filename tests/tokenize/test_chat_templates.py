@@ -200,7 +200,7 @@ def test_the_template_is_the_one_that_transformers_uses(copy: Path, tmp_path: Pa
 def test_a_processor_may_have_several_templates(copy: Path, reference: Any, tmp_path: Path, templates: Any) -> None:
     """Templates may be a mapping, as in transformers, or a list of entries with a name and a template.
 
-    tokenizer_config.json contains such lists. For a processor, transformers fails if it finds one.
+    tokenizer_config.json contains such lists. transformers fails if a processor's template is such a list.
     """
     folder = tmp_path / "copy"
     shutil.copytree(copy, folder)

@@ -25,7 +25,7 @@ NBYTES = 112 * 84 * 3
 
 
 class Run:
-    """A tokenizer with a cache of preprocessed media. It counts the pictures that it decodes."""
+    """A tokenizer with a cache of preprocessed media, and a counter of decoded pictures."""
 
     def __init__(self, checkpoint_path: Path, arena: Arena, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._made_of = checkpoint_path, arena

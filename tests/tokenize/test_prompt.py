@@ -60,7 +60,7 @@ def test_an_item_may_have_several_runs():
 
 
 def test_ids_that_spell_an_item_belong_to_its_span():
-    """The span counts ids in the prompt that frame the item, and tokens that the placeholder adds around it."""
+    """A span includes the ids of the prompt that frame the item, and the framing tokens of its placeholder."""
     items = [
         Expansion("image", IMAGE, 2, Spelling(), lead=1, tail=1),
         Expansion("image", IMAGE, 1, Spelling(), lead=1, tail=1),
@@ -93,7 +93,7 @@ def test_put_words_keeps_the_plain_ids():
 
 
 def test_refs_reads_the_words_of_each_item():
-    """A run of placeholders may begin with a separator token. If there is one placeholder, only the first word fits."""
+    """One item's placeholders follow a separator token. The other item has a single placeholder for its first word."""
     refs = [Ref(3, 7, 1, "uint8", (4,)), Ref(3, 8, 2, "float32", (2, 3))]
     items = [item("image", IMAGE, 2, runs=([9, 6, 6, 8],)), item("image", IMAGE, 1, runs=([9, 6, 8],))]
     prompt = expand([1, 6, 2, 6], items, TOKENS)

@@ -110,7 +110,7 @@ async def test_a_request_whose_rounded_blocks_cannot_fit_is_refused(asking: Aski
 
 
 async def test_a_waiting_request_holds_no_block(asking: Asking) -> None:
-    """Two requests of two blocks each wait. One block of each would fit, but neither request allocates it."""
+    """Two requests of two blocks each wait. One block of each would fit, but neither request allocates a block."""
     held = asking.at_once(20)
     waiting = [asking.waiting(30, 30), asking.waiting(30, 30)]
     await turn()
@@ -187,7 +187,7 @@ async def test_waiting_requests_overtake_within_the_same_bound(asking: Asking) -
 
 
 async def test_the_line_advances_at_once_when_its_first_request_leaves(asking: Asking) -> None:
-    """Requests that could overtake the first request no further get their blocks without another poll."""
+    """Only the limit on overtaking held the last request back. It gets its blocks without another poll."""
     held = asking.at_once(40)
     large = asking.waiting(32)
     await turn()

@@ -107,7 +107,7 @@ def run_script(script: str, kind: str, checkpoint: Path, folder: Path) -> tuple[
 
 @pytest.mark.parametrize("kind", ["Tokenizer", "LLM"])
 def test_a_script_without_close_leaves_no_process(kind: str, random_checkpoint: Path, tmp_path: Path) -> None:
-    """The script has no main guard and runs an event loop. It gets the same result as without decoder processes."""
+    """The script has no main guard and runs an event loop. The result is the same as without decoder processes."""
     status, lines, errors = run_script(ENDS_WITHOUT_CLOSE, kind, random_checkpoint, tmp_path)
     assert status == 0, errors
     assert lines == ["True True"]

@@ -385,7 +385,7 @@ def test_a_template_variable_that_json_cannot_hold_is_refused(plain):
 
 
 def test_a_repeated_prompt_has_the_same_ids(plain, reference):
-    """Cached ids are copied for each caller, and different texts have different ids in the cache."""
+    """Each caller gets a copy of the cached ids. Similar texts do not share an entry of the cache."""
     texts = ["a red square", "a red square ", "a red square<|im_end|>", "a red square" * 1000]
     expected = [plain.tokenize([{"text": text}]).tolist() for text in texts]
     assert expected[0] == reference.encode(texts[0], add_special_tokens=False)

@@ -76,8 +76,7 @@ def attend(
     """Attend with query [heads, queries, dim] to key [kv_heads, keys, dim] and value [kv_heads, keys, value_dim].
 
     The output is zero for a query that sees no keys, as in the modes in which the operator corrects such rows. For
-    other
-    modes, the documentation of the device does not define the output.
+    other modes, the documentation of the device does not define the output.
     """
     groups = query.shape[0] // key.shape[0]
     keys, values = (part.float().repeat_interleave(groups, dim=0) for part in (key, value))

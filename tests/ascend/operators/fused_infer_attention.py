@@ -46,8 +46,7 @@ def fused_infer_attention_score(
     """Return attention_out and softmax_lse.
 
     attention_out has the shape of the query, with the width of the value. softmax_lse is float32. If it is not
-    requested,
-    it is a zero of shape [1].
+    requested, it is a zero of shape [1].
     """
     _refuse_unused(unused)
     kv_heads = num_key_value_heads or num_heads
