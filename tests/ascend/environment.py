@@ -24,10 +24,10 @@ def environment(**settings: str | int) -> dict[str, str]:
     - `cann`: release of CANN. The default is 9.1.0.
     - `trace`: file to which a line is appended for each call of CANN and of torch_npu's fused operators. A line
       contains the time in seconds, the process, the thread, the name and the arguments.
-    - `fail`: comma-separated rules that let calls fail. "name=code" applies to every call, "name=code@N" only to call
+    - `fail`: comma-separated rules that make calls fail. "name=code" applies to every call, "name=code@N" only to call
       N, and "name=code@N+" to call N and all later calls.
-    - `races`: whether memory that another stream may still write must not be used. The default is 1, and 0 allows the
-      use.
+    - `races`: whether calls fail that use memory which another stream may still write. The default is 1, which means
+      yes.
     - `patience_ms`: time that a collective waits for a synchronization before the device runs it without one. The
       default is 20.
     - `missing`: comma-separated operators that this CANN lacks: names of torch_npu's operators, names with a width of

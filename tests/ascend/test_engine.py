@@ -93,7 +93,7 @@ def test_answers_equal_those_of_plain_torch(size, layouts):
 
 
 GONE = b"aclrtSynchronizeStream=507033,aclrtSynchronizeStreamWithTimeout=507033,aclrtMemcpyAsync=507033"
-"""Rules for the simulator: these calls fail if the device is lost."""
+"""Failure rules for the simulator, as if the device were lost."""
 
 
 def words(progress: Progress) -> str | None:
@@ -103,7 +103,7 @@ def words(progress: Progress) -> str | None:
 def failing() -> list[str | None]:
     """Return the outcomes of two requests, of which the first fails in a step on a working device.
 
-    Then lose the device, which must raise an error out of the engine.
+    Then lose the device, and check that the engine raises an error.
     """
     import numpy as np
     import pytest
@@ -141,7 +141,7 @@ def failing() -> list[str | None]:
 
 
 def test_a_lost_device_ends_the_engine():
-    """The error leaves the engine, so that its process restarts. On a working device, only the step's requests fail."""
+    """The engine raises an error, so that its process restarts. On a working device, only the step's requests fail."""
     failed = "the step failed: RuntimeError"
     assert call(failing) == [failed, None, None, None, "length"]
 

@@ -37,8 +37,8 @@ def answers(
 ) -> dict:
     """Return the results for each picture, and the calls of CANN in each step.
 
-    If `beside`, all requests are added at once, and the others wait until the first has ended. `disturb` runs after the
-    first step. The checkpoint is at the path `encoder_decoder`, or the embedded checkpoint.
+    If `beside`, all requests are added at once, and later requests wait until the first has ended. `disturb` runs after
+    the first step. The checkpoint is at the path `encoder_decoder`, or the embedded checkpoint.
     """
     import tempfile
 

@@ -1,6 +1,6 @@
 """Tests of transferring media to the device.
 
-The pages of an arena are registered once, and the device reads them. The transfers are settled, and the blocks
+The pages of an arena are registered once, and the device reads them. Then the transfers are settled, and the blocks are
 verified.
 """
 
@@ -111,7 +111,7 @@ def test_the_arena_is_registered_once_and_read_by_the_device(tmp_path):
     assert not found["kept"]
     assert found["fetched"] == [1, 0], "what was fetched goes with its arena, whose words may come again"
     assert found["after"] == [2], "what was attached before is read on, by one copy more"
-    # The device has read bytes of the next content, and verifying the block after settling reports an error.
+    # The device has read bytes of the next item, and verifying the block after settling reports an error.
     assert found["read"] == [9]
     assert "freed" in found["error"] or "generation" in found["error"]
     calls = traced(trace)

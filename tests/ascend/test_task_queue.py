@@ -1,6 +1,6 @@
 """Tests with torch_npu's default task queue (TASK_QUEUE_ENABLE=1).
 
-After a failure in it, calls do nothing, silently.
+After a failure in the queue, calls report success but do nothing.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("copied_workers")
 
 @pytest.fixture(scope="module")
 def llm(random_checkpoint):
-    """Yield an LLM that was opened by a relative path, and then change the working directory back."""
+    """Yield an LLM that was opened by a relative path in another working directory."""
     with contextlib.chdir(random_checkpoint.parent):
         llm = LLM(random_checkpoint.name)
     with llm:

@@ -268,8 +268,7 @@ async def test_a_burst_of_large_pictures_stays_within_the_measured_memory(random
         finally:
             await engine.close()
         release(path_file)
-    # If one call encoded all twelve pictures, it would take six times the measured memory. Fragmentation adds up to a
-    # fifth.
+    # One call for all pictures would take six times the measured memory. Fragmentation adds up to a fifth.
     assert 0.5 * measured < taken <= 1.25 * measured + kv + encoder + arena_bytes + 8 * MiB
 
 

@@ -1,4 +1,4 @@
-"""Tests of the check that refuses schemas which take too long to compile."""
+"""Tests of the check that refuses schemas if they take too long to compile."""
 
 import asyncio
 import contextlib
@@ -180,7 +180,7 @@ async def test_cancelled_checks_do_not_run(check: SchemaCheck) -> None:
 
 
 async def test_cancelled_checks_do_not_enlarge_the_memory_of_schemas(check: SchemaCheck) -> None:
-    """As many schemas are remembered as the engine keeps compiled.
+    """The check remembers as many schemas as the engine keeps compiled.
 
     Further schemas would pass without a pause, although the engine would compile them each time.
     """

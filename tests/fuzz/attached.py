@@ -48,7 +48,7 @@ def _seeds() -> tuple[bytes, ...]:
 
 
 def _read(ref: Ref) -> bool:
-    """Attach a block, read every byte and verify it. Return False for an error that may only fail one request."""
+    """Attach a block, read every byte and verify it. Return False if an error occurs that fails only one request."""
     try:
         with attach(ref) as view:
             for array in view.values():

@@ -1,4 +1,4 @@
-"""A sandboxed child that is forked from a warm process."""
+"""A sandboxed child of a process that has already imported everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a warm, sandboxed process decodes all media to the same arrays as any other process."""
+"""Tests that a sandboxed process decodes all media to the same arrays as any other process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tests of the report on the sandbox if the kernel lacks a mechanism.
 
-A seccomp filter of the test lets the system calls of a mechanism fail, as in an older kernel, after a boot without
+A seccomp filter of the test makes the system calls of a mechanism fail, as in an older kernel, after a boot without
 Landlock or under a container's profile.
 """
 

@@ -1,4 +1,4 @@
-"""Tests of cancelled decoding."""
+"""Tests of canceled decoding."""
 
 import threading
 

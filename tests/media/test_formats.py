@@ -1,4 +1,4 @@
-"""Tests that AVIF, JPEG 2000, icons and portable anymaps decode as in Pillow, and that limits are checked before."""
+"""Tests that AVIF, JPEG 2000, icons and portable anymaps decode as in Pillow, within limits checked before decoding."""
 
 import io
 import re

@@ -178,7 +178,7 @@ def test_pil_images_are_rotated_upright():
 
 
 def test_the_header_of_a_png_is_read_without_its_pixels():
-    """Planning a prompt decodes no pixels, so that never all pictures of the prompt are decoded in memory at once."""
+    """Planning decodes no pixels. Otherwise, all decoded pictures of a prompt would be in memory at once."""
     out = io.BytesIO()
     Image.new("RGB", (3000, 2000)).save(out, "PNG")
     opened = open_image(out.getvalue())

@@ -84,7 +84,7 @@ async def test_an_address_comes_from_the_lookup(names: Names) -> None:
 
 
 def test_hanging_names_do_not_delay_other_names(names: Names) -> None:
-    """The names of two requests hang, even after the fetches of these requests were cancelled."""
+    """The names of two requests hang, even after the fetches of these requests were canceled."""
 
     async def media(request: web.Request) -> web.Response:
         return web.Response(body=BODY)

@@ -32,7 +32,7 @@ def test_patches_are_in_the_order_in_which_a_tower_merges_them(patch, merge, row
 
 @pytest.mark.parametrize(("patch", "merge", "rows", "columns"), SIZES)
 def test_patches_can_be_written_into_a_strided_array(patch, merge, rows, columns):
-    """The patches of one frame are written between those of another: a temporal patch consists of two frames."""
+    """Patches of two frames alternate in memory, because a temporal patch consists of two frames."""
     rgb = picture(rows, columns, patch)
     together, apart = np.zeros((2, rows * columns, 2, patch, patch, 3), np.uint8)
     patchify(rgb, together[:, 0], patch, merge)

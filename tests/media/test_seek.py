@@ -123,7 +123,7 @@ def test_a_video_with_misleading_keyframes_is_decoded_whole(times):
 
 
 def test_num_decoded_counts_from_the_nearer_start():
-    """A frame is counted from its keyframe or from the previous sampled frame, whichever is nearer."""
+    """`num_decoded` counts from the keyframe or from the previous sampled frame, whichever is nearer."""
     groups = Keyframes(np.arange(NUM_FRAMES), np.arange(0, NUM_FRAMES, 12))
     assert groups.num_decoded([95]) == 12
     assert groups.num_decoded([84]) == 1

@@ -1,4 +1,4 @@
-"""Tests that real files with many segments are accepted, and that small files that take hours to decode are not."""
+"""Tests that real files with many segments are accepted, and that small files that take hours to decode are refused."""
 
 import struct
 from functools import cache

@@ -392,7 +392,7 @@ def test_caps_are_checked_before_decoding():
 
 
 def test_the_decoded_pixels_of_videos_are_counted_before_decoding():
-    """All videos of a request and the frames that are skipped count. A new request starts at zero."""
+    """All videos of a request count, including skipped frames. A new request starts at zero."""
     data = encode_video(moving_frames(30), fps=10)
     caps = MediaCaps(max_request_video_pixels=9408 * 40)
     with under(caps):

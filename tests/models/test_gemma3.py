@@ -76,7 +76,7 @@ def randomized(config):
     for name, weight in model.named_parameters():
         if "projection_weight" in name or "norm" in name:
             torch.nn.init.normal_(weight, 1.0 if "vision_tower" in name else 0.0, 0.2)
-    # The head shares the embedding's weights. Larger weights would let the model repeat the same token forever.
+    # The head shares the embedding's weights. Larger weights would make the model repeat the same token forever.
     torch.nn.init.normal_(model.model.language_model.embed_tokens.weight, 0.0, 0.03)
     torch.nn.init.normal_(model.model.language_model.norm.weight, 4.0, 0.2)
     return model

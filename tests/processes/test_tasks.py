@@ -1,4 +1,4 @@
-"""Tests of concurrent work that is cancelled or fails."""
+"""Tests of concurrent work that is canceled or fails."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_cancelled_work_waits_for_its_threads() -> None:
 
 
 async def test_cancelled_work_that_waits_for_a_thread_never_runs() -> None:
-    """Threads stay free for other requests, whose work would have to wait behind the cancelled work."""
+    """Threads stay free for other requests, whose work would have to wait behind the canceled work."""
     began, may_end = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(1))

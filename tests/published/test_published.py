@@ -124,10 +124,7 @@ def test_a_model_without_a_head_is_refused(tmp_path):
 
 
 def test_weights_with_an_adapter_in_place_are_refused(random_checkpoint, tmp_path):
-    """Weights that were saved with an adapter inside the model are refused.
-
-    The weights of a published LLaVA-NeXT were.
-    """
+    """Weights that were saved with an adapter inside the model are refused. A published LLaVA-NeXT has such weights."""
     published = json.loads((FOLDER / "llava_next" / "weight_names.json").read_text())
     wrapped = next(name for name in published if name.endswith("q_proj.base_layer.weight"))
     shutil.copytree(random_checkpoint, tmp_path / "other")

@@ -17,7 +17,7 @@ from mindie_mm.nn.checkpoint.resolved import settle
 
 FOLDER = Path(__file__).parent
 RECORDED = json.loads((FOLDER / "resolved.json").read_text())
-"""Settings that old releases read, by release and checkpoint. record_resolved.py has printed them."""
+"""Settings that old releases read, by release and checkpoint, as record_resolved.py prints them."""
 CASES = [(release, name) for release, entries in RECORDED.items() for name in entries]
 NOT_SERVED = {"llava_next_video", "florence2_04rr", "florence2_amd", "florence2_large_ft"}
 """Checkpoints for whose family or layout this test cannot create a configuration."""

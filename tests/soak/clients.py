@@ -1,4 +1,4 @@
-"""Clients of a soak test: complete requests, cancelled requests, oversized bodies and slow readers."""
+"""Clients of a soak test: complete requests, canceled requests, oversized bodies and slow readers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def joined(events: list[dict[str, Any]]) -> Any:
 
 
 async def ask(http: aiohttp.ClientSession, case: Case) -> tuple[int, Any]:
-    """Send a request until the service is not full. Return the status and the essence of the answer."""
+    """Send a request, and repeat it while the service is full. Return the status and the essence of the answer."""
     while True:
         async with http.post(case.path, json=case.body) as response:
             if response.status == 429:

@@ -93,7 +93,6 @@ def soak(
         arena_bytes: Size of the arena. The default is the size in `SETTINGS`.
         kill_every_s: Time in seconds between kills of decoder processes. 0 disables kills.
         seconds: Time in seconds after which no further round begins.
-
     """
     with tempfile.TemporaryDirectory(prefix="mindie_mm-soak-") as name:
         folder = Path(name)

@@ -226,7 +226,7 @@ async def test_a_failed_restart_is_repeated_until_it_succeeds(tokenizer, request
 
 
 async def test_the_blocks_of_a_request_that_is_cancelled_after_its_answer_are_freed(tokenizer, request_path):
-    """The request is cancelled while its answer is in the socket and has not been read yet."""
+    """The request is canceled while its answer is in the socket and has not been read yet."""
     image = {"image": str(request_path / "image" / "0.jpg")}
     request = TokenizeRequest(items=[image], path_file=str(request_path / "shm_name.txt"))
     cancelled = asyncio.create_task(tokenizer.tokenize(request))

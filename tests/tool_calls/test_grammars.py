@@ -53,7 +53,10 @@ class Vocabulary:
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     def random_answer(self, grammar: str, seed: int, max_tokens: int = 600) -> str | None:
-        """Draw tokens that the grammar allows until the text may end. Return None if it does not end in time."""
+        """Draw tokens that the grammar allows until the text may end.
+
+        Return None if it does not end within `max_tokens`.
+        """
         matcher, chosen, tokens = self.matcher(grammar), random.Random(seed), []
         bits = allocate_token_bitmask(1, self.guided.vocab_size)
         for _ in range(max_tokens):

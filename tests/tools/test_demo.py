@@ -1,4 +1,4 @@
-"""Tests that the demo detects arenas which have not been removed."""
+"""Tests that the demo detects arenas that have not been removed."""
 
 from mindie_mm.shm import Arena
 from tools.demo import arenas

@@ -16,7 +16,7 @@ The mask is 1 above the diagonal.
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Which keys a query sees. Depending on the mode, positions count from the upper left or the lower right corner."""
+    """Rule for which keys a query sees. By the mode, positions count from the upper left or the lower right corner."""
 
     mode: int
     mask: Tensor | None

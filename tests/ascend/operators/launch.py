@@ -90,7 +90,7 @@ class Launch:
 
 
 def device_of(arguments: Any) -> torch.device | None:
-    """Return the device of the first device tensor in `arguments`. If there is none, return the device among them."""
+    """Return the device of the first device tensor in `arguments`. Without one, return the device argument."""
     named = None
     for value in arguments:
         if isinstance(value, list | tuple):

@@ -24,7 +24,10 @@ def split(tensor: Tensor, layout: str, heads: int, stops: Sequence[int] | None) 
 
 
 def join(parts: Sequence[Tensor], layout: str, tokens: int | None = None) -> Tensor:
-    """Join sequences to a tensor, as the inverse of `split`. A packed layout is padded with zeros to `tokens` rows."""
+    """Join sequences into a tensor, as the inverse of `split`.
+
+    A packed layout is padded with zeros to `tokens` rows.
+    """
     if layout in {"TND", "NTD"}:
         rows = torch.cat(list(parts), dim=1)
         if tokens is not None and tokens > rows.shape[1]:

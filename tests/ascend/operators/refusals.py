@@ -16,7 +16,7 @@ HALF = (torch.float16, torch.bfloat16)
 FLOAT = (torch.float32, *HALF)
 
 DOCS = "torch_npu 2.13.0, _op_plugin_docs.py"
-"""Source of the operators' documentation in Chinese, which torch_npu contains by operator name."""
+"""Source of limits: torch_npu's documentation in Chinese, in which operators are found by name."""
 
 PARAMETER, TILING, KERNEL = 161002, 561002, 561103
 """Error codes of aclnn: the parameter check fails, the kernel's tiling refuses a parameter, or the launch fails."""
