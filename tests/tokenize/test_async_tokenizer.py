@@ -294,7 +294,7 @@ async def handed_out(tokenizer: AsyncTokenizer, path: Path) -> None:
     """Wait until the tokenizer has opened the file that it passes to a decoder."""
     process = psutil.Process(tokenizer.pids[0])
     async with asyncio.timeout(300):
-        while not any(file.path == str(path) for file in process.open_files()):  # noqa: ASYNC110 - no event
+        while not any(file.path == str(path) for file in process.open_files()):  # noqa: ASYNC110 - no event announces this
             await asyncio.sleep(0.01)
 
 

@@ -46,5 +46,5 @@ def test_every_task_is_judged() -> None:
 def test_the_checkpoint_is_small():
     assert sum(file.stat().st_size for file in TINY.iterdir()) <= 10 * 10**6
     with safe_open(TINY / "model.safetensors", "pt") as weights:
-        count = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 - no dict
+        count = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 - not a dict
     assert 2e6 <= count <= 4e6

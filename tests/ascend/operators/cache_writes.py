@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 
-def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:  # noqa: A002 - the schema's
+def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:  # noqa: A002 - the schema's name
     """Set input[indices[i]] = updates[i]. The last axis of `indices` selects positions in the first axes of `input`."""
     where = indices.long().unbind(-1)
     for axis, places in enumerate(where):
@@ -20,7 +20,7 @@ def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tenso
     return input
 
 
-def scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:  # noqa: A002 - the schema's
+def scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:  # noqa: A002 - the schema's name
     return scatter_nd_update_(input.clone(), indices, updates)
 
 

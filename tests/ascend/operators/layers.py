@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:  # noqa: A002 - the schema's
+def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:  # noqa: A002 - the schema's name
     """Return x / rms(x) * gamma, and 1 / rms in float32. The root mean square is taken over the axes of gamma."""
     axes = tuple(range(-gamma.dim(), 0))
     values = input.float()
@@ -31,7 +31,7 @@ def _turned(values: Tensor, mode: str) -> Tensor:
 
 
 def rotary_mul(
-    input: Tensor,  # noqa: A002 - the schema's
+    input: Tensor,  # noqa: A002 - the schema's name
     r1: Tensor,
     r2: Tensor,
     rotary_mode: str = "half",
@@ -52,21 +52,21 @@ def apply_rotary_pos_emb(
     return query, key
 
 
-def swiglu(input: Tensor, dim: int = -1) -> Tensor:  # noqa: A002 - the schema's
+def swiglu(input: Tensor, dim: int = -1) -> Tensor:  # noqa: A002 - the schema's name
     """Return silu(first half) * second half."""
     gate, up = input.float().chunk(2, dim=dim)
     return (torch.nn.functional.silu(gate) * up).to(input.dtype)
 
 
-def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:  # noqa: A002 - the schema's
+def gelu(input: Tensor, *, approximate: str = "none") -> Tensor:  # noqa: A002 - the schema's name
     return torch.nn.functional.gelu(input, approximate=approximate)
 
 
-def silu(input: Tensor) -> Tensor:  # noqa: A002 - the schema's
+def silu(input: Tensor) -> Tensor:  # noqa: A002 - the schema's name
     return torch.nn.functional.silu(input)
 
 
-def fast_gelu(input: Tensor) -> Tensor:  # noqa: A002 - the schema's
+def fast_gelu(input: Tensor) -> Tensor:  # noqa: A002 - the schema's name
     """Return x / (1 + exp(-1.702 |x|)) * exp(0.851 (x - |x|))."""
     values = input.float()
     size = values.abs()
