@@ -74,7 +74,7 @@ def test_an_internal_error_of_the_driver_is_named(diagnose):
 
 
 def test_missing_operators_of_cann_are_named(diagnose):
-    """This CANN has no operators: it allocates memory, but cannot compute."""
+    """The simulated CANN has no operators: it allocates memory, but cannot compute."""
     one = diagnose(missing="aten::matmul")["npu runtime"]
     assert one.status == "error"
     assert one.found.startswith(

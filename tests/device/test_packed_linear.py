@@ -77,7 +77,7 @@ def test_a_model_with_packed_layers_gives_the_same_logits(tmp_path):
 
 
 def test_layers_are_packed_only_if_the_processor_gains():
-    """A trial decides. Its result applies for the rest of the process."""
+    """A trial decides whether layers are packed. Its result applies for the rest of the process."""
     module = nn.ModuleDict({"layer": nn.Linear(WIDTH, WIDTH)})
     CPU().prepare(module)
     assert isinstance(module["layer"], PackedLinear) is pays(torch.float32)

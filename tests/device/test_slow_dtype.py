@@ -1,6 +1,6 @@
 """Tests of the warnings about weights in a dtype that the processor has no instructions for.
 
-oneDNN selects the instructions. An environment variable, read when oneDNN is loaded, lets it ignore some of them.
+oneDNN selects the instructions. An environment variable, which oneDNN reads when it is loaded, excludes some of them.
 """
 
 import os

@@ -110,7 +110,7 @@ def test_a_step_that_cannot_be_recorded_runs_operator_by_operator(model, prompts
     ids=["boolean index", "unique", "bincount", "repeat_interleave"],
 )
 def test_the_test_recorder_refuses_operators_that_synchronize_a_gpu(waiting):
-    """The size of these operators' outputs depends on values on the device."""
+    """The refused operators have outputs whose size depends on values on the device."""
     with pytest.raises(RuntimeError, match="waits for the device"):
         record(lambda: waiting(torch.arange(4)))
 

@@ -215,7 +215,7 @@ def test_relative_paths_are_resolved_at_the_call(llm, picture, tmp_path, monkeyp
 
 
 def test_a_structured_output_may_begin_after_the_reasoning(llm):
-    """The bias makes the model produce five dots, which end the reasoning.
+    """The logit bias makes the model produce five dots, which end the reasoning.
 
     From then on, the mask overrides the bias.
     """

@@ -113,7 +113,10 @@ def test_the_largest_item_is_limited_by_the_prompt_length(random_checkpoint, own
 
 
 def test_an_extrapolation_from_few_trials_is_near_the_measurement(random_checkpoint, own_room):
-    """The extrapolation may be larger, because the allocator keeps memory that small trials have freed."""
+    """The extrapolation may exceed the measurement.
+
+    The reason is that the allocator keeps memory that small trials have freed.
+    """
     none, whole, extrapolated = (
         own_room(random_checkpoint, max_tower_tokens=4096, measure_s=s) for s in (0, 600, 0.01)
     )

@@ -79,7 +79,10 @@ def test_frequencies_follow_the_distribution():
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_drawn_with_their_probability():
-    """100,000 tokens share a probability of 0.1. Each probability is too small to change a float32 sum of about 1."""
+    """Together, 100,000 tokens have a probability of 0.1.
+
+    Each probability is too small to change a float32 sum of 1.
+    """
     size, rows = 100_007, 64
     row = torch.full((size,), -torch.inf)
     row[5], row[size - 1] = np.log(0.6), np.log(0.3)

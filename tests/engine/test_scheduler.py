@@ -105,7 +105,7 @@ def test_a_long_prompt_does_not_delay_an_answer_that_began_behind_it(prompt):
 
 
 def test_a_more_urgent_sequence_overtakes_the_waiting_ones():
-    """Lower numbers come first. Sequences with equal priority keep their order."""
+    """Sequences with lower priority numbers come first. Sequences with equal numbers keep their order."""
     ranked = [sequence(f"{priority}{name}", 4, priority=priority) for priority, name in ((1, "a"), (0, "b"), (1, "c"))]
     sched = scheduler(*ranked, sequence("-1d", 4, priority=-1), max_num_seqs=2)
     assert [one.request_id for one in sched.waiting] == ["-1d", "0b", "1a", "1c"]

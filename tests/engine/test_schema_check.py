@@ -113,7 +113,7 @@ async def test_the_time_of_a_hostile_schema_is_bounded(check: SchemaCheck, schem
 async def test_a_schema_that_the_engine_must_compile_again_is_checked_again(
     check: SchemaCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new check includes the pause again, so that a client with many schemas rarely delays a step."""
+    """The second check includes a pause, too, so that a client with many schemas rarely delays a step."""
     tried: list[str] = []
     ask = check._ask
 

@@ -129,7 +129,7 @@ def test_given_pixels_are_not_counted_as_decoded():
 
 
 def test_the_default_caps_allow_a_large_request():
-    """32 photographs of 12 megapixels, or 2,048 frames of 640x480 pixels, are accepted."""
+    """The default caps accept 32 photographs of 12 megapixels, or 2,048 frames of 640x480 pixels."""
     for count, pixels in ((32, 4032 * 3024), (2048, 640 * 480)):
         taken = Work(MediaCaps())
         for _ in range(count):

@@ -148,7 +148,7 @@ class TestDeepseekVL2(DeepseekVL2Contract):
 
     @pytest.mark.usefixtures("copied_workers")
     def test_answers_show_the_tags_of_places(self, path, tokenizer, tmp_path):
-        """As in the original, answers contain these tokens, which delimit the names and coordinates of objects."""
+        """As in the original, answers contain the tokens that delimit names and coordinates of objects."""
         tags = ["<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>"]
         assert tokenizer.shown_tokens == tags
         settings = {"spool": tmp_path / "spool", "arena_bytes": 2**25, "kv_cache_bytes": 2**25}

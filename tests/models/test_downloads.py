@@ -189,7 +189,7 @@ def test_the_older_torch_format_is_loaded(copy):
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "preprocessor_config.json"])
 def test_a_broken_link_is_named(copy, name):
-    """Such links are left when a snapshot in the Hugging Face cache is copied without its blobs."""
+    """Broken links remain when a snapshot in the Hugging Face cache is copied without its blobs."""
     (copy / name).unlink()
     (copy / name).symlink_to("../../blobs/0123")
     found = refused(copy)

@@ -173,7 +173,7 @@ class TestFlorence2(Seq2SeqContract):
         self.assert_refused(changed(path, tmp_path / "other", "preprocessor_config", changes), message)
 
     def test_the_openai_client_is_answered(self, path, model, tokenizer, path_file, tmp_path):
-        """This covers usage, log-probabilities, streams, stop strings, refusals and a client that disconnects."""
+        """The test covers usage, log-probabilities, streams, stop strings, refusals and a client that disconnects."""
         pixels = picture(50, 70)
         drawn = {"type": "image_url", "image_url": {"url": data_url(Image.fromarray(pixels))}}
         content = [drawn, {"type": "text", "text": "<CAPTION>"}]

@@ -189,7 +189,7 @@ class TestFlorence2Original(Seq2SeqContract):
 
     @pytest.mark.parametrize("name", ["amd", "oracle"])
     def test_other_published_configurations_are_served(self, name, tmp_path, path_file):
-        """These config.json files have wrong token ids at the top level and do not give the name of the tower."""
+        """Each config.json has wrong token ids at its top level and does not give the name of the tower."""
         reference = write(tmp_path, name, seed=1)
         self.assert_same(tmp_path, reference, path_file)
         model = load_model(tmp_path, device="cpu", dtype="float32")

@@ -114,7 +114,7 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
             assert torch.equal(model.normalized(item).cpu(), frames)
 
     def test_features_may_come_from_several_layers(self, tmp_path, path_file):
-        """Also use another resize filter and no normalization."""
+        """The checkpoint uses features of two layers, another resize filter and no normalization."""
         write(tmp_path, {**PIXELS, "resample": 2, "do_normalize": False}, vision_feature_layer=[-1, 1])
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 

@@ -164,7 +164,7 @@ def settings(random_checkpoint):
 
 
 def test_a_mindie_reader_reads_the_ids_and_patches_of_transformers(mindie, reference, settings, path_file):
-    """Token ids, grids, patches and normalized patches are equal bit for bit. The video's seconds are right, too."""
+    """Token ids, grids and patches equal those of transformers, bit for bit. A video has one second per patch."""
     ids = mindie.tokenize(PROMPTS["mixed"], path_file).numpy()
     start, pad, end = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
     video = f"{start}<|video_pad|>{end}"

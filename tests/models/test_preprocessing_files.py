@@ -65,7 +65,7 @@ def test_the_joint_file_takes_precedence(folder):
 
 
 def test_image_settings_of_another_class_are_refused_for_videos(folder):
-    """By these settings, transformers would select a video class that samples and resizes differently."""
+    """By the image settings, transformers would select a video class that samples and resizes differently."""
     path = folder("qwen3_vl_cosmos2", preprocessor_config=published("qwen3_vl_cosmos2", IMAGE))
     refused(path, r"'Qwen2VLVideoProcessor' in preprocessor_config\.json.*video_preprocessor_config\.json")
     found = processor(folder("qwen2_vl_olmocr", preprocessor_config=published("qwen2_vl_olmocr", IMAGE)))

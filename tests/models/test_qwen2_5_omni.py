@@ -306,7 +306,7 @@ def test_the_thinker_of_a_whole_checkpoint_is_served(thinker, tmp_path, path_fil
 
 
 def test_a_joint_preprocessor_config_is_served(thinker, tmp_path, path_file):
-    """In these checkpoints, a single preprocessor_config.json contains the settings for pictures and sound."""
+    """Some checkpoints have a single preprocessor_config.json with the settings for pictures and sound."""
     expected, _ = logits(thinker, path_file)
     for file in thinker.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -159,7 +159,7 @@ class TestQwen2Audio(FamilyContract):
 
 
 def test_weights_under_their_earlier_names_are_served(tmp_path):
-    """On the Hub, these weights are called `language_model.model...` and `audio_tower...`."""
+    """On the Hub, the weights are called `language_model.model...` and `audio_tower...`."""
     TestQwen2Audio.write_checkpoint(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)

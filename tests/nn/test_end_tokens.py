@@ -90,7 +90,7 @@ def test_an_end_token_of_another_type_is_refused(tmp_path: Path, value: Any) -> 
 def test_the_class_of_the_tokenizer_may_imply_an_end_token(
     tmp_path: Path, tokenizer_class: str, stated: dict[str, Any]
 ) -> None:
-    """These classes have a default end token, which the embedded tokenizer contains."""
+    """Some tokenizer classes have a default end token, which the embedded tokenizer contains."""
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(EMBEDDED / name, tmp_path)
     settings = stated if tokenizer_class == "None" else {"tokenizer_class": tokenizer_class, **stated}

@@ -56,5 +56,8 @@ def test_variables_of_the_operator_are_kept(environment, name, value):
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="tests do not run in parallel")
 def test_torch_knows_the_number_of_threads_of_parallel_tests():
-    """Otherwise, parallel tests would compete for CPUs, and `copied_workers` could not copy workers."""
+    """PyTorch must use OMP_NUM_THREADS threads.
+
+    With more threads, parallel tests would compete for CPUs, and `copied_workers` could not copy workers.
+    """
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])

@@ -374,7 +374,7 @@ def test_functions_are_tools_and_their_docstrings_stay_text(tmp_path, checkpoint
 
 
 def test_a_template_variable_that_json_cannot_hold_is_refused(plain):
-    """A template would write the text of such an object without escaping it."""
+    """A template would write an object that is not a JSON value as text, without escaping the text."""
 
     class Hidden:
         def __str__(self) -> str:
