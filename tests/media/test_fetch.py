@@ -1,4 +1,4 @@
-"""Tests of media fetches from loopback servers, and of refused URLs and responses."""
+"""Tests of fetching media from loopback servers, and of refused URLs and responses."""
 
 import asyncio
 import gzip
@@ -50,7 +50,7 @@ async def _stalling(request: web.Request) -> web.StreamResponse:
 
 
 def raw_deflate(data: bytes) -> bytes:
-    """Compress without the zlib header and trailer, as some servers do."""
+    """Compress without the header and trailer of zlib, as some servers do."""
     compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     return compressor.compress(data) + compressor.flush()
 
@@ -88,7 +88,7 @@ ENCODED = {
     "a bomb that decodes to little": (["gzip, deflate"], zlib.compress(gzip.compress(b"x", 0) + bytes(1 << 24))),
     "a gzip of empty members": (["gzip"], gzip.compress(b"") * (MAX_MEMBERS + 1)),
 }
-"""Content-Encoding headers and body of responses, by name."""
+"""Content-Encoding headers and the body of each response, by name."""
 
 
 async def _encoded(request: web.Request) -> web.Response:
@@ -104,12 +104,12 @@ async def _missing(request: web.Request) -> web.Response:
 
 
 async def _echo(request: web.Request) -> web.Response:
-    """Answer with the request target, exactly as it was received."""
+    """Respond with the request target exactly as the server received it."""
     return web.Response(body=request.raw_path.encode())
 
 
 async def _redirect_raw(request: web.Request) -> web.StreamResponse:
-    """Send the Location header byte for byte, which the server of aiohttp cannot do."""
+    """Send the Location header as raw bytes, which aiohttp's server does not support."""
     assert request.transport is not None
     location = LOCATIONS[int(request.query["number"])][0]
     request.transport.write(
@@ -131,7 +131,7 @@ LOCATIONS = [
     (b"//HOST/echo/%7E~", "/echo/%7E~"),
     (b"http://HOST/echo/%7E~?a=b%3D", "/echo/%7E~?a=b%3D"),
 ]
-"""Location headers, in which HOST is replaced by the server, and the request targets to which they must lead."""
+"""Location headers, in which HOST stands for the server, and the request target that each must lead to."""
 
 
 @pytest_asyncio.fixture(scope="module")

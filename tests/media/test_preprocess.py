@@ -1,4 +1,4 @@
-"""Tests of the steps of transformers' image processors and of their supported settings."""
+"""Tests of the steps of transformers' image processors, and of the settings that are supported."""
 
 from __future__ import annotations
 

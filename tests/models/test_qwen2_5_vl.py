@@ -99,7 +99,10 @@ class TestQwen25VL(FamilyContract):
 
     @pytest.mark.parametrize("fps", [Fraction(4), Fraction(30000, 1001), Fraction(3)], ids=str)
     def test_a_videos_positions_are_spaced_by_its_seconds(self, fps, reference, model, tokenizer, path_file):
-        """Use enough rows for transformers' end of a video, which ignores time, to equal the paper's."""
+        """The video has so many rows that transformers computes the same end of the video as the paper.
+
+        transformers ignores time at the end of a video. This makes no difference if the row positions exceed the times.
+        """
         data = encode_video(moving_frames(20, width=84, height=252), fps=fps)
         frames = torch.from_numpy(decode_all(data)).permute(0, 3, 1, 2)
         expected = reference.processor(

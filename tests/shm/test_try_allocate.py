@@ -1,4 +1,4 @@
-"""Tests of `Arena.try_allocate`, which allocates blocks for all items of a request or for none."""
+"""Tests of `Arena.try_allocate`, which allocates blocks for all items of a request, or none."""
 
 from __future__ import annotations
 

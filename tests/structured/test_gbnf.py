@@ -1,4 +1,4 @@
-"""GBNF has the same meaning as in llama.cpp, even where llguidance's own conversion would change the meaning."""
+"""Tests that GBNF has the same meaning as in llama.cpp, even where llguidance's conversion would change the meaning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ string ::=
 number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
 ws ::= | " " | "\n" [ \t]{0,20}
 """
-"""llama.cpp's grammar of JSON."""
+"""llama.cpp's grammar for JSON."""
 
 
 @pytest.mark.parametrize(

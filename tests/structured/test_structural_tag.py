@@ -1,4 +1,4 @@
-"""Structural tags, in xgrammar's form and in the older one."""
+"""Tests of structural tags, in xgrammar's format and in the older format."""
 
 from __future__ import annotations
 
