@@ -128,7 +128,7 @@ class _DottedNames:
         """Log a warning with the number of suspicious rows, if any."""
         if self._count:
             _log.warning(
-                "%s: %s. This affects %d rows. If it is not intended, remove the dot from the file names",
+                "%s: %s. This affects %d rows. If this is not intended, remove the dot from the file names",
                 self._path,
                 self._example,
                 self._count,
