@@ -262,7 +262,9 @@ def _is_meant(name: str) -> bool:
 def _own_text(record: Files, described: Mapping[str, Any]) -> str:
     texts = [value for key, value in described.items() if key in _TEXTS] or [""]
     if len(texts) > 1:
-        raise InputError(f"{record.key}.json has both text and prompt, which is an alias of text. Remove one")
+        raise InputError(
+            f"{record.key}.json has both text and prompt, which is an alias of text. Remove one of these keys"
+        )
     if not isinstance(texts[0], str):
         raise InputError(f"the text in {record.key}.json is {type(texts[0]).__name__}; it must be a string")
     return texts[0]

@@ -252,7 +252,8 @@ class Table(Source):
         with _reading(self.path), self.opened() as file:
             if are_tables(file, self._metadata):
                 raise InputError(
-                    f"{self.path} is several concatenated Parquet files. Split it, and give each file separately"
+                    f"{self.path} contains several concatenated Parquet files. Split the file, and give each part "
+                    "separately"
                 )
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
