@@ -10,11 +10,16 @@ import asyncio
 import base64
 import inspect
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+# Only outcomes go to the standard output. Clients print to the standard error.
+OUTCOMES = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
 
 URL, PICTURE_FILE = sys.argv[1:3]
 BASE_URL = f"{URL}/v1"
@@ -49,14 +54,15 @@ def check_weather(arguments: Any) -> None:
 
 def report(scenarios: Mapping[str, Callable[[], Any]]) -> None:
     """Run the public functions of a script, and write a line of JSON with the name and the error of each."""
-    for name, scenario in scenarios.items():
-        if name.startswith("_") or not inspect.isfunction(scenario) or scenario.__module__ != "__main__":
-            continue
-        error = None
-        try:
-            result = scenario()
-            if inspect.iscoroutine(result):
-                asyncio.run(result)
-        except Exception:  # noqa: BLE001 - whatever the client raises is the result
-            error = traceback.format_exc()
-        print(json.dumps({"scenario": name, "error": error}), flush=True)
+    with asyncio.Runner() as runner:
+        for name, scenario in scenarios.items():
+            if name.startswith("_") or not inspect.isfunction(scenario) or scenario.__module__ != "__main__":
+                continue
+            error = None
+            try:
+                result = scenario()
+                if inspect.iscoroutine(result):
+                    runner.run(result)
+            except Exception:  # noqa: BLE001 - whatever the client raises is the outcome
+                error = traceback.format_exc()
+            print(json.dumps({"scenario": name, "error": error}), file=OUTCOMES, flush=True)

@@ -20,7 +20,7 @@ from tools.serving import RunningService
 HERE = Path(__file__).parent
 INSTALLED = HERE.parents[1] / "build/clients"
 SCRIPT_TIMEOUT_S = 500
-SCENARIO = re.compile(r'^(?:(?:async )?def ([a-z]\w*)\(\)|scenario\("(\w+)")', re.MULTILINE)
+SCENARIO = re.compile(r'^(?:(?:async )?def ([a-z]\w*)\(\)|await scenario\("(\w+)")', re.MULTILINE)
 """The beginning of a scenario, in Python and in JavaScript."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SCRIPT_TIMEOUT_S + 60)]
@@ -64,7 +64,7 @@ def outcomes(script: Path, url: str, picture: Path) -> dict[str, str | None]:
         env=kept | {"PYTHONPATH": str(HERE)},
         check=False,
     )
-    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith('{"scenario"')]
+    lines = [json.loads(line) for line in ran.stdout.splitlines()]
     return {line["scenario"]: line["error"] for line in lines} | (
         {"": f"exit status {ran.returncode}: {ran.stderr[-4000:]}"} if ran.returncode else {}
     )
