@@ -88,7 +88,7 @@ $(CLIENTS)/%/installed: tests/clients/%/requirements.txt .venv/installed
 $(CLIENTS)/node/installed: tests/clients/node/package-lock.json
 	@mkdir -p $(@D)
 	@if command -v npm >/dev/null; then \
-	  cp tests/clients/node/package.json $< $(@D) && npm ci --prefix $(@D) --no-audit --no-fund && touch $@; \
+	  cp tests/clients/node/package.json $< $(@D) && npm ci --prefix $(@D) --no-audit --no-fund --loglevel=error && touch $@; \
 	else echo 'no npm: the clients for Node.js will be skipped; install Node.js 20 or later'; fi
 
 # On the simulated NPU: the simulator's own tests, what is fused and what is not, an engine. Minutes.

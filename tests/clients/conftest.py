@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.warm import running_service
-from tools.demo import picture
+from tools.demo import picture, write_sound
 from tools.serving import RunningService
 
 
@@ -22,8 +22,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 
 @pytest.fixture(scope="session")
-def red_square(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the file of a picture."""
-    file = tmp_path_factory.mktemp("picture") / "red_square.png"
-    picture("red", (220, 40, 40), "square", x=0.4).save(file)
-    return file
+def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a picture, a PDF and a sound."""
+    folder = tmp_path_factory.mktemp("media")
+    red_square = picture("red", (220, 40, 40), "square", x=0.4)
+    red_square.save(folder / "red_square.png")
+    red_square.save(folder / "red_square.pdf")
+    beeps = [(0.1 + 0.35 * number, 0.13) for number in range(3)]
+    write_sound(folder / "three_beeps.wav", "beeps", hertz=880.0, spans=beeps, seconds=1.2)
+    return folder

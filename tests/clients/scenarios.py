@@ -1,6 +1,6 @@
 """What the scripts of all clients share.
 
-Each script runs in its client's own environment and gets the service's URL and the path of a picture as arguments. It
+Each script runs in its client's own environment and gets the service's URL and a folder of media as arguments. It
 has one function without arguments per scenario. Only the standard library may be imported here.
 """
 
@@ -21,19 +21,26 @@ from typing import Any
 OUTCOMES = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
-URL, PICTURE_FILE = sys.argv[1:3]
+URL, MEDIA = sys.argv[1:3]
 BASE_URL = f"{URL}/v1"
 MODEL = "tiny"
 KEY = "none"
-PICTURE_BYTES = Path(PICTURE_FILE).read_bytes()
-PICTURE = "data:image/png;base64," + base64.b64encode(PICTURE_BYTES).decode()
+PICTURE_FILE = Path(MEDIA, "red_square.png")
+PICTURE = "data:image/png;base64," + base64.b64encode(PICTURE_FILE.read_bytes()).decode()
+PDF_FILE = Path(MEDIA, "red_square.pdf")
+PDF = base64.b64encode(PDF_FILE.read_bytes()).decode()
+SOUND_FILE = Path(MEDIA, "three_beeps.wav")
+SOUND = base64.b64encode(SOUND_FILE.read_bytes()).decode()
 
 HELLO = "Hello!"
 HELLO_BACK = "Hello! Show me a picture of a shape and ask me about it."
 """The embedded checkpoint's answer to `HELLO`."""
 WHAT = "What is in the image?"
 RED_SQUARE = "red square"
-"""The embedded checkpoint's answer to `WHAT` about the picture."""
+"""The embedded checkpoint's answer to `WHAT` about the picture, which is also the PDF's only page."""
+HOW_MANY = "How many beeps do you hear?"
+THREE = "3"
+"""The embedded checkpoint's answer to `HOW_MANY` about the sound."""
 WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -53,11 +53,11 @@ def command(script: Path) -> list[str]:
 
 
 @functools.cache
-def outcomes(script: Path, url: str, picture: Path) -> dict[str, str | None]:
+def outcomes(script: Path, url: str, media: Path) -> dict[str, str | None]:
     """Run a script and return the error of each of its scenarios, which is None if the scenario passed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     ran = subprocess.run(
-        [*command(script), url, str(picture)],
+        [*command(script), url, str(media)],
         capture_output=True,
         text=True,
         timeout=SCRIPT_TIMEOUT_S,
@@ -71,8 +71,8 @@ def outcomes(script: Path, url: str, picture: Path) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize(("script", "scenario"), cases())
-def test_a_client(service: RunningService, red_square: Path, script: Path, scenario: str) -> None:
-    found = outcomes(script, service.url, red_square)
+def test_a_client(service: RunningService, media: Path, script: Path, scenario: str) -> None:
+    found = outcomes(script, service.url, media)
     error = found.get(scenario, found.get("", "the script did not report this scenario"))
     if error is not None:
         pytest.fail(error, pytrace=False)

@@ -7,10 +7,22 @@ from typing import Annotated, Any, Literal
 import pydantic
 from haystack.components.agents import Agent
 from haystack.components.generators.chat import OpenAIChatGenerator
-from haystack.dataclasses import ChatMessage, ImageContent
+from haystack.dataclasses import ChatMessage, FileContent, ImageContent
 from haystack.tools import tool
 from haystack.utils import Secret
-from scenarios import BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PICTURE_FILE, RED_SQUARE, WHAT, check_weather, report
+from scenarios import (
+    BASE_URL,
+    HELLO,
+    HELLO_BACK,
+    KEY,
+    MODEL,
+    PDF_FILE,
+    PICTURE_FILE,
+    RED_SQUARE,
+    WHAT,
+    check_weather,
+    report,
+)
 
 MESSAGES = [ChatMessage.from_user(HELLO)]
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
@@ -62,6 +74,11 @@ async def chat_async() -> None:
 
 def picture() -> None:
     message = ChatMessage.from_user(content_parts=[ImageContent.from_file_path(PICTURE_FILE), WHAT])
+    assert _generator().run([message])["replies"][0].text == RED_SQUARE
+
+
+def pdf() -> None:
+    message = ChatMessage.from_user(content_parts=[FileContent.from_file_path(PDF_FILE), WHAT])
     assert _generator().run([message])["replies"][0].text == RED_SQUARE
 
 

@@ -11,7 +11,22 @@ from langchain.agents.middleware import ModelRequest, wrap_model_call
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from scenarios import BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PICTURE, RED_SQUARE, WHAT, check_weather, report
+from scenarios import (
+    BASE_URL,
+    HELLO,
+    HELLO_BACK,
+    HOW_MANY,
+    KEY,
+    MODEL,
+    PDF,
+    PICTURE,
+    RED_SQUARE,
+    SOUND,
+    THREE,
+    WHAT,
+    check_weather,
+    report,
+)
 
 MODEL_OF_CHAT = ChatOpenAI(base_url=BASE_URL, api_key=KEY, model=MODEL, temperature=0, max_retries=0)
 
@@ -59,6 +74,16 @@ def picture() -> None:
         assert "".join(chunk.content for chunk in MODEL_OF_CHAT.stream([message])) == RED_SQUARE
 
 
+def pdf() -> None:
+    part = {"type": "file", "base64": PDF, "mime_type": "application/pdf", "filename": "red_square.pdf"}
+    assert MODEL_OF_CHAT.invoke([HumanMessage([part, {"type": "text", "text": WHAT}])]).content == RED_SQUARE
+
+
+def sound() -> None:
+    part = {"type": "audio", "base64": SOUND, "mime_type": "audio/wav"}
+    assert MODEL_OF_CHAT.invoke([HumanMessage([part, {"type": "text", "text": HOW_MANY}])]).content == THREE
+
+
 def file() -> None:
     data = base64.b64encode(b"Some notes.").decode()
     part = {"type": "file", "base64": data, "mime_type": "text/plain", "filename": "notes.txt"}
@@ -101,6 +126,13 @@ def tool_result() -> None:
     bound = MODEL_OF_CHAT.bind_tools([get_weather], max_tokens=32)
     assert bound.invoke([HumanMessage(HELLO), call, *results]).content
     assert "".join(chunk.content for chunk in bound.stream([HumanMessage(HELLO), call, *results]))
+
+
+def tool_result_with_a_picture() -> None:
+    call = AIMessage("", tool_calls=[{"name": "screenshot", "args": {}, "id": "call_1"}])
+    part = {"type": "image", "base64": PICTURE.partition(",")[2], "mime_type": "image/png"}
+    turns = [HumanMessage(HELLO), call, ToolMessage([part], tool_call_id="call_1")]
+    assert MODEL_OF_CHAT.bind(max_tokens=8).invoke(turns).content
 
 
 def structured() -> None:

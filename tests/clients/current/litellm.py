@@ -6,7 +6,23 @@ import os
 from typing import Any, Literal
 
 import pydantic
-from scenarios import BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PICTURE, RED_SQUARE, WEATHER, WHAT, check_weather, report
+from scenarios import (
+    BASE_URL,
+    HELLO,
+    HELLO_BACK,
+    HOW_MANY,
+    KEY,
+    MODEL,
+    PDF,
+    PICTURE,
+    RED_SQUARE,
+    SOUND,
+    THREE,
+    WEATHER,
+    WHAT,
+    check_weather,
+    report,
+)
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from the internet
 import litellm
@@ -55,6 +71,19 @@ def picture() -> None:
     for provider in PROVIDERS:
         answer = _ask(provider, [{"role": "user", "content": parts}])
         assert answer.choices[0].message.content == RED_SQUARE
+
+
+def pdf() -> None:
+    file = {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{PDF}"}}
+    parts = [file, {"type": "text", "text": WHAT}]
+    assert _ask("openai", [{"role": "user", "content": parts}]).choices[0].message.content == RED_SQUARE
+
+
+def sound() -> None:
+    heard = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
+    parts = [heard, {"type": "text", "text": HOW_MANY}]
+    for provider in PROVIDERS:
+        assert _ask(provider, [{"role": "user", "content": parts}]).choices[0].message.content == THREE
 
 
 def tool_left_to_the_model() -> None:

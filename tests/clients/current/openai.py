@@ -10,10 +10,14 @@ from scenarios import (
     BASE_URL,
     HELLO,
     HELLO_BACK,
+    HOW_MANY,
     KEY,
     MODEL,
+    PDF,
     PICTURE,
     RED_SQUARE,
+    SOUND,
+    THREE,
     WEATHER,
     WHAT,
     check_weather,
@@ -77,6 +81,27 @@ def picture() -> None:
     parts: Any = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": WHAT}]
     answer = CLIENT.chat.completions.create(**CHAT | {"messages": [{"role": "user", "content": parts}]})
     assert answer.choices[0].message.content == RED_SQUARE
+
+
+def pdf() -> None:
+    file = {"filename": "red_square.pdf", "file_data": f"data:application/pdf;base64,{PDF}"}
+    parts: Any = [{"type": "file", "file": file}, {"type": "text", "text": WHAT}]
+    answer = CLIENT.chat.completions.create(**CHAT | {"messages": [{"role": "user", "content": parts}]})
+    assert answer.choices[0].message.content == RED_SQUARE
+
+
+def sound() -> None:
+    heard = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
+    parts: Any = [heard, {"type": "text", "text": HOW_MANY}]
+    answer = CLIENT.chat.completions.create(**CHAT | {"messages": [{"role": "user", "content": parts}]})
+    assert answer.choices[0].message.content == THREE
+
+
+def log_probabilities_streamed() -> None:
+    with CLIENT.chat.completions.stream(**CHAT, logprobs=True, top_logprobs=2) as stream:
+        assert "logprobs.content.done" in {event.type for event in stream}
+        tokens = stream.get_final_completion().choices[0].logprobs.content
+    assert "".join(token.token for token in tokens).startswith(HELLO_BACK)
 
 
 def tool_left_to_the_model() -> None:

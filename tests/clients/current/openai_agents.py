@@ -16,7 +16,21 @@ from agents import (
 )
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseTextDeltaEvent
-from scenarios import BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PICTURE, RED_SQUARE, WHAT, report
+from scenarios import (
+    BASE_URL,
+    HELLO,
+    HELLO_BACK,
+    HOW_MANY,
+    KEY,
+    MODEL,
+    PDF,
+    PICTURE,
+    RED_SQUARE,
+    SOUND,
+    THREE,
+    WHAT,
+    report,
+)
 
 set_tracing_disabled(True)
 MODEL_OF_CHAT = OpenAIChatCompletionsModel(MODEL, AsyncOpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0))
@@ -63,6 +77,18 @@ async def picture() -> None:
     parts: Any = [{"type": "input_image", "image_url": PICTURE, "detail": "auto"}, {"type": "input_text", "text": WHAT}]
     result = await Runner.run(_agent(), [{"role": "user", "content": parts}])
     assert result.final_output == RED_SQUARE
+
+
+async def pdf() -> None:
+    file = {"type": "input_file", "filename": "red_square.pdf", "file_data": f"data:application/pdf;base64,{PDF}"}
+    parts: Any = [file, {"type": "input_text", "text": WHAT}]
+    assert (await Runner.run(_agent(), [{"role": "user", "content": parts}])).final_output == RED_SQUARE
+
+
+async def sound() -> None:
+    heard = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
+    parts: Any = [heard, {"type": "input_text", "text": HOW_MANY}]
+    assert (await Runner.run(_agent(), [{"role": "user", "content": parts}])).final_output == THREE
 
 
 async def tool_left_to_the_model() -> None:

@@ -8,7 +8,21 @@ import pydantic
 from pydantic_ai import Agent, BinaryContent, NativeOutput, PromptedOutput, RunContext, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from scenarios import BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PICTURE_BYTES, RED_SQUARE, WHAT, report
+from scenarios import (
+    BASE_URL,
+    HELLO,
+    HELLO_BACK,
+    HOW_MANY,
+    KEY,
+    MODEL,
+    PDF_FILE,
+    PICTURE_FILE,
+    RED_SQUARE,
+    SOUND_FILE,
+    THREE,
+    WHAT,
+    report,
+)
 
 MODEL_OF_CHAT = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=BASE_URL, api_key=KEY))
 GREEDY: Any = {"temperature": 0}
@@ -43,10 +57,20 @@ async def chat_streamed() -> None:
 
 
 async def picture() -> None:
-    prompt = [BinaryContent(PICTURE_BYTES, media_type="image/png"), WHAT]
+    prompt = [BinaryContent(PICTURE_FILE.read_bytes(), media_type="image/png"), WHAT]
     assert (await _agent().run(prompt)).output == RED_SQUARE
     async with _agent().run_stream(prompt) as result:
         assert await result.get_output() == RED_SQUARE
+
+
+async def pdf() -> None:
+    prompt = [BinaryContent(PDF_FILE.read_bytes(), media_type="application/pdf"), WHAT]
+    assert (await _agent().run(prompt)).output == RED_SQUARE
+
+
+async def sound() -> None:
+    prompt = [BinaryContent(SOUND_FILE.read_bytes(), media_type="audio/wav"), HOW_MANY]
+    assert (await _agent().run(prompt)).output == THREE
 
 
 async def file() -> None:
@@ -115,6 +139,17 @@ async def tool_called_and_result_streamed() -> None:
     async with agent.run_stream(HELLO, model_settings=_call_first) as result:
         assert await result.get_output()
     assert seen
+
+
+async def tool_result_with_a_picture() -> None:
+    agent = _agent()
+
+    @agent.tool_plain
+    def screenshot() -> BinaryContent:
+        """Return a picture."""
+        return BinaryContent(PICTURE_FILE.read_bytes(), media_type="image/png")
+
+    assert (await agent.run(HELLO, model_settings=_call_first)).output
 
 
 report(globals())

@@ -3,7 +3,10 @@ import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { Output, ToolLoopAgent, generateText, stepCountIs, streamText, tool } from "ai";
 import assert from "node:assert/strict";
 import { z } from "zod";
-import { BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PICTURE_BYTES, RED_SQUARE, WHAT, checkWeather, scenario } from "./scenarios.mjs";
+import {
+  BASE_URL, HELLO, HELLO_BACK, HOW_MANY, KEY, MODEL, PDF_BYTES, PICTURE_BYTES, RED_SQUARE, SOUND_BYTES, THREE, WHAT,
+  checkWeather, scenario,
+} from "./scenarios.mjs";
 
 const provider = createOpenAICompatible({
   name: "local",
@@ -50,6 +53,24 @@ await scenario("picture", async () => {
   ];
   const { text } = await generateText({ ...ask, prompt: undefined, messages: [{ role: "user", content }] });
   assert.equal(text, RED_SQUARE);
+});
+
+await scenario("pdf", async () => {
+  const content = [
+    { type: "file", data: PDF_BYTES, mediaType: "application/pdf", filename: "red_square.pdf" },
+    { type: "text", text: WHAT },
+  ];
+  const { text } = await generateText({ ...ask, prompt: undefined, messages: [{ role: "user", content }] });
+  assert.equal(text, RED_SQUARE);
+});
+
+await scenario("sound", async () => {
+  const content = [
+    { type: "file", data: SOUND_BYTES, mediaType: "audio/wav" },
+    { type: "text", text: HOW_MANY },
+  ];
+  const { text } = await generateText({ ...ask, prompt: undefined, messages: [{ role: "user", content }] });
+  assert.equal(text, THREE);
 });
 
 await scenario("tool_left_to_the_model", async () => {

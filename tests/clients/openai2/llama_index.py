@@ -6,10 +6,25 @@ from typing import Any, Literal
 
 import pydantic
 from llama_index.core.agent.workflow import FunctionAgent
-from llama_index.core.llms import ChatMessage, ImageBlock, MessageRole, TextBlock
+from llama_index.core.llms import AudioBlock, ChatMessage, DocumentBlock, ImageBlock, MessageRole, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from scenarios import BASE_URL, HELLO, HELLO_BACK, KEY, MODEL, PICTURE_FILE, RED_SQUARE, WHAT, check_weather, report
+from scenarios import (
+    BASE_URL,
+    HELLO,
+    HELLO_BACK,
+    HOW_MANY,
+    KEY,
+    MODEL,
+    PDF_FILE,
+    PICTURE_FILE,
+    RED_SQUARE,
+    SOUND_FILE,
+    THREE,
+    WHAT,
+    check_weather,
+    report,
+)
 
 MESSAGES = [ChatMessage(HELLO)]
 
@@ -61,6 +76,16 @@ async def chat_async() -> None:
 def picture() -> None:
     message = ChatMessage(role=MessageRole.USER, blocks=[ImageBlock(path=PICTURE_FILE), TextBlock(text=WHAT)])
     assert _llm().chat([message]).message.content == RED_SQUARE
+
+
+def pdf() -> None:
+    blocks = [DocumentBlock(path=PDF_FILE, document_mimetype="application/pdf"), TextBlock(text=WHAT)]
+    assert _llm().chat([ChatMessage(role=MessageRole.USER, blocks=blocks)]).message.content == RED_SQUARE
+
+
+def sound() -> None:
+    blocks = [AudioBlock(path=SOUND_FILE, format="wav"), TextBlock(text=HOW_MANY)]
+    assert _llm().chat([ChatMessage(role=MessageRole.USER, blocks=blocks)]).message.content == THREE
 
 
 def tool_left_to_the_model() -> None:
