@@ -97,13 +97,12 @@ def tool_left_to_the_model() -> None:
 
 
 def tool_called() -> None:
-    for choice in ("any", "required", "get_weather", True):
-        for strict in (None, True):
-            answer = MODEL_OF_CHAT.bind_tools([get_weather], tool_choice=choice, strict=strict).invoke(HELLO)
-            assert answer.tool_calls
-            assert not answer.invalid_tool_calls
-            for call in answer.tool_calls:
-                check_weather(call["args"])
+    for choice, strict in (("any", True), ("required", None), ("get_weather", None), (True, None)):
+        answer = MODEL_OF_CHAT.bind_tools([get_weather], tool_choice=choice, strict=strict).invoke(HELLO)
+        assert answer.tool_calls
+        assert not answer.invalid_tool_calls
+        for call in answer.tool_calls:
+            check_weather(call["args"])
 
 
 def tool_called_streamed() -> None:

@@ -22,7 +22,7 @@ from smolagents import CodeAgent, OpenAIModel, Tool, ToolCallingAgent
 from smolagents.models import MessageRole, agglomerate_stream_deltas
 
 MODEL_OF_CHAT = OpenAIModel(model_id=MODEL, api_base=BASE_URL, api_key=KEY, temperature=0)
-SHORT = OpenAIModel(model_id=MODEL, api_base=BASE_URL, api_key=KEY, temperature=0, max_tokens=200)
+SHORT = OpenAIModel(model_id=MODEL, api_base=BASE_URL, api_key=KEY, temperature=0, max_tokens=80)
 
 
 class GetWeather(Tool):
