@@ -53,26 +53,28 @@ def command(script: Path) -> list[str]:
 
 
 @functools.cache
-def outcomes(script: Path, url: str, media: Path) -> dict[str, str | None]:
-    """Run a script and return the error of each of its scenarios, which is None if the scenario passed."""
+def outcomes(script: Path, url: str, media: Path) -> tuple[dict[str, str | None], str]:
+    """Run a script.
+
+    Return the error of each scenario that has ended, which is None if the scenario passed, and how the script ended.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    ran = subprocess.run(
-        [*command(script), url, str(media)],
-        capture_output=True,
-        text=True,
-        timeout=SCRIPT_TIMEOUT_S,
-        env=kept | {"PYTHONPATH": str(HERE)},
-        check=False,
-    )
-    lines = [json.loads(line) for line in ran.stdout.splitlines()]
-    return {line["scenario"]: line["error"] for line in lines} | (
-        {"": f"exit status {ran.returncode}: {ran.stderr[-4000:]}"} if ran.returncode else {}
-    )
+    given = [*command(script), url, str(media)]
+    with subprocess.Popen(
+        given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=kept | {"PYTHONPATH": str(HERE)}
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=SCRIPT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            stdout, stderr = process.communicate()
+    lines = [json.loads(line) for line in stdout.splitlines()]
+    return {line["scenario"]: line["error"] for line in lines}, f"exit status {process.returncode}: {stderr[-4000:]}"
 
 
 @pytest.mark.parametrize(("script", "scenario"), cases())
 def test_a_client(service: RunningService, media: Path, script: Path, scenario: str) -> None:
-    found = outcomes(script, service.url, media)
-    error = found.get(scenario, found.get("", "the script did not report this scenario"))
+    errors, end = outcomes(script, service.url, media)
+    error = errors.get(scenario, f"the scenario has not ended; the script has, with {end}")
     if error is not None:
         pytest.fail(error, pytrace=False)
