@@ -1,4 +1,4 @@
-"""The format in which the served checkpoint writes calls and reasoning, and prompts for it."""
+"""The format in which the served checkpoint writes tool calls and reasoning. Chat prompts are adapted to it."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _NO_REASONING = "none"
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Calls and reasoning of the served checkpoint."""
+    """The format of tool calls and reasoning of the served checkpoint."""
 
     parser: type[ToolCallParser]
-    """Format of the calls."""
+    """Parser of the tool calls."""
     reasoning: ReasoningFormat | None
-    """Format of the reasoning, or None if the checkpoint does not reason."""
+    """Format of the reasoning, or None if the checkpoint does not write reasoning."""
     traits: ChatTraits
     """Traits of the chat template."""
     without_template: Literal["describe", "ignore", "refuse"]
-    """How tools are served if the template has no place for them."""
+    """How to handle tools if the template has no place for them."""
     added_tokens: Mapping[str, int]
-    """Ids of the tokenizer's added tokens."""
+    """Text and id of each added token of the tokenizer."""
     special: frozenset[int]
-    """Ids of those that answers do not show."""
+    """Ids of the special tokens, which answers do not show."""
 
     @classmethod
     def of(cls, worker: Worker, config: ServiceConfig) -> ChatFormat:
-        """Find the formats by the settings, or else by the chat template.
+        """Find the formats by the settings or, without settings, by the chat template.
 
         Raises:
-            InputError: No format has the name in a setting, or the checkpoint's `response_template` cannot be read.
+            InputError: A setting names an unknown format, or the checkpoint's `response_template` cannot be read.
 
         """
         traits = worker.tokenizer_stage.chat_traits
@@ -59,7 +59,7 @@ class ChatFormat:
             given = config.tool_call_parser
             parser = parser_named(given) if given else parser_for(traits.template, vocabulary, stated)
         reasoning = reasoning_of(config) if config.reasoning_parser else reasoning_for(traits.template)
-        found = cls(
+        chat_format = cls(
             parser or HermesParser,
             reasoning,
             traits,
@@ -67,8 +67,10 @@ class ChatFormat:
             vocabulary,
             frozenset(index for index, token in added.items() if token.special),
         )
-        _log.info("tool calls are read by %s, reasoning by %s", found.parser.__name__, reasoning and reasoning.end)
-        return found
+        _log.info(
+            "tool calls are read by %s, reasoning by %s", chat_format.parser.__name__, reasoning and reasoning.end
+        )
+        return chat_format
 
     def request(
         self,
@@ -80,7 +82,7 @@ class ChatFormat:
         """Return the messages and the variables for the chat template.
 
         Raises:
-            InputError: A variable is wrong, or a required call cannot be described.
+            InputError: A variable is not valid, or the request requires a tool call although tools are ignored.
 
         """
         given, tools = dict(variables or {}), use.offered
@@ -103,11 +105,11 @@ class ChatFormat:
         return list(messages), template_variables(given, tools, None, reasoning_effort)
 
     def reads_calls(self, use: ToolUse) -> bool:
-        """Return whether the answer to a request may have calls."""
+        """Return whether the answer to a request may contain tool calls."""
         return bool(use.offered) and (self.without_template != "ignore" or self.traits.names("tools"))
 
     def shown_tokens(self, parser: type[ToolCallParser] | None, reasoning: ReasoningFormat | None) -> Collection[str]:
-        """Return the special tokens that parsers need in the text."""
+        """Return the special tokens that the parsers need to see in the text."""
         texts = [*(parser.markers if parser else ()), *([reasoning.start, reasoning.end] if reasoning else [])]
         if not texts:
             return ()
@@ -135,7 +137,7 @@ _warned: list[bool] = []
 
 
 def reasoning_of(config: ServiceConfig) -> ReasoningFormat | None:
-    """Return the format of reasoning in the settings. Raise InputError if no format has its name."""
+    """Return the format of reasoning that the settings name. Raise InputError if there is no such format."""
     name = config.reasoning_parser
     return None if name in (None, _NO_REASONING) else reasoning_named(name)
 

@@ -1,4 +1,4 @@
-"""The text of one choice as the parts of a message: reasoning, content and calls."""
+"""Splits the text of a choice into the parts of a message: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Part = Reasoning | Event
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """How the text of a request's choices becomes a message."""
+    """Rules that turn the text of a request's choices into messages."""
 
     reasoning: ReasoningFormat | None = None
-    """Format of the reasoning. None: the text has none."""
+    """Format of the reasoning, or None if the model does not write reasoning."""
     opened: bool = False
-    """Whether the prompt ends with the start of the reasoning."""
+    """Whether the prompt already ends with the marker that starts the reasoning."""
     shows_reasoning: bool = True
-    """Whether the message has the reasoning."""
+    """Whether the message includes the reasoning."""
     parser: type[ToolCallParser] | None = None
-    """Format of the calls. None: calls are not read."""
+    """Parser of the tool calls. If it is None, tool calls remain in the content."""
     tools: Sequence[Tool] = ()
     num_earlier_calls: int = 0
-    """Number of calls in the history."""
+    """Number of tool calls in the request's messages."""
     parallel: bool = True
-    """Whether the message may have several calls."""
+    """Whether the message may have several tool calls. If not, only the first call is kept."""
     as_function: bool = False
     """Whether the call is written as OpenAI's deprecated `function_call`."""
     hidden: Sequence[str] = ()
-    """Special tokens that the text holds for the parsers. The content never has them."""
+    """Special tokens that the text contains for the parsers. They are removed from the content."""
 
     @property
     def is_plain(self) -> bool:
@@ -46,7 +46,7 @@ class MessageForm:
 
 
 class MessageReader:
-    """A reader of one choice. The pieces in which the text arrives do not change the message."""
+    """Splits the text of one choice. The message does not depend on the pieces in which the text arrives."""
 
     def __init__(self, form: MessageForm) -> None:
         self._form = form
@@ -56,11 +56,11 @@ class MessageReader:
         self._calls = form.parser(form.tools, form.num_earlier_calls) if form.parser else None
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that follow from the next piece of the text."""
+        """Read the next piece of the text, and return the new parts. The beginning of a marker may be held back."""
         return self._read(self._reasoning.push(text) if self._reasoning else [Content(text)] if text else [])
 
     def finish(self) -> list[Part]:
-        """Return the last parts. No text may follow."""
+        """Return the remaining parts after the last piece of the text."""
         parts = self._read(self._reasoning.finish() if self._reasoning else [])
         return parts + self._kept(self._calls.finish() if self._calls else [])
 
@@ -74,7 +74,7 @@ class MessageReader:
         return read
 
     def _kept(self, events: Sequence[Event]) -> list[Part]:
-        """Return the events without hidden tokens, and without further calls if there may be only one."""
+        """Return the events without hidden tokens, and without the calls that `parallel` forbids."""
         kept: list[Part] = []
         for event in events:
             if not isinstance(event, Content):
@@ -92,13 +92,12 @@ class MessageReader:
 
 @dataclass(slots=True)
 class MessageParts:
-    """The parts of one choice so far."""
+    """The parts of one choice that have arrived so far."""
 
     reasoning: str = ""
     answer: Answer = field(default_factory=Answer)
 
     def add(self, parts: Iterable[Part]) -> None:
-        """Append parts."""
         for part in parts:
             if isinstance(part, Reasoning):
                 self.reasoning += part.text
@@ -106,13 +105,13 @@ class MessageParts:
                 self.answer.add([part])
 
     def finish_reason(self, reason: ChatFinishReason | None, form: MessageForm) -> ChatFinishReason | None:
-        """Return the reason for the end of the choice. A choice that the output limit cuts keeps its reason."""
+        """Return `tool_calls` if the choice stopped after a complete tool call, or else `reason`."""
         if reason != "stop" or not any(call.complete for call in self.answer.calls):
             return reason
         return "function_call" if form.as_function else "tool_calls"
 
     def message(self, form: MessageForm) -> ChatMessage:
-        """Return the message of a whole answer."""
+        """Return the message of an answer that is not streamed."""
         calls = self.answer.calls
         content = self.answer.content
         message: ChatMessage = {
@@ -133,7 +132,7 @@ class MessageParts:
 
 
 def delta_of(part: Part, form: MessageForm) -> ChatDelta | None:
-    """Return the delta of a streamed answer for a part, or None for the end of a call."""
+    """Return the delta that streams `part`, or None for the end of a call, which has no delta."""
     match part:
         case Content(text):
             return {"content": text}
@@ -151,10 +150,10 @@ def delta_of(part: Part, form: MessageForm) -> ChatDelta | None:
 
 
 class ReasoningCount:
-    """The number of tokens of one choice before the end of its reasoning."""
+    """Counts the tokens of one choice before its reasoning ends."""
 
     def __init__(self, tokenizer: Tokenizer, form: MessageForm, silent: Collection[int] | None) -> None:
-        """Start a choice. `silent` is as in `TextStream`."""
+        """Create a counter. `silent` is as in `TextStream`."""
         self._form = form.reasoning
         self._stream = TextStream(tokenizer, silent=silent)
         self._text = ""
@@ -173,7 +172,7 @@ class ReasoningCount:
                 self._begin(self._form.start.rstrip())
             if self._begun and self._form.end in self._text:
                 self._is_over = True
-                self.num_tokens -= 1  # the token of the end
+                self.num_tokens -= 1  # the token that ends the reasoning
             if self._begun:
                 self._text = self._text[-len(self._form.end) :]
 

@@ -1,4 +1,4 @@
-"""Prompts of requests: spool the media, tokenize, and free everything at the end."""
+"""Creates the prompts of a request: spools the media, tokenizes, and frees everything at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from service.telemetry import tracing
 _log = logging.getLogger(__name__)
 
 _Parsed = tuple[list[Media], Callable[[Iterator[Paths]], TokenizeRequest]]
-"""The media of a request, and a function that returns the request with files in their place."""
+"""The media of a request, and a function that returns the request with file paths in place of the media."""
 
 
 @asynccontextmanager
@@ -48,15 +48,15 @@ async def prompts(
 ) -> AsyncIterator[list[PromptSource]]:
     """Tokenize the prompts of one HTTP request, and free their shared memory at exit.
 
-    The limits of a request apply to all of its prompts together. Media are as the client sent them. Their files remain
-    until the exit, because a preempted answer may need them to be tokenized again. `owner` is the digest of the
-    request's API key.
+    The limits for one request apply to all of its prompts together. `requests` contain the media as the client sent
+    them. The spooled files remain until the exit, because a preempted answer may need its prompt tokenized again.
+    `owner` is the digest of the request's API key.
     """
     started = time.perf_counter()
     field = _field(requests[0])
     with blaming(field):
         parsed = [_checked(request, service, owner) for request in requests]
-    media = [item for found, _ in parsed for item in found]
+    media = [item for items, _ in parsed for item in items]
     with ExitStack() as stack:
         changes: dict[str, Any] = {}
         spooled: list[Paths] = []
@@ -85,7 +85,7 @@ async def prompts(
 
 @contextmanager
 def _directory(spool: Path) -> Iterator[RequestDirectory]:
-    """Open a `request_directory`. Log an error if it cannot be removed, because the request itself has succeeded."""
+    """Open a `request_directory`. If it cannot be removed, only log the error, which does not affect the answer."""
     with ExitStack() as stack:
         directory = stack.enter_context(request_directory(spool))
         try:
@@ -98,14 +98,14 @@ def _directory(spool: Path) -> Iterator[RequestDirectory]:
 
 
 def _field(request: TokenizeRequest) -> str | None:
-    """Return the body's field with the prompt, or None for a text, whose field has several names."""
+    """Return the name of the field that contains the prompt, or None for a text, whose field depends on the route."""
     if request.messages is not None:
         return "messages"
     return None if request.items is None else "inputs"
 
 
 def _checked(request: TokenizeRequest, service: Service, owner: bytes) -> _Parsed:
-    """Return `_parsed`. Raise InputError also for JSON that a message to a tokenizer process cannot hold."""
+    """Return the result of `_parsed`. Raise InputError also if the request cannot be encoded as MessagePack."""
     try:
         media, with_files = _parsed(request, service, owner)
         msgspec.msgpack.encode(with_files(repeat(Path())))
@@ -117,7 +117,7 @@ def _checked(request: TokenizeRequest, service: Service, owner: bytes) -> _Parse
 
 
 def _parsed(request: TokenizeRequest, service: Service, owner: bytes) -> _Parsed:
-    """Parse the media of a request. Raise InputError or a subclass."""
+    """Parse the media of a request. Raise InputError if they are not valid."""
     replace, config = msgspec.structs.replace, service.config
     if request.messages is not None:
         parsed = parse_messages(request.messages, strict=config.strict, by_uuid=True)
@@ -136,7 +136,7 @@ def _parsed(request: TokenizeRequest, service: Service, owner: bytes) -> _Parsed
 
 
 def prompt_of_ids(service: Service, ids: Sequence[int], field: str) -> Prompt:
-    """Return a prompt of the token ids in a body's `field`.
+    """Return a prompt that consists of the token ids in the body's `field`.
 
     Raises:
         TokenOutOfRange: An id is not in [0, vocabulary size).

@@ -69,7 +69,7 @@ class _Chat(Form):
     form: ChatForm
 
     def request(self) -> TokenizeRequest:
-        """Return the request for the tokenizers. Raise InputError for invalid template variables."""
+        """Return the request to the tokenizer process. Raise InputError if a template variable is not valid."""
         messages, variables = self.form.format.request(
             self.body.messages, self.use, self.body.chat_template_kwargs, self.body.reasoning_effort
         )
@@ -107,7 +107,11 @@ class _Chat(Form):
         }
 
     async def events(self) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """Yield the answer's chunks: a first one per choice, then its text, then the usage if requested."""
+        """Yield the chunks of the answer.
+
+        The first chunk of a choice has the role, and the following chunks have the text. The last chunk of the answer
+        has the usage and the timings, if the request asks for them.
+        """
         choices = [Choice(index=index) for index in range(self.call.n)]
         buffers = [self._logprobs_buffer() for _ in choices]
         async with self.call.prompts([self.request()]) as (source,):
@@ -123,7 +127,7 @@ class _Chat(Form):
                         so_far = self._so_far(source.prompt, choices, streams, len(delta.token_ids))
                         head = _first(index, self.body.role)
                         yield {**self._chunk([head]), **spans, **prompted, **so_far}
-                        spans, prompted = {}, {}  # only the first chunk has them
+                        spans, prompted = {}, {}  # only the first chunk of the answer has these fields
                         if echoed := self.body.echoed:
                             yield {**self._chunk([{**head, "delta": {"content": echoed}}]), **so_far}
                     logprobs = await self._logprobs(delta, buffers[index]) if self.body.logprobs else None
@@ -137,7 +141,7 @@ class _Chat(Form):
     def _so_far(
         self, prompt: Prompt, choices: Sequence[Choice], streams: Sequence[_Stream], num_untold: int = 0
     ) -> Used:
-        """Return the usage so far, if the request wants it in every chunk. `num_untold` is as in `usage`."""
+        """Return the usage so far if the request asks for it in every chunk. `num_untold` is as in `usage`."""
         return {"usage": self._usage(prompt, choices, streams, num_untold)} if self.body.continuous_usage else {}
 
     def _usage(
@@ -198,7 +202,7 @@ class _Chat(Form):
         return LogprobsBuffer(self.call.service.worker.tokenizer, self.call.params, self.call.silent)
 
     async def _logprobs(self, part: Delta | Choice, buffer: LogprobsBuffer) -> ChatLogprobs | None:
-        """Return the log-probabilities to send with a choice, or with its next part. None if a part has none."""
+        """Return the log-probabilities to send with a choice or with a delta. None if a delta has none."""
         released = await buffer.push(part)
         if not released.logprobs and isinstance(part, Delta):
             return None
@@ -217,14 +221,14 @@ class _Stream:
     def __init__(self, form: MessageForm, count: ReasoningCount) -> None:
         self.form = form
         self.count = count
-        """Number of tokens of the reasoning so far."""
+        """Counter of the reasoning tokens so far."""
         self._reader = MessageReader(form)
         self._parts = MessageParts()
 
     def chunks(
         self, index: int, delta: Delta, logprobs: ChatLogprobs | None, tokened: Tokened
     ) -> list[ChatChunkChoice]:
-        """Return the chunks for the next delta of choice `index`. The first has the log-probabilities and tokens."""
+        """Return the chunks for the next delta of choice `index`. Only the first has log-probabilities and tokens."""
         self.count.push(delta.token_ids)
         deltas: list[ChatDelta]
         has_tokens = bool(logprobs or tokened.get("token_ids"))
@@ -235,12 +239,12 @@ class _Stream:
             if delta.finish_reason:
                 parts += self._reader.finish()
             self._parts.add(parts)
-            deltas = [made for part in parts if (made := delta_of(part, self.form)) is not None]
+            deltas = [content for part in parts if (content := delta_of(part, self.form)) is not None]
             if delta.finish_reason or (has_tokens and not deltas):
                 deltas.append({})
         chunks: list[ChatChunkChoice] = [
-            {"index": index, "delta": made, "logprobs": None, "finish_reason": None, "stop_reason": None}
-            for made in deltas
+            {"index": index, "delta": content, "logprobs": None, "finish_reason": None, "stop_reason": None}
+            for content in deltas
         ]
         if chunks:
             chunks[0] = {**chunks[0], "logprobs": logprobs, **tokened}
@@ -251,12 +255,12 @@ class _Stream:
 
 
 def _total(form: MessageForm, counts: Sequence[ReasoningCount]) -> int | None:
-    """Return the number of tokens of reasoning, or None if the checkpoint does not reason."""
+    """Return the number of reasoning tokens, or None if the checkpoint does not write reasoning."""
     return sum(count.num_tokens for count in counts) if form.reasoning else None
 
 
 def _first(index: int, role: str) -> ChatChunkChoice:
-    """Return the content of a choice's first chunk, which is its role."""
+    """Return the first chunk of a choice, which has only the role."""
     return {
         "index": index,
         "delta": {"role": role, "content": ""},

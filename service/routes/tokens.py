@@ -28,26 +28,26 @@ router = APIRouter()
 
 
 class TokenizeBody(ToolFields, Body):
-    """POST /tokenize: exactly one of `prompt`, `messages` and `inputs`."""
+    """POST /tokenize. Exactly one of `prompt`, `messages` and `inputs` must be given."""
 
-    # chat_template is a boolean field that applies to `inputs`, as in /infer.
+    # chat_template is not refused, because it is a boolean field for `inputs`, as in /infer.
     not_served: ClassVar[NotServed] = {name: off for name, off in NOT_SERVED.items() if name != "chat_template"}
 
     prompt: str | None = None
     messages: Array[AnyMessage] | None = None
     inputs: Array[AnyItem] | None = None
     chat_template: Templated | None = None
-    """Whether `inputs` become a chat turn. Only for `inputs`. Default: true."""
+    """Whether `inputs` become a chat turn. Allowed only with `inputs`. Default: true."""
     add_generation_prompt: bool | None = None
     """Whether the chat template ends with the start of the assistant's turn. Default: true."""
     add_special_tokens: bool | None = None
-    """Add the tokenizer's special tokens, such as BOS. Default: true for a prompt and false for a chat, where true adds
-    them even if the template has written them. `inputs` accept only false."""
+    """Add the tokenizer's special tokens, such as BOS. The default is true for `prompt` and false for `messages`, whose
+    template usually writes these tokens. Not supported with `inputs`."""
     continue_final_message: bool | None = None
     """As in a chat completion."""
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: Any = None
-    """`mm_processor_kwargs` and `media_io_kwargs` are as in a chat completion, for `messages`."""
+    """`mm_processor_kwargs` and `media_io_kwargs` are as in a chat completion. Both require `messages`."""
     media_io_kwargs: Any = None
     reasoning_effort: str | None = None
     """`reasoning_effort`, `tools`, `tool_choice`, `functions` and `function_call` are as in a chat completion."""
@@ -62,17 +62,17 @@ class DetokenizeBody(Body):
 
 
 class TokenizeAnswer(TypedDict):
-    """The answer of /tokenize."""
+    """The response of /tokenize."""
 
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: NotRequired[list[str]]
-    """The vocabulary's strings for the tokens, such as `Ġred`."""
+    """The strings of the tokens in the vocabulary, such as `Ġred`."""
 
 
 class DetokenizeAnswer(TypedDict):
-    """The answer of /detokenize."""
+    """The response of /detokenize."""
 
     prompt: str
 
@@ -83,17 +83,19 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     service = incoming.service
     service.check_model(body.model)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
-        raise InputError("give exactly one of prompt, messages and inputs")
+        raise InputError("the request must have exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
         raise InputError(f"chat_template is {body.chat_template}, which requires inputs", param="chat_template")
     if body.add_special_tokens and body.inputs is not None:
         message = f"add_special_tokens is {body.add_special_tokens}, which is not supported with inputs"
         raise InputError(message, param="add_special_tokens")
     if body.continue_final_message and body.messages is None:
-        raise InputError("continue_final_message is true, which needs messages", param="continue_final_message")
+        raise InputError("continue_final_message is true, which requires messages", param="continue_final_message")
     defaults = media_defaults(body.mm_processor_kwargs, body.media_io_kwargs)
     if defaults and body.messages is None:
-        raise InputError("mm_processor_kwargs and media_io_kwargs need messages; give an item its own options")
+        raise InputError(
+            "mm_processor_kwargs and media_io_kwargs require messages; with inputs, give each item its own options"
+        )
     use = body.tool_use()
     if body.messages is None:
         messages = None
@@ -122,20 +124,20 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     async def answer() -> TokenizeAnswer:
         async with prompts(service, [wanted], incoming.clock, incoming.owner) as (source,):
             ids: list[int] = source.prompt.plain_ids.tolist()
-        found: TokenizeAnswer = {
+        answer: TokenizeAnswer = {
             "count": len(ids),
             "max_model_len": service.worker.engine.info.max_model_len,
             "tokens": ids,
         }
         if body.return_token_strs:
-            found["token_strs"] = [*map(service.tokens.piece, ids)]
-        return found
+            answer["token_strs"] = [*map(service.tokens.piece, ids)]
+        return answer
 
     return WholeAnswer(answer, service.admission)
 
 
 class TokenizerInfo(TypedDict):
-    """The checkpoint's tokenizer_config.json with the chat template. It may have further keys."""
+    """The contents of the checkpoint's tokenizer_config.json, with the chat template. There may be further keys."""
 
     tokenizer_class: str
     chat_template: NotRequired[Any]
@@ -149,7 +151,7 @@ async def tokenizer_info(service: ServiceDep) -> Response:
 
 @router.post("/detokenize", responses=answered(DetokenizeAnswer))
 async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
-    """Return the text of token ids with special tokens spelled out."""
+    """Return the text of token ids, including the text of special tokens."""
     service.check_model(body.model)
 
     async def answer() -> DetokenizeAnswer:

@@ -14,7 +14,7 @@ from mindie_mm.tool_calls.scanner import MAX_NAME
 
 
 class ItemOptions(TypedDict, total=False):
-    """How an image, a video or a sound is read; each kind takes some of them."""
+    """Options for reading an image, a video or a sound. Each kind of media accepts some of the options."""
 
     min_pixels: int | None
     max_pixels: int | None
@@ -28,14 +28,14 @@ class ItemOptions(TypedDict, total=False):
 
 
 class Address(ItemOptions, total=False):
-    """Where a medium is: http(s):, data: or file:, or a path; a list of them is a video's frames."""
+    """The URL of a media item (http:, https:, data: or file:) or its path. A list contains the frames of a video."""
 
     url: str | list[str] | None
     """Left out only if the item has a `uuid`."""
 
 
 class InputAudio(TypedDict, total=False):
-    """A sound as OpenAI has it."""
+    """A sound in OpenAI's format."""
 
     data: str | None
     """Base64 or an address. Left out only if the item has a `uuid`."""
@@ -43,15 +43,15 @@ class InputAudio(TypedDict, total=False):
 
 
 class File(TypedDict, total=False):
-    """A text file or a PDF as OpenAI has it."""
+    """A text file or a PDF in OpenAI's format."""
 
     file_data: Required[str]
-    """Content as a data: URL or base64."""
+    """Content of the file, as a data: URL or as base64."""
     filename: str | None
 
 
 class Item(ItemOptions, total=False):
-    """One text, image, video or sound, in this service's form or in a chat's."""
+    """One text, image, video or sound, in this service's format or in the format of chats."""
 
     type: str | None
     text: str | None
@@ -67,7 +67,7 @@ class Item(ItemOptions, total=False):
     document: str | Address | None
     """A PDF, whose pages become images."""
     url: str | list[str] | None
-    """An address for an item whose `type` states the kind. `path` and `base64` need `type`, too."""
+    """Address of the item. `url`, `path` and `base64` require `type`, which says what kind of item it is."""
     path: str | list[str] | None
     base64: str | list[str] | None
     uuid: str | None
@@ -75,10 +75,10 @@ class Item(ItemOptions, total=False):
 
 
 class Message(TypedDict, total=False):
-    """One message of a chat; what else it holds is the chat template's."""
+    """One message of a chat. All further fields are passed to the chat template."""
 
     role: Required[Annotated[str, Field(pattern=f"^{CUSTOM_ROLE}$")]]
-    """system, developer, user, assistant, tool, function, or a role that the chat template takes."""
+    """system, developer, user, assistant, tool, function, or another role that the chat template supports."""
     content: str | list[Item] | None
 
 
@@ -114,7 +114,7 @@ class NamedTool(TypedDict, total=False):
 
 
 class _DescribedAs:
-    """An annotation with the type that the OpenAPI description shows for a field. Validation ignores it."""
+    """An annotation that sets the type of a field in the OpenAPI description. Validation ignores this type."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind

@@ -1,4 +1,4 @@
-"""Tools that a chat offers, and the choice among them, in the forms that clients send."""
+"""Reads the tools of a chat request, and the `tool_choice` that says which of them the model may call."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from service.schemas.closed_objects import closed
 from service.schemas.message_types import AnyFunction, AnyFunctionChoice, AnyTool, AnyToolChoice
 
 _MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
-"""Words for a choice. Mistral and Anthropic have `any`."""
+"""Mode for each keyword of `tool_choice`. Mistral and Anthropic use `any` for `required`."""
 _FORMS = '\'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}'
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request, and how the model may call them."""
+    """The tools of a request, and the rules for calling them."""
 
     offered: Sequence[Mapping[str, Any]] = ()
-    """Tools that the model may call, as the client sent them. Empty if it may call none."""
+    """Tools that the prompt describes, as the client sent them. Empty if the model may not call tools."""
     mode: Literal["none", "auto", "required"] = "none"
-    """Whether the model calls no tool, decides itself, or has to call one."""
+    """Whether the model must not call a tool, decides by itself, or must call a tool."""
     name: str | None = None
-    """Name of the only tool that may be called. The others are only described."""
+    """Name of the only tool that the model may call, or None if it may call any tool in `offered`."""
     parallel: bool = True
-    """Whether the answer may have several calls. By default, a call of a named tool is alone."""
+    """Whether the answer may have several calls. If `name` is set, the default is a single call."""
     is_deprecated: bool = False
     """Whether the request has OpenAI's deprecated `functions`, to which the answer is a `function_call`."""
 
@@ -39,7 +39,7 @@ class ToolUse:
         """Read the fields of a request.
 
         Raises:
-            InputError: A tool or the choice is wrong, or the choice needs tools.
+            InputError: A tool or the choice is not valid, or the choice requires tools that are missing.
 
         """
         require_tools(tools)
@@ -48,7 +48,7 @@ class ToolUse:
         mode, name, allowed = _choice(tool_choice)
         if not tools and mode == "required":
             raise InputError(
-                f"tool_choice is {_shown(tool_choice)}, but there are no tools; send tools or leave it out",
+                f"tool_choice is {_shown(tool_choice)}, but there are no tools; send tools, or leave tool_choice out",
                 param="tool_choice",
             )
         _require_listed(allowed or ([] if name is None else [name]), names, "tool_choice", "a tool")
@@ -94,7 +94,7 @@ class ToolUse:
 
     @property
     def is_strict(self) -> bool:
-        """Whether the arguments of a tool must be valid, even if the model decides whether to call it."""
+        """Whether calls of some tool must have valid arguments even if the model decides whether to call tools."""
         return any(tool["function"].get("strict") for tool in self.offered)
 
     @property
@@ -103,7 +103,7 @@ class ToolUse:
         return [self.name] if self.name is not None else [tool["function"]["name"] for tool in self.offered]
 
     def tools(self, *, close: bool) -> list[Tool]:
-        """Return the tools for a parser. `close` is as in `StructureFields.structure`."""
+        """Return the tools as a parser expects them. `close` is as in `Settings.structure`."""
         functions = [tool["function"] for tool in self.offered]
         try:
             return [
@@ -160,7 +160,7 @@ def _require_names(names: Sequence[str], field: str, inside: str = "") -> None:
     for index, name in enumerate(names):
         where = f"{field}[{index}]{inside}.name"
         if not name or len(name) > MAX_NAME:
-            raise InputError(f"{where} has {len(name)} characters; give 1 to {MAX_NAME}", param=field)
+            raise InputError(f"{where} has {len(name)} characters; it must have 1 to {MAX_NAME}", param=field)
         if not name.isprintable():
             raise InputError(f"{where} is {name!r}, which has characters that cannot be printed", param=field)
         if name in seen:
@@ -175,7 +175,7 @@ def _require_listed(chosen: Sequence[str], names: Sequence[str], field: str, wha
 
 
 def _choice(given: Any) -> tuple[Literal["none", "auto", "required"], str | None, Sequence[str] | None]:
-    """Return the mode, the name of the only tool to call, and the names of the tools to offer (None: all)."""
+    """Return the mode, the name of the only tool to call or None, and the names of the tools to offer (None: all)."""
     error = InputError(f"tool_choice is {_shown(given)}; it must be {_FORMS}", param="tool_choice")
     if given is None:
         return "auto", None, None
@@ -199,7 +199,7 @@ def _choice(given: Any) -> tuple[Literal["none", "auto", "required"], str | None
 def _allowed(
     given: Any, error: InputError
 ) -> tuple[Literal["none", "auto", "required"], str | None, Sequence[str] | None]:
-    """Read OpenAI's choice among some of the tools."""
+    """Read OpenAI's `allowed_tools`, a choice that restricts the model to some of the tools."""
     mode = given.get("mode") if isinstance(given, Mapping) else None
     if mode not in ("auto", "required") or not isinstance(tools := given.get("tools"), list) or not tools:
         raise error
@@ -207,7 +207,7 @@ def _allowed(
 
 
 def _name_of(given: Any, error: InputError) -> str:
-    """Return the name in `{"function": {"name": ...}}`, or in `{"name": ...}` as in Anthropic's and later forms."""
+    """Return the name in `{"function": {"name": ...}}` or, as newer APIs and Anthropic write it, in `{"name": ...}`."""
     function = given.get("function", given) if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""Tests of processes killed with SIGKILL, with one point per kind. `make faults` runs the whole matrix."""
+"""Tests that kill processes with SIGKILL at selected points. `make faults` kills them at all points."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tools.fault_points import POINTS, Point
 from tools.fault_rig import CHAT, DEADLINE_S, Rig
 
 SLICE = (
-    "tokenizer.mid-fill",  # dies while working on the request
+    "tokenizer.mid-fill",  # dies while it processes the request
     "decoder.at work",  # the item is decoded again
     "engine.attached",  # no output yet, so the request is sent again
     "engine.mid-decode",  # a request with output fails
     "api.mid-free",  # the other processes notice and end
-    "api.everything",  # only the next service can clean up
+    "api.everything",  # only the next service can free the memory
 )
 SLOW_SLICE = (
     "tokenizer.after-reply",  # the blocks may be freed before the engine has attached them
@@ -62,7 +62,7 @@ def test_the_service_recovers_from_a_kill_at_each_point(rig: Rig, point: Point) 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_answer_that_is_not_streamed_is_repeated_unchanged(rig: Rig) -> None:
-    """Return the texts, log-probabilities and counts of an undisturbed request although the engine is killed."""
+    """Although the engine is killed, the texts, log-probabilities and counts are those of an undisturbed request."""
     question = [{"role": "user", "content": "What is in the image?"}]
     drawn = {"temperature": 1.0, "seed": 7, "max_tokens": 120, "ignore_eos": True}
     chosen = {"n": 2, "logprobs": True, "top_logprobs": 2}
@@ -75,14 +75,14 @@ def test_an_answer_that_is_not_streamed_is_repeated_unchanged(rig: Rig) -> None:
     }
 
     def ask(path: str) -> tuple[Any, list[float]]:
-        """Return the answer without its floating-point numbers, and the list of the numbers."""
+        """Return the answer without its floating-point numbers, and a list of these numbers."""
         numbers: list[float] = []
         answer = httpx2.post(f"{rig.service.url}{path}", json=bodies[path], timeout=DEADLINE_S)
         assert answer.status_code == 200, answer.text
         parsed = json.loads(answer.text, parse_float=lambda number: numbers.append(float(number)))
         for changing in ("id", "created"):
             parsed.pop(changing, None)
-        parsed.get("usage", {}).pop("prompt_tokens_details", None)  # differs, because the next engine has its own cache
+        parsed.get("usage", {}).pop("prompt_tokens_details", None)  # the next engine has a new cache
         return parsed, numbers
 
     rig.whole()

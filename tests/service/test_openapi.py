@@ -43,7 +43,7 @@ NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
 }
-"""Sampling parameter by field name, where the two differ."""
+"""Sampling parameters whose request fields have other names, by the name of the field."""
 
 
 def test_every_route_is_described(http: Any) -> None:
@@ -57,7 +57,7 @@ def test_every_route_is_described(http: Any) -> None:
 
 @pytest.mark.parametrize("body", ["ChatBody", "CompletionBody"])
 def test_numbers_have_the_ranges_of_the_sampler(http: Any, body: str) -> None:
-    """Accept the extreme values that the schema allows, and refuse the values just outside."""
+    """`SamplingParams` accepts the extreme values that the schema allows, and refuses the values just outside."""
     properties = http.get("/openapi.json").json()["components"]["schemas"][body]["properties"]
     numbers = {name: number for name, described in properties.items() for number in numeric(described)}
     assert len(numbers) > 11
@@ -71,7 +71,8 @@ def test_numbers_have_the_ranges_of_the_sampler(http: Any, body: str) -> None:
             else:
                 last = kind(number[f"m{side}"])
                 outside = last + step
-            # The value -1 means all, as in vLLM. Without echo, a completion needs at least one token.
+            # Skip two bounds that differ. A top_k of -1 means all tokens, as in vLLM, and the sampler gets 0. The
+            # schema requires a maximum of at least one token, but the sampler accepts 0 to score a prompt.
             if (name, last) in {
                 ("top_k", -1),
                 *((one, 1) for one in NAMES if NAMES[one] == "max_tokens"),
@@ -89,7 +90,7 @@ def numeric(described: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 PICTURE = "<picture>"
-"""Stand-in for the URL of a picture."""
+"""Text that `with_picture` replaces with the URL of a picture."""
 SEEN = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}]
 SHORT = {"max_tokens": 2, "timings": True}
 ALL_OF_CHATS = {"n": 2, "logprobs": True, "top_logprobs": 2, "media_spans": True}
@@ -165,7 +166,7 @@ def with_picture(body: dict[str, Any], picture: str) -> dict[str, Any]:
 
 
 def described(http: Any, method: str, route: str) -> dict[str, Any]:
-    """Return the schemas of the route's answers by media type."""
+    """Return the schemas of the route's successful responses, by media type."""
     found: dict[str, Any] = http.get("/openapi.json").json()["paths"][route][method]["responses"]["200"]["content"]
     return found
 
@@ -189,11 +190,11 @@ def require(http: Any, schema: dict[str, Any], answers: list[Any]) -> None:
 def test_schemathesis_finds_no_violation(
     service: RunningService, http: Any, tmp_path: Path, phases: str, examples: int
 ) -> None:
-    """Refuse invalid requests, return no 5xx, and match the described statuses, types and bodies.
+    """The service refuses invalid requests, never returns 5xx, and its responses match the described schema.
 
-    A request that fits the schema may be refused, so `positive_data_acceptance` is excluded. The schema cannot express
-    the served model, valid messages and images, the vocabulary, the length of the context or conditions across fields
-    (`stream_options` and `stream`, `min_tokens` and `max_tokens`).
+    The check `positive_data_acceptance` is excluded, because the service may refuse a request that fits the schema. The
+    schema cannot express the name of the loaded model, which messages and images are valid, the vocabulary, the context
+    length, or conditions between fields (`stream_options` and `stream`, `min_tokens` and `max_tokens`).
     """
     schemathesis(f"{service.url}/openapi.json", "--phases", phases, "--max-examples", str(examples), cwd=tmp_path)
     assert http.get("/health").status_code == 200

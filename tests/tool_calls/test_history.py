@@ -1,4 +1,4 @@
-"""Tests of earlier calls in the forms that chat templates expect, and of tools as text."""
+"""Tests of earlier calls, in the form that each chat template expects, and of tools that are described as text."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_calls_and_results_become_text_in_alternating_turns() -> None:
     both = "<tool_response>\n7 kg\n</tool_response>\n<tool_response>\ndone\n</tool_response>"
     assert found[2]["content"] == both
     assert found[4]["content"] == [text("<tool_response>\ndone\n</tool_response>\n"), IMAGE]
-    # Arguments that are no JSON, an object, and none.
+    # The arguments are invalid JSON, an object, or missing.
     odd = [call("a", arguments='{"a": '), call("b", arguments={"é": 1}), call("c", arguments=None)]
     (made,) = with_described_tools(
         [{"role": "assistant", "content": [text("Well.")], "tool_calls": odd}], [], takes_system=True
